@@ -41,13 +41,14 @@ from tools.slurm_cluster.processes import Pid
 RUNS_AT_ONCE = 2
 NUM_STEPS = 300
 PATIENCE_S = 90.0
-"""Seconds after which a fault that waits for a computing run happens in any case."""
+"""A fault that waits for a computing run happens after this many seconds in any case."""
 LOOK_EVERY_S = 1.0
 HELP_EVERY_S = 5.0
 LEFT_S = 90.0
-"""Seconds after which a reconnected host must have ended its remaining processes."""
+"""A reconnected host must have killed its remaining processes after this many seconds."""
 RETRY_S = 60.0
-"""Seconds after which slurmstepd repeats a message that the controller missed, such as the end of a step."""
+"""After this many seconds, slurmstepd repeats a message that the controller missed, such as the end of a
+step."""
 SLURM_OPTIONS = {"UnkillableStepTimeout": "600", "MinJobAge": "60"}
 """Options that keep Slurm from draining a host for messages that it could not send while it was cut off."""
 

@@ -35,7 +35,7 @@ KINDS = {
 """Maps a kind to its relative frequency."""
 MOST_HOSTS_AWAY = 2
 STUCK_S = 90.0
-"""Seconds after which a completing host has lost a message of its controller; longer than any cut."""
+"""A completing host has lost a message of its controller after this many seconds; longer than any cut."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trainkit.run.rundir import RunDir
 OLD_EVERY_S = 5.0
 """Maximum age in seconds of the folder that a host with stale reads sees."""
 STUCK_S = 240.0
-"""Seconds without a step, and without an active fault, after which a run counts as stuck."""
+"""A run is considered stuck after this many seconds without a step and without an active fault."""
 CLASH = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 BRAKES = ("saved nothing new", "attempts in a row ended at step")
 FAULTS_FOR_A_BRAKE = 3

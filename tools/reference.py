@@ -308,7 +308,8 @@ def _options_text(command: click.Command, shared: dict[str, str]) -> str:
     names = [name for name, _ in _options(command)]
     listed = [f"`{name}`" for name in names if name not in shared]
     if any(name in shared for name in names):
-        listed.append("[shared ones](#shared-options)")
+        link = "the [shared options](#shared-options)"
+        listed = [*listed, f"and {link}"] if len(listed) > 1 else [" and ".join([*listed, link])]
     return f" Options: {', '.join(listed)}." if listed else ""
 
 

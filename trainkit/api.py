@@ -78,7 +78,7 @@ After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
 """Runs and groups that must finish before a new run starts, given by name, folder or object."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
-"""Seconds of waiting after which the reason for the wait is printed to stderr."""
+"""Print the reason for a wait to stderr after this many seconds."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
 """Seconds between two queries to Slurm about one group."""
@@ -688,7 +688,7 @@ def _config_of(work: Callable[..., object] | Config, config: Config, argv: Seque
         what, hint = "function", "omit one of them"
         if not callable(work):
             what, hint = "config", f"config={shown_value(work)} sets the config of a command"
-        raise UsageError(f"both a {what} and a command are given, but a run has only one of them", hint=hint)
+        raise UsageError(f"a {what} and a command cannot be combined", hint=hint)
     if work is None and not argv:
         hint = "pass a config or a function as the first argument, or command=[…], optionally with config="
         raise UsageError("there is nothing to run", hint=hint)

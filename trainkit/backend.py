@@ -42,7 +42,7 @@ class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
-    """The options at the top of the script, by name; the value of an option without a value is True."""
+    """The `#SBATCH` options at the top of the script, by name; flags that take no value map to True."""
     step: tuple[str, ...]
     """The command line of the step that starts the ranks."""
     restarts: int

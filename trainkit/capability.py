@@ -295,7 +295,7 @@ class Capability:
         return Planned()
 
     def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan without hang detection, because a rank may wait for a person for hours."""
+        """Return the plan without hang detection, because a rank may wait for user input for hours."""
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
@@ -354,7 +354,7 @@ class Capability:
         return {}
 
     def waits(self, plan: PlanRecord) -> str:
-        """Return the text that `status` shows for a run with a rank that waits, or may wait, for a person."""
+        """Return the text that `status` shows while a rank waits, or may wait, for user input."""
         raise NotImplementedError
 
     def rows(self, reading: Reading) -> Mapping[str, str]:

@@ -94,7 +94,7 @@ class Problem:
     def line(self) -> int | None:
         """Return the line number of the value in its file; None if the value does not come from a file."""
         file, _, line = self.origin.rpartition(":")
-        # A flag may also end in a colon and digits, so an origin that begins with -- is not a file.
+        # An origin such as `--set name=a:8` also ends in a colon and digits, but is not FILE:LINE.
         return int(line) if line.isdigit() and not file.startswith("--") else None
 
     def to_dict(self) -> dict[str, str | int | None]:

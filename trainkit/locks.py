@@ -29,7 +29,7 @@ SLOW_POLL_S = 0.25
 """Polling interval after the first second; it is long because over NFS each try is a request to the
 server."""
 NOTICE_S = 5.0
-"""Seconds after which a waiting process prints what it is waiting for."""
+"""A waiting process prints what it is waiting for after this many seconds."""
 STOP_S = 2.0
 """Seconds that a process keeps waiting after a stop signal, because most locks are held only briefly."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}

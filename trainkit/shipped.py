@@ -73,8 +73,8 @@ class Shipped(NamedTuple):
     attends: str = ""
     """Field of the part that names the rank to which a person may connect; empty if there is none.
 
-    While a rank waits for a person, the attempt folder contains NAME/rank-*.json, where NAME is the
-    capability's name. Once a person has connected, the file NAME/rank contains the number of that rank.
+    While a rank waits for user input, the attempt folder contains NAME/rank-*.json, where NAME is the
+    capability's name. Once a user has connected, the file NAME/rank contains the number of that rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
     """Maps a launcher, which `Capability.argv` starts, to packages; one of them must be installed."""
@@ -184,10 +184,10 @@ SHIPPED = {
         commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
-"""The shipped capabilities by folder name. The companions of these capabilities are ended in the same
+"""The shipped capabilities by folder name. The companions of these capabilities are stopped in the same
 order."""
 ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
-"""Names of the capabilities that let a person connect to a rank."""
+"""Names of the capabilities that let a user connect to a rank."""
 
 
 class ShippedTask(NamedTuple):

@@ -266,7 +266,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define tensor_plan")
 
     def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
-        """Return the options with which the config's AdamW optimizer updates a parameter of the model."""
+        """Return the learning-rate scale and weight decay of a parameter for the config's AdamW optimizer."""
         return ParameterOptions()
 
     def export(self, model: nn.Module, folder: Path) -> None:

@@ -46,7 +46,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 def requeue(run_name: str, as_json: bool) -> None:
     """Start the next attempt of RUN with the same config and plan.
 
-    A running job saves and stops before it is restarted. The command is refused while RUN is being cancelled.
+    A running job saves and stops before it is restarted. The command fails while RUN is being cancelled.
     """
     from trainkit.cli.started import print_started
     from trainkit.control.requeue import requeue_run

@@ -53,7 +53,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
-    """A path, for example of an output file; `~` is expanded, and a URL is refused."""
+    """A path, for example of an output file; `~` is expanded, and a URL is rejected."""
 
     name = "path"
 
@@ -214,7 +214,9 @@ shape_options_here = combined(
         help="Number of GPUs to use or, on a machine without GPUs, of worker processes.",
     ),
     option(
-        "--nodes N", "Number of hosts; on the other hosts, torchrun or mpirun starts trainkit.", type=COUNT
+        "--nodes N",
+        "Number of nodes; if there is more than one, start trainkit on every node with torchrun or mpirun.",
+        type=COUNT,
     ),
 )
 """The shape options of a command that runs in the foreground, on this node alone or as one node of

@@ -235,7 +235,7 @@ def run_in_step(
         run, entry, plan = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         if isinstance(task, LaunchedRank):
-            raise  # The launcher ends the other ranks.
+            raise  # The launcher kills the other ranks.
         try:
             step_run.announce(folder, task, error.exit_code)
         except OSError:

@@ -123,9 +123,9 @@ def command(
 ) -> None:
     """Show all active runs and the 15 newest other runs, or show RUN in detail.
 
-    RUN is a job id, a run name, a run folder or `last`. The list shows each group of runs on one line, and
-    likewise the runs of the same Python function. If RUN is a group or a bench, its runs are counted and
-    listed, failures first. With --json, all runs are printed, newest first.
+    RUN is a job id, a run name, a run folder or `last`. The list combines each group, and three or more runs
+    of the same Python function, into one line. If RUN is a group or a bench, its runs are counted and listed,
+    failures first. With --json, all runs are printed, newest first.
     """
     if run_name is None and metric is not None:
         raise UsageError(f"--metric {metric} requires RUN, a run or a group", hint="specify RUN")
@@ -145,7 +145,8 @@ def command(
             raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
-        # Add only rows of external capabilities, because the values of shipped ones have keys in the status.
+        # Add only the rows of external capabilities, because the status already contains the values of the
+        # built-in ones.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
         if metric is not None:

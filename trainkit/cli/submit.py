@@ -113,7 +113,7 @@ def command(
         raise UsageError(
             "--nodes auto is for one run that may start now, because the start of a group or of a run "
             "with --after is unknown",
-            hint="specify a number, or several numbers such as --nodes 2-8",
+            hint="specify a number, a range or a list, for example --nodes 2-8",
         )
     spec, trials = group_trials(request, workload, sweeps, array)
     submission = plan_submission(

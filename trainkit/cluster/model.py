@@ -32,9 +32,9 @@ class NodeKind:
 
     count: int
     cpus: int | None = None
-    """CPUs per node that jobs can use, without the CPUs that Slurm reserves for itself."""
+    """CPUs per node that are available to jobs, excluding those that Slurm reserves for itself."""
     mem_mib: int | None = None
-    """Memory per node in MiB that jobs can use."""
+    """Memory per node in MiB that is available to jobs."""
     gpus: dict[str, int] = field(default_factory=dict)
     """GPUs per node by type; the type is an empty text if the site does not name it."""
     features: tuple[str, ...] = ()

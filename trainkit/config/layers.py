@@ -37,8 +37,8 @@ from trainkit.formats import did_you_mean, near
 def as_this_version(entry: Entry) -> Entry:
     """Convert the content of a config file to the current version of the config format.
 
-    Raises ConfigError if the file has a newer version. This error lists no other problems of the file,
-    because its content is probably valid in the newer version.
+    Raises ConfigError if the file's `config_version` is newer than this trainkit supports. This error lists
+    no other problems of the file, because its content is probably valid in that version.
     """
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:

@@ -350,8 +350,8 @@ def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[Loa
 def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:
     """Return a copy of the config with `values` applied, which maps keys such as ``train.steps`` to values.
 
-    `origin` becomes the origin of the new values. Raises ConfigError with every value that is invalid or
-    contradicts another value.
+    `origin` is recorded as the source of each new value. Raises ConfigError with every value that is invalid
+    or contradicts another value.
     """
     # Dump and validate only the sections that change; all other sections stay the same objects.
     content: dict[str, object] = dict(loaded.config)

@@ -160,7 +160,8 @@ class ResourcesConfig(Section):
     partition: OneLine | None = key(None, "Slurm partition.")
     clusters: Names = key(
         (),
-        "Slurm cluster, or several; of several, Slurm chooses the cluster where the job would start first.",
+        "Slurm cluster, or a list of clusters, from which Slurm chooses the one where the job would start "
+        "first.",
     )
     account: OneLine | None = key(None, "Slurm account.")
     qos: OneLine | None = key(None, "Slurm quality of service.")
@@ -277,17 +278,19 @@ class RequeueConfig(Section):
     )
     grace_s: Positive = key(120.0, "Seconds between the stop signal and the end of the job.")
     hang_factor: Positive | None = key(
-        20.0, "A step hangs if it takes this many times the median step time; null disables this check."
+        20.0,
+        "A step is considered hung if it takes this many times the median step time, and at least "
+        "`requeue.hang_min_s`; null disables this check.",
     )
-    hang_min_s: Positive = key(300.0, "Minimum duration in seconds before a step counts as hanging.")
+    hang_min_s: Positive = key(300.0, "Minimum duration in seconds before a step is considered hung.")
     inspect_s: Positive | None = key(
         600.0,
-        "Seconds without output from any rank after which a COMMAND is inspected. The inspection reports "
+        "Inspect a COMMAND after this many seconds without output from any rank. The inspection reports "
         "whether the COMMAND has printed nothing so far or is waiting for a lock file. null "
         "disables the inspection.",
     )
     silence_s: Positive | None = key(
-        None, "Seconds without output after which a COMMAND counts as hanging; null disables this check."
+        None, "Consider a COMMAND hung after this many seconds without output; null disables this check."
     )
     slow_hosts: Literal["ignore", "exclude", "restart"] = key(
         "ignore",
@@ -337,7 +340,7 @@ class NotifyConfig(Section):
         600, "Minimum seconds between two reports of the same event; finished and failed are always reported."
     )
     stalled_after_s: Positive = key(
-        1800.0, "Seconds without progress after which a run is reported as stalled."
+        1800.0, "Report a run as stalled after this many seconds without progress."
     )
 
 

@@ -105,7 +105,9 @@ class TrainConfig(Section):
         None, "Save after this step and exit with exit code 75; `trainkit resume` continues the run."
     )
     device_batch_size: AtLeastOne = key(
-        8, "Samples per process and accumulation step; by default, reduced if needed to fit the global batch."
+        8,
+        "Number of samples that each process handles per accumulation step. The default is lowered if it "
+        "does not fit the global batch size.",
     )
     global_batch_size: AtLeastOne | None = key(
         32,
@@ -120,7 +122,7 @@ class TrainConfig(Section):
     eval_at_start: bool = key(True, "Validate once before the first step.")
     log_every: AtLeastOne = key(10, "Number of steps between log lines.")
     max_nonfinite_steps: AtLeastOne = key(
-        5, "Consecutive steps with a non-finite loss or gradient after which the run stops."
+        5, "Stop the run after this many consecutive steps with a non-finite loss or gradient."
     )
     deterministic: bool = key(False, "Use only deterministic kernels on GPUs.")
 
@@ -170,7 +172,7 @@ class PrecisionConfig(Section):
     )
     init_loss_scale: Positive = key(65536.0, "Initial loss scale (fp16 only).")
     loss_scale_growth_interval: AtLeastOne = key(
-        2000, "Number of consecutive steps without overflow after which the loss scale doubles (fp16 only)."
+        2000, "Double the loss scale after this many consecutive steps without overflow (fp16 only)."
     )
     tf32: bool = key(False, "Multiply matrices in TF32 on a GPU, which is faster but less exact (fp32 only).")
     float8: bool | Literal["gather", "rowwise"] = key(

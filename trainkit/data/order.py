@@ -61,9 +61,9 @@ class Schedule:
 
     For every n, the first n positions include n x weight / sum samples of a source, rounded up or down. In
     any window of positions, the number of samples of a source deviates from this share by less than two. The
-    schedule solves the chairman assignment problem (Tijdeman, 1980) by earliest deadline first. Sample j of a
-    source becomes available where the source's share first exceeds j - 1, and its deadline is where the share
-    reaches j.
+    schedule solves the chairman assignment problem (Tijdeman, 1980) by earliest deadline first. The j-th
+    sample of a source can be placed from the first n for which this share exceeds j - 1, and must be placed
+    by the first n for which the share reaches j.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:

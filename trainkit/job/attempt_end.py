@@ -29,7 +29,7 @@ from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
-"""Seconds after which an attempt of a trainer without checkpoints counts as progress."""
+"""An attempt of a trainer without checkpoints counts as progress if it lasts this many seconds."""
 LATE_RECORDS = 1000
 """Number of metrics records, counted from the newest, to search for an attempt's last step. Metrics records
 of the next attempt may come after the attempt's own records."""

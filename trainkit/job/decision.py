@@ -88,7 +88,7 @@ class Observed:
     """The stop that the supervisor planned; None otherwise."""
     hangs: list[HangRecord] = field(default_factory=list)
     """The reports of hanging ranks. The hang reports are read before the ranks are killed, because a rank
-    deletes its report when the death of a peer unblocks it."""
+    deletes its report when a peer dies, which unblocks it."""
     killed_node: int | None = None
     """The node rank of the agent that was killed before any other process ended."""
     step_may_still_run: bool = False

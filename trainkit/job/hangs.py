@@ -33,7 +33,7 @@ class HangRecord:
     waited_s: float
     """Seconds without progress."""
     limit_s: float
-    """Seconds without progress after which a rank counts as hanging."""
+    """A rank is considered hung after this many seconds without progress."""
     usual_s: float | None
     """The median duration of the rank's recent steps in seconds; None before the first step."""
     time: str

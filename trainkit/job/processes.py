@@ -219,7 +219,7 @@ def ended(child: subprocess.Popen[bytes]) -> bool:
 
 
 def exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Reap an ended child and return its exit code (128+n after death by signal n)."""
+    """Reap an ended child and return its exit code (128+n if signal n killed it)."""
     code = child.wait()
     return signal_exit_code(-code) if code < 0 else code
 
@@ -303,7 +303,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """Return the exit code of a zombie process, negative after death by a signal; None if it is no zombie."""
+    """Return the exit code of a zombie process, negative if a signal killed it; None if it is no zombie."""
     fields = proc_file(pid, "stat").rpartition(b")")[2].split()
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 

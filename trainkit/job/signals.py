@@ -125,7 +125,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def signal_exit_code(number: int) -> int:
-    """Return the exit code for death by a signal: 128+n, as in shells."""
+    """Return the exit code of a process killed by a signal: 128+n, as in shells."""
     return 128 + number
 
 

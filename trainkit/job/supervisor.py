@@ -255,8 +255,8 @@ class Supervisor:
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
         """Record the end of the run and return the decision; an earlier `trainkit requeue` replaces it.
 
-        The lock of the run keeps commands from changing job.json in the meantime. Commands that run after
-        this find an ended run.
+        The lock of the run keeps commands from changing job.json in the meantime. Commands that take the lock
+        afterwards see that the run has ended.
         """
         attempt.update()
         with contextlib.ExitStack() as held:
@@ -266,7 +266,7 @@ class Supervisor:
                 try:
                     held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
                 except (OSError, TrainkitError) as error:
-                    log_line(f"attempt {attempt.number} ends without holding the run's lock: {error}")
+                    log_line(f"attempt {attempt.number}: recording the end without the run's lock: {error}")
                 attempt.update()
                 if decision.action != "finished" and is_requeue_requested(attempt):
                     with contextlib.suppress(OSError, ValueError, TrainkitError):

@@ -47,7 +47,9 @@ class Gatherer:
         self._environments: dict[tuple[str, bool, bool], Environment] = {}
 
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
-        """Return the facts of a config; `resumes` is True if the run has a checkpoint to resume from.
+        """Return what is known about the machine, cluster, environment and data that a config refers to.
+
+        Set `resumes` if the run has a checkpoint to resume from.
 
         Raises ConfigError if the cluster profile is invalid or does not exist.
         """
@@ -111,7 +113,7 @@ def gather(
     resumes: bool = False,
     code_dir: Path | None = None,
 ) -> Facts:
-    """Return the facts of a config, as `Gatherer.facts` does; with `target`, do not detect the cluster."""
+    """Return the same as `Gatherer.facts`; with `target`, do not detect the cluster."""
     return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 

@@ -227,8 +227,8 @@ def _environment(folders: list[Path]) -> Environment:
 
 
 def _verbatim(value: str) -> str:
-    # Encode the lines as hexadecimal digits between NULs to hide them from `_tidy`; the other filters refuse
-    # NULs.
+    # Hex-encode the lines between NULs so that `_tidy` leaves them alone. The NULs are unambiguous, because
+    # no other filter outputs one.
     if "\0" in value:
         message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")

@@ -108,7 +108,7 @@ class SourceTree:
             self.left_out.append((path, "is not a regular file"))
 
     def keep_apart(self, path: str, reason: str) -> None:
-        """Omit a file that no other run may see, and prevent symlinks to the folders that contain it."""
+        """Omit a file that must stay out of other runs, and do not symlink its parent folders as a whole."""
         self.left_out.append((path, reason))
         self.apart.update(parents(path))
 

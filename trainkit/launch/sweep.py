@@ -81,7 +81,7 @@ def group_trials(
     if sweeps:
         if spec is not None and spec.indices:
             raise UsageError(
-                f"--array {array}: --sweep chooses the indices of its trials itself",
+                f"--array {array}: indices cannot be combined with --sweep, which numbers its own trials",
                 hint="with --sweep, use --array only for a limit, for example --array %4",
             )
         found = sweep_trials(sweeps, workload.argv)

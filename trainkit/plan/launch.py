@@ -255,7 +255,7 @@ class LaunchPlan:
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability through which a person works with a rank (which may take hours), or None."""
+        """Return the capability through which a user works with a rank (which may take hours), or None."""
         return attended_in(self.parts)
 
     @property
@@ -266,7 +266,7 @@ class LaunchPlan:
         return rank if isinstance(rank, int) else None
 
     def without_hangs(self) -> LaunchPlan:
-        """Return a plan that never treats a slow step as a hang, because a rank may wait for a person."""
+        """Return a plan that never treats a slow step as a hang, because a rank may wait for user input."""
         plan = replace(self, requeue=replace(self.requeue, hang_factor=None))
         for name in self.parts:
             plan = load(name).without_hangs(plan)

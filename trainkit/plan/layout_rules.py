@@ -182,9 +182,10 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 def parse_layout(text: str) -> dict[str, object]:
-    """Parse ``--layout tp=2,dp_shard=2`` into keys of the config section `parallel`, with all degrees.
+    """Parse ``--layout tp=2,dp_shard=2`` into keys of the config section `parallel`.
 
-    Raises UsageError if the text is not a valid layout.
+    Degrees that are not given are 1, except for `dp_shard`, which is derived unless `dp_replicate` is. Raises
+    UsageError for an invalid layout.
     """
     origin = f"--layout {text}"
     values: dict[str, object] = {}

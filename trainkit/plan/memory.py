@@ -7,7 +7,7 @@ Activations follow "Reducing Activation Recomputation" (arXiv 2205.05198), adapt
 grouped-query attention without stored scores, and SwiGLU.
 
 The estimate is meant to compare layouts, so it omits small terms such as statistics, masks and the rounding
-of shards. By contrast, the simulation of a rank counts every tensor. All functions are without side effects.
+of shards. By contrast, the simulation of a rank counts every tensor. No function has side effects.
 """
 
 from __future__ import annotations

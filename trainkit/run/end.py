@@ -118,8 +118,9 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Additional seconds after which a death by one of `ENDING_SIGNALS` may still count as the first failure. The
-agent waits before it records such a death, because it may itself receive the stop signal."""
+"""Additional seconds by which other errors may precede the record of a kill by one of `ENDING_SIGNALS`. The
+agent waits before it records such a kill as a failure: if the agent receives the stop signal too, the kill
+was part of a normal stop."""
 NOTICED_S = 2.5
 """Maximum number of seconds by which errors of a killed rank's peers may precede the agent's record of the
 kill."""

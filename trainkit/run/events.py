@@ -169,7 +169,8 @@ def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
             continue
         middle = (first + last) // 2
         between = _attempt_at(stream, middle)
-        # Bisect the newest part first, in case there are more than `MAX_EDGES` attempts.
+        # Push the newer half last, so that it is bisected first: if there are more than `MAX_EDGES` attempts,
+        # the newest ones are found.
         todo += [(first, before, middle, between), (middle, between, last, after)]
     return found[::-1]
 

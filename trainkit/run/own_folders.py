@@ -74,7 +74,7 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without cache folders that trainkit or torch has set; keep those set by the user."""
     own = f"/{_name()}/"
-    # torch adds the path of its default folder to the environment of its own process.
+    # torch adds the path of its default cache folder to os.environ, so the user has not set this value.
     defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
     found = {
         name: value

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm and users send to end a process. A death by one of these signals does not imply that the
-host is faulty."""
+"""Signals that Slurm and users send to stop a process. A process killed by one of these signals does not
+imply that the host is faulty."""
 
 
 class ProcessStat(NamedTuple):

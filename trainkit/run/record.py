@@ -318,8 +318,8 @@ def record_of(attempt: AttemptDir) -> AttemptRecord:
 def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
     """Return whether the supervisor of a local attempt is alive; None if that is unknown on this host."""
     alive = entry.alive()
-    # The record may come from a container on this machine, or from before a change of the host name. The boot
-    # id shows that the kernel is the same, so the kernel knows whether a process holds the lock.
+    # The record may come from a container on this machine, or from before a change of the host name. If the
+    # boot id is equal, the lock is held on this machine and shows whether the supervisor is alive.
     return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
 
 

@@ -128,7 +128,7 @@ class RunDir(RunFolder):
     caches_dir = Child("caches")
     """The compile caches of hosts without a private folder for temporary files."""
     heartbeat_file = Child("heartbeat")
-    """A COMMAND that prints nothing for a long time touches this file, so that it does not count as hung."""
+    """A COMMAND that prints nothing for a long time touches this file, so that it is not considered hung."""
     tensorboard_dir = Child("tensorboard")
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
@@ -292,15 +292,16 @@ class AttemptDir:
 
     @property
     def waits_in(self) -> str | None:
-        """Return the capability that makes a rank wait for a person at the moment; None if no rank waits.
+        """Return the capability that makes a rank wait for user input at the moment; None if no rank waits.
 
-        While a rank waits for a person, the other ranks wait for that rank and do not count as hung.
+        While a rank waits for user input, for example in the debugger, the other ranks wait for it and are
+        not considered hung.
         """
         return next((name for name in ATTENDING if any((self.path / name).glob("rank-*.json"))), None)
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability with which a person attended to a rank of the attempt; None if nobody did."""
+        """Return the capability through which a user worked with a rank of the attempt, or None."""
         return next((name for name in ATTENDING if (self.path / name / "rank").exists()), None)
 
     def create(self) -> None:

@@ -27,7 +27,7 @@ from trainkit.run.rundir import RunDir
 
 MAX_TEXT = 100
 MAX_MASKED = 2**16
-"""Number of characters that are searched for secrets before a longer text is shortened."""
+"""Number of leading characters that are checked for secrets before a longer text is shortened."""
 MAX_DEPTH = 8
 MAX_BITS = 128
 """Maximum number of bits of an integer; larger integers are shortened. `MAX_ITEMS` limits the length of

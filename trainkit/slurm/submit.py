@@ -252,7 +252,7 @@ def parse_start_estimate(text: str) -> tuple[Answer, str]:
 ASK_TIMEOUT_S = 5.0
 """Timeout of one estimate; a busy controller answers slowly."""
 ENOUGH_S = 8.0
-"""Seconds after which estimates for further partitions are no longer requested."""
+"""After this many seconds, no estimates for further partitions are requested."""
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
 # Slurm prints "not available" or "busy" also if nodes are only temporarily out of service. Slurm would then

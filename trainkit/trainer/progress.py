@@ -140,7 +140,7 @@ class Progress:
 
 POLL_S = 1.0
 EXIT_AFTER_S = 60.0
-"""Seconds after which a hanging rank exits by itself if the supervisor has not killed it."""
+"""A hung rank exits by itself after this many seconds if the supervisor has not killed it."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
 """Minimum time limit of slow phases: saves, and the first run of any phase, which may include compiling."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
@@ -324,7 +324,7 @@ class Watchdog:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < policy.hang_min_s / 2:
             return None
-        # If one rank hangs, all ranks are ended, so ranks with a longer limit report their state now.
+        # If one rank hangs, all ranks are killed, so ranks with a longer limit report their state now.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:

@@ -31,7 +31,7 @@ NUM_TIMES = 2
 """Number of times that each rank reports: one for waiting for data, one for computing."""
 Times = tuple[float, float]
 LAG = 2
-"""Number of steps after which a step's GPU events are complete, since the host is at most one step ahead."""
+"""The GPU events of a step are complete this many steps later, since the host is at most one step ahead."""
 
 
 def is_reported(step: int, world: World) -> bool:

@@ -37,7 +37,7 @@ log = getLogger(__name__)
 PREFETCH = 2
 """Number of items that each worker reads ahead; each item is one microbatch."""
 START_S = 30.0
-"""Seconds after which a worker that has not started running is considered hung while being forked."""
+"""If a worker has not started running after this many seconds, its fork is considered hung."""
 MAX_STARTS = 3
 POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024

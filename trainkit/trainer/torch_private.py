@@ -76,7 +76,7 @@ in the recomputation, and the test of the collectives per step fails.
 
 
 def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Return whether torch would use cuDNN for causal attention of queries to keys with fewer heads.
+    """Return whether torch would choose cuDNN for causal grouped-query attention.
 
     If torch removes the function, use `torch.backends.cuda.can_use_cudnn_attention` on Hopper and newer GPUs.
     """
@@ -380,7 +380,7 @@ releases contain it.
 
 
 def make_stager(options: StagingOptions) -> DefaultStager:
-    """Return a stager that reuses its buffers in all saves until it is closed.
+    """Return a stager that keeps and reuses its buffers across saves until it is closed.
 
     torch 2.11 and 2.12 release the buffers after every save and cannot stage again afterwards. Once torch
     2.11 and 2.12 are no longer supported, use `DefaultStager`.
@@ -499,7 +499,8 @@ class _NoModuleTracker(nullcontext[None]):
 def memory_tracker() -> Any:
     """Return torch's memory tracker, without per-module statistics, for a simulated rank's peak memory.
 
-    If torch removes the tracker, write a `DispatchMode` that adds up the live storages.
+    If a release of torch drops `MemTracker`, replace it with a `TorchDispatchMode` that sums the sizes of
+    live storages.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 

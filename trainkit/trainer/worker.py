@@ -107,8 +107,8 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     collective. Environment variables that are already set are not changed.
     """
     if plan.device == "cuda":
-        # Without this variable, Inductor would time several kernels for a sum over a long row, and a restart
-        # could choose another kernel.
+        # Without this variable, Inductor benchmarks several kernels for large reductions and could choose a
+        # different one after a restart.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return

@@ -420,7 +420,7 @@ def test_a_node_that_is_drained(run: RunDir) -> None:
     end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
     write_json(run.attempt(1).end_file, end)
     found = newest(run)
-    cause = "the ranks on n3 were ended, because an administrator takes the host out of service"
+    cause = "the ranks on n3 were stopped, because an administrator takes the host out of service"
     assert (found.name, found.cause) == ("drained", cause)
 
 

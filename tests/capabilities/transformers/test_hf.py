@@ -331,7 +331,7 @@ def test_files_that_do_not_fit_their_config_are_found_by_submit(tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps({**content, "intermediate_size": 128}))
     problem = definite_problem(config_of(folder))
     assert problem.key == "model.hf"
-    assert "has shape [96, 64], not [128, 64]" in problem.message
+    assert "has shape [96, 64], but its config.json implies [128, 64]" in problem.message
 
 
 def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _remove_stale_stores() -> None:
 
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
-"""The number of queue errors after which a run starts without waiting for its turn in the queue."""
+"""After this many queue errors, a run starts without waiting for its turn in the queue."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errors of a folder that waiting does not resolve."""
 

@@ -182,7 +182,7 @@ class LocalBackend(Backend):
         except OSError as error:
             raise TrainkitError(
                 f"{entry.job_id} was killed, but its end could not be recorded ({error})",
-                hint="free disk space; `trainkit status` shows the run as died until it is resumed",
+                hint="free up disk space; until the run is resumed, `trainkit status` shows it as 'died'",
             ) from None
 
 
@@ -199,7 +199,8 @@ def _start_process(
     with output.open("ab") as log:
         return subprocess.Popen(
             argv,
-            # If the shell's stdin is a terminal, this command keeps it; otherwise, rank 0 reads it.
+            # A terminal stays with the foreground command. Any other stdin, such as a pipe, is passed on to
+            # rank 0.
             stdin=0 if foreground and not os.isatty(0) else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -133,7 +133,7 @@ def _named(users: list[str]) -> str:
 
 
 def _gpus() -> dict[str, Unit]:
-    """Return the GPUs that this process may use, by name in CUDA_VISIBLE_DEVICES; empty without a driver."""
+    """Map CUDA_VISIBLE_DEVICES entries to the GPUs that this process may use; empty if there is no driver."""
     listed = visible_gpus(os.environ.get(VISIBLE))
     with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
         count = driver.nvmlDeviceGetCount()

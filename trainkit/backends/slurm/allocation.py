@@ -94,8 +94,8 @@ REQUEUE_PATIENCE_S = 600.0
 """Seconds for which a requeue is retried while the controller is unavailable; giving up would leave a saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""Seconds that an ending job keeps trying to submit more trials of its group if Slurm has no room for
-them."""
+"""Seconds that a job, before it ends, keeps trying to submit more trials of its group if Slurm has no room
+for them."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:

@@ -93,8 +93,8 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.plan.slurm is not None and self.plan.slurm.fills_nodes:
             num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
-            # Different versions of srun read different variables; if an option exceeds the job's value, srun
-            # prints a warning.
+            # Set both variables, because srun reads one or the other depending on its version. Do not pass
+            # --cpus-per-task instead, because srun warns if it exceeds the job's value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
             if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
@@ -147,7 +147,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
         self.observed.stop_signal = self.observed.stop_signal or as_if
-        # The agents send the ranks of a command the signal that the command handles.
+        # For a COMMAND, signal the agents instead: each agent sends its ranks the stop signal that the
+        # COMMAND handles.
         if (
             SRUN in self.running
             and signal_of_ranks(self.attempt) is None

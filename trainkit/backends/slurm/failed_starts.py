@@ -33,7 +33,7 @@ class FailedStart:
     host: str
     """The host on which the batch script ran."""
     exit_code: int | None
-    """The exit code (128+n after death by signal n); None if unknown."""
+    """The exit code (128+n if signal n killed the script); None if unknown."""
     restarts: int = 0
     """Number of times that the job had been requeued before this start."""
     file: Path | None = None

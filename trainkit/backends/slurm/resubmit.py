@@ -59,12 +59,12 @@ def await_eviction() -> None:
 def resubmit(
     run: RunDir, job_id: str, exclude: Sequence[str] = (), lock_timeout_s: float | None = None
 ) -> str:
-    """Submit the run's next attempt with the script of the ending job; return the id of the new job.
+    """Submit the run's next attempt, using the script of the current job; return the id of the new job.
 
-    Call this function in the batch shell of the ending job; the new job depends on the ending job. In an
-    array, only the calling task is resubmitted. The hosts in `exclude` are excluded as far as Slurm can still
-    start the job without them. Raises TrainkitError if the run was cancelled, if it stays locked, or if Slurm
-    refuses the job. Raises OSError if the run folder cannot be written.
+    Call this function in the batch shell of the current job, which is about to end; the new job depends on
+    it. In an array, only the calling task is resubmitted. The hosts in `exclude` are excluded as far as Slurm
+    can still start the job without them. Raises TrainkitError if the run was cancelled, if it stays locked,
+    or if Slurm refuses the job. Raises OSError if the run folder cannot be written.
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
@@ -171,8 +171,8 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
     """Return the hosts of a job that can no longer start processes; None if Slurm does not answer.
 
     A lost host is one that Slurm reports as down, failed or not responding. For a running job, hosts that
-    Slurm has removed from the job are included. For an ending job, removed hosts are not included, because
-    Slurm also removes good hosts when they are done.
+    Slurm has removed from the job are included. For a job that is about to end, removed hosts are not
+    included, because Slurm also removes good hosts when they are done.
     """
     if not hosts:
         return ()

@@ -109,8 +109,8 @@ class StepListener:
             try:
                 os.setpgid(0, 0)  # like the ranks, the listener has its own process group
                 before_listening()
-                # Close inherited files, because a connection of the agent stays open until every process has
-                # closed it.
+                # Close inherited file descriptors, because the agent's connections stay open until this
+                # process has closed them too.
                 for file in list(Path("/proc/self/fd").iterdir()):
                     if int(file.name) > 2 and int(file.name) != writer:
                         # The file descriptor with which the directory was listed is already closed.

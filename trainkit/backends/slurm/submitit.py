@@ -51,8 +51,8 @@ class SubmititJob:
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")
         if code:
-            # submitit pickles any other exception and exits with 0, so that Slurm would count the job as
-            # completed.
+            # submitit pickles any exception other than SystemExit and exits with 0, so Slurm would consider
+            # the job completed.
             raise SystemExit(code)
 
 

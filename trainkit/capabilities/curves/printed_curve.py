@@ -256,7 +256,7 @@ class _Counter:
     offset: int = 0
     """Number of steps counted before the number restarted, which is added to the number."""
     length: int | None = None
-    """Number of steps after which the number restarts; None if it has never restarted."""
+    """The number restarts after this many steps; None if it has never restarted."""
     has_grown: bool = False
 
     @property

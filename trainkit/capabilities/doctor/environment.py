@@ -38,7 +38,7 @@ COMPARED = (
 )
 """Packages whose versions must be the same on all nodes."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Variables of `launch.env` that determine what an interpreter imports."""
+"""Variables in `launch.env` that determine what an interpreter imports."""
 _TORCH = """
 import json, sys, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
@@ -53,7 +53,7 @@ print(sys.argv[1], json.dumps({
 
 @lru_cache
 def _packages(request: Request) -> Packages | NoAnswer:
-    """Return the packages of the ranks' environment. The result is cached."""
+    """Return the packages of `COMPARED` that the ranks' environment contains. The result is cached."""
     try:
         return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
     except NoAnswer as error:

@@ -125,7 +125,7 @@ class RunWatch:
     """Seconds between two reads of the run's files. The interval is shorter than a step, so that an
     interruption hits its target."""
     patience_s: float
-    """Seconds without progress after which the run is considered stuck. Time in the queue does not count."""
+    """Consider the run stuck after this many seconds without progress. Time in the queue does not count."""
     log_line: Callable[[str], None] = lambda text: None
     is_stuck: bool = False
     step: int = 0
@@ -173,7 +173,7 @@ class RunWatch:
                 continue
             self._progress_s = time.monotonic()
             self.step = record.step
-            # A COMMAND may omit the number of the attempt.
+            # Metrics that a COMMAND writes may have no attempt number.
             attempt = self.attempt if record.attempt is None else record.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in events_of(self._events.records()):

@@ -27,7 +27,7 @@ from trainkit.errors import EXIT_FAILED
 @option("--max-tokens N", "Maximum number of new tokens.", type=click.IntRange(1), default=200)
 @option(
     "--temperature T",
-    "Randomness of the text (temperature); 0 always chooses the most likely token.",
+    "Sampling temperature; with 0, the most likely token is always chosen.",
     type=click.FloatRange(min=0.0),
     default=0.8,
 )

@@ -29,7 +29,7 @@ class NotifyPolicy(Part):
 
 
 def policy_of(plan: LaunchPlan) -> NotifyPolicy:
-    """Return the policy of a plan; a run that waits for a person never counts as stalled."""
+    """Return the policy of a plan; a run that waits for user input is never considered stalled."""
     policy = plan.part(NotifyPolicy) or NotifyPolicy()
     if plan.attended_in is None:
         return policy

@@ -12,7 +12,7 @@ SAMPLES_FILE = "sample_losses.jsonl"
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """The losses of all samples of one step, which are one line of `SAMPLES_FILE`."""
+    """The losses of all samples in one step, stored as one line of `SAMPLES_FILE`."""
 
     step: int
     losses: list[float | str]

@@ -67,7 +67,7 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
 @option("--curves METRICS", "Compare the curves of these metrics, for example loss,val_loss.", name="metrics")
 @option(
     "--plot FILE",
-    "Draw the curves into this .pdf, .svg or .png file; without --curves, draw the loss.",
+    "Plot the curves to FILE (.pdf, .svg or .png). Without --curves, the loss is plotted.",
     type=PATH,
 )
 @option(

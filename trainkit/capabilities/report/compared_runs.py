@@ -55,7 +55,7 @@ def _named(name: str) -> list[RunDir]:
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of runs with the given names, and how many of them have not started or not ended."""
+    """Counts of the named runs: all, those not started, and those started but not ended."""
 
     noun: str
     """``trial`` if all of the runs are trials of groups, else ``run``."""
@@ -66,7 +66,7 @@ class Progress:
 
 
 def progress_of(names: Iterable[str]) -> Progress:
-    """Return how many of the named runs have not started or not ended."""
+    """Count the named runs: all, those not started, and those started but not ended."""
     runs = list({run.path.resolve(): run for name in names for run in _named(name)}.values())
     started = [run for run in runs if run.exists()]
     ends = [read_newest_end(run.path) for run in started]

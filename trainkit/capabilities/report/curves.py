@@ -46,8 +46,8 @@ class Curves(dict[str, list[Any]]):
 
     The columns are ``run``, the keys that differ between the runs, ``step``, ``tokens``, ``time_s``,
     ``gpu_hours`` and the metrics. If a config key has the same name as another column, its column is called
-    ``config.NAME``. A value that was not logged is None; a value that was not finite is nan or -inf.
-    `pandas.DataFrame(curves)` converts the table into a data frame.
+    ``config.NAME``. A value that was not logged is None. Non-finite values are nan, except for -inf, which is
+    kept. `pandas.DataFrame(curves)` converts the table into a data frame.
     """
 
     def __init__(

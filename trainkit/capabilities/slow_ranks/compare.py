@@ -18,7 +18,7 @@ from trainkit.capability import NewEvent, RankObserver, TimedRanks
 log = getLogger(__name__)
 Phase = Literal["data", "compute"]
 WINDOWS = 2
-"""Number of consecutive windows after which a rank counts as slow, or as no longer slow."""
+"""A rank is considered slow, or no longer slow, after this many consecutive windows."""
 RATIO = 1.4
 """A rank is slow if it takes more than this multiple of the time that other ranks take."""
 MIN_EXCESS_S = 2e-3

@@ -55,7 +55,7 @@ class OutputWatch:
         return now_s - self._changed_s
 
     def reset(self) -> None:
-        """Measure the silence from now on."""
+        """Restart the timer: `poll` counts from this moment until the next output."""
         self._changed_s = time.monotonic()
 
     def _files(self) -> dict[str, tuple[int, int]]:

@@ -171,7 +171,7 @@ PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Piece:
-    """A consecutive part of one document."""
+    """A contiguous part of one document."""
 
     split: str
     text: bytes

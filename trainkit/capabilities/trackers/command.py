@@ -89,8 +89,12 @@ def sync(run_name: str, as_json: bool) -> int:
 
 @as_command("trainkit ui last", "trainkit ui lr-sweep", "trainkit ui last --tool mlflow --port 5001")
 @run_argument
-@option("--tool", "Program that shows the curves.", type=click.Choice(list(PORTS)), default="tensorboard")
-@option("--port", "Port of the server; default: the program's default port.", type=click.IntRange(1, 65535))
+@option("--tool", "Viewer to start.", type=click.Choice(list(PORTS)), default="tensorboard")
+@option(
+    "--port",
+    "Port of the server; default: 6006 for tensorboard, 5000 for mlflow.",
+    type=click.IntRange(1, 65535),
+)
 @yes_option
 def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN, or of all runs of a group, in a browser.

@@ -276,8 +276,8 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
         if stored is None:
             return {}, f"the files have no {name}"
         if weights.shape(stored) != tuple(tensor.shape):
-            shapes = f"{list(weights.shape(stored))}, not {list(tensor.shape)}"
-            raise FatalError(f"{stored} in {weights.folder} has shape {shapes}, the shape in its config.json")
+            shapes = f"{list(weights.shape(stored))}, but its config.json implies {list(tensor.shape)}"
+            raise FatalError(f"{stored} in {weights.folder} has shape {shapes}")
         if isinstance(tensor, nn.Parameter):
             found[tensor] = stored
         else:

@@ -53,7 +53,7 @@ MAX_SHARE = 0.05
 often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
-"""Seconds after SIGHUP after which the process ends without restoring the terminal, which may no longer
+"""The process exits this many seconds after SIGHUP without restoring the terminal, which may no longer
 exist."""
 
 

@@ -52,7 +52,7 @@ class RankExit:
     """The exit of a rank that a launcher started."""
 
     code: int
-    """The exit code; negative for death by a signal."""
+    """The exit code; negative if a signal killed the process."""
     rank: int | None = None
     """The global rank; None if the launcher's output does not contain it."""
     index: int = 0

@@ -58,7 +58,7 @@ def _last_lines(path: Path) -> list[str]:
 def killed_rank(
     attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None
 ) -> RankExit | None:
-    """Return the rank whose death ended a launcher, or a script that starts ranks; None if no rank died.
+    """Return the rank that died and so stopped a launcher, or a script that starts ranks; None if none died.
 
     `seen` is the first exit that the agent saw among the launcher's ranks.
     """
@@ -82,8 +82,8 @@ def record_silent_death(
     """Write the failure record of a worker that did not write one itself.
 
     A worker leaves no record if it was killed, if it ran out of memory, or if it is a COMMAND. `worker` is
-    the worker's rank, or for a launcher the first rank of the node. `killed` is the rank whose death ended a
-    launcher; if it is given, `exit_code` is the exit code of this rank.
+    the worker's rank, or for a launcher the first rank of the node. `killed` is the rank that died and so
+    stopped a launcher; if it is given, `exit_code` is the exit code of this rank.
     """
     if attempt.rank_error(worker).exists():
         return
@@ -123,7 +123,7 @@ def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
 
 
 def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
-    """Return what is known about the death of a worker that left no failure record."""
+    """Return what is known about a worker that died without leaving a failure record."""
     description = describe_exit(exit_code)
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)

@@ -302,13 +302,13 @@ class LockFile:
     time: str
     """The creation time of the file, which is also the time of its last change because the file is empty."""
     is_certain: bool
-    """True if the rank's stack shows that it waits for a lock file, and no other lock file exists."""
+    """True if the rank's stack shows that it is waiting for a lock file, and no other lock file exists."""
 
 
 def find_lock(pid: int, stack: Sequence[str] = ()) -> LockFile | None:
     """Return the newest lock file that a process may be waiting for.
 
-    If `stack` is given, it must show that the process waits for a lock.
+    If `stack` is given, return None unless it shows that the process is waiting for a lock.
     """
     if stack and not any(WAITS_FOR_LOCK in frame for frame in stack[:3]):
         return None

@@ -311,7 +311,7 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank whose death ended the launcher; None if no rank died or the rank is unknown."""
+        """Return the rank that died and so stopped the launcher; None if no rank died or it is unknown."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
@@ -434,7 +434,7 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 def superseding_attempt(attempt: AttemptDir) -> int | None:
     """Return the newest later attempt whose ranks have started on other hosts; None if there is none.
 
-    If a host was cut off and becomes reachable again, the old ranks on it are ended because of this attempt.
+    If a host was cut off and becomes reachable again, the old ranks on it are killed because of this attempt.
     Attempts that are pending or have not started their ranks are ignored.
     """
     run = attempt.run

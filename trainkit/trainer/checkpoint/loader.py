@@ -68,7 +68,7 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
         if broadcast_from_main(is_newer(candidate), world):
             raise CheckpointError(
                 f"{candidate.path} was written by a newer trainkit version",
-                hint="resume with that trainkit version; nothing was changed",
+                hint="resume with that trainkit version; the checkpoint is unchanged",
                 exit_code=EXIT_NO_RESTART,
             )
         damage = agree_on_damage(candidate, world)
@@ -179,7 +179,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
         if not broadcast_from_main(time.monotonic() < deadline_s, world):
             raise CheckpointError(
                 f"rank {odd} cannot read {candidate.path}: {reason}",
-                hint="check the filesystem on the node of this rank and resume again; nothing was changed",
+                hint="check the filesystem on this rank's node, then resume; the checkpoint is unchanged",
             )
         if world.is_main:
             log.warning(f"rank {odd} cannot read {candidate.path.name} yet: {reason}; retrying")

@@ -239,7 +239,9 @@ class CheckpointSaver:
             self._has_buffers = not missing
             if not self._has_buffers and (error is not None or self._world.is_main):
                 reason = "on another rank" if error is None else _root_cause(error)
-                log.warning(f"no memory for asynchronous saves ({reason}): every save blocks training")
+                log.warning(
+                    f"not enough memory for asynchronous saves ({reason}): every save blocks training"
+                )
         return self._has_buffers
 
     @cached_property

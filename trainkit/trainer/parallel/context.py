@@ -92,7 +92,7 @@ def cudnn_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     and the two results are merged, as in ring attention (arXiv 2310.01889). On long sequences, the two calls
     take 50 to 67 % of the time of flash attention.
     """
-    if q.shape[2] == 1:  # cuDNN refuses causal attention to a single key
+    if q.shape[2] == 1:  # cuDNN does not support causal attention with a single key
         return flash_attention_to_last(q, k, v)
     out: Tensor = _Merged.apply(q, k, v)  # type: ignore[no-untyped-call]
     return out
