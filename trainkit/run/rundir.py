@@ -294,8 +294,7 @@ class AttemptDir:
     def waits_in(self) -> str | None:
         """Return the capability that makes a rank wait for user input at the moment; None if no rank waits.
 
-        While a rank waits for user input, for example in the debugger, the other ranks wait for it and are
-        not considered hung.
+        While a rank waits for user input, the other ranks wait for it and are not considered hung.
         """
         return next((name for name in ATTENDING if any((self.path / name).glob("rank-*.json"))), None)
 

@@ -142,8 +142,7 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     train.device_batch_size and parallel.pp_microbatches are adapted to the layout where necessary.
 
     On this machine, the layouts run one after another, and Ctrl-C ends the bench. On Slurm, the layouts run
-    as one job array; the summary needs --follow, or --collect DIR later. The exit code is 1 if
-    nothing was measured.
+    as one job array; with --follow, the summary is written. The exit code is 1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -172,8 +171,7 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     cannot run are listed with the reason; all other trials run.
 
     On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm, the trials run as
-    one job array; the summary needs --follow, or --collect DIR later. The exit code is 1 if nothing
-    was measured.
+    one job array; with --follow, the summary is written. The exit code is 1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:

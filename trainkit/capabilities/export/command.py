@@ -53,8 +53,8 @@ def command(
 ) -> int:
     """Write the model of a checkpoint of RUN for other programs: the best checkpoint, or else the newest.
 
-    For a run with model.lora, only the adapters are written, as peft does; use --merge to merge the adapters
-    into the model's weights.
+    For a run with model.lora, only the adapters are written, as peft does, unless --merge merges them into
+    the model's weights.
     """
     run = find_run(run_name)
     refuse_untrusted(run.path)
