@@ -311,7 +311,7 @@ def test_adapters_that_cannot_be_trained_are_found_by_submit(tmp_path: Path, lor
     problem = definite_problem(config_of(folder, f"model.lora={lora}"))
     assert f"{problem.key} {problem.message}".startswith(message)
     if "prj" in message:
-        assert problem.hint.startswith("the modules ")
+        assert problem.hint.startswith("modules with weights: ")
         assert "q_proj" in problem.hint
     assert problem.hint
 
