@@ -263,10 +263,10 @@ class Attached:
         """Yield step numbers up to `total`, beginning with 1 or with the step after the newest checkpoint.
 
         - Every `log_every` steps, the logged values are written, which waits for the device.
-        - Every `save_every` steps and after the last step, the tracked objects are saved. The newest `keep_last`
-          checkpoints are kept; None keeps all checkpoints.
-        - After a stop signal, the tracked objects are saved, and the process exits with code 75. All ranks stop
-          after the same step, at most two steps after the signal.
+        - Every `save_every` steps and after the last step, the tracked objects are saved. The newest
+          `keep_last` checkpoints are kept; None keeps all checkpoints.
+        - After a stop signal, the tracked objects are saved, and the process exits with code 75. All ranks
+          stop after the same step, at most two steps after the signal.
 
         Before each step, PyTorch's random number generators are seeded with `seed`, the step and the rank, so
         that a resumed run has the same dropout; if `seed` is None, they are not seeded. If you leave the loop

@@ -230,7 +230,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def _raise_open_file_limit(count: int) -> None:
-    """Raise this process's soft limit on open files, because each process group opens many sockets."""
+    """Raise the soft limit on open file descriptors, because each process group opens many sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -385,7 +385,7 @@ def group_ender() -> Callable[[], None]:
 
     def request_end() -> None:
         requested.set()
-        # NCCL waits for the other ranks, some of which may no longer respond, so limit the wait.
+        # NCCL waits for the other ranks, but some may no longer respond, so limit the wait.
         thread.join(GROUPS_END_S)
 
     return request_end

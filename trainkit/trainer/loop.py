@@ -217,8 +217,8 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # The checkpoint from which this attempt resumed already contains the state, so only mark the
-            # checkpoint as best.
+            # This attempt resumed from a checkpoint with the same state, so only mark that checkpoint as
+            # best.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step
