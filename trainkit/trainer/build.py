@@ -140,7 +140,7 @@ class CompileCache:
         """Load the code saved by an earlier attempt, unless it is damaged or from another torch version."""
         file = self._run.compiled_file
         try:
-            with open_private(file) as stream:  # private, because torch unpickles this file
+            with open_private(file) as stream:  # must be private, because torch unpickles this file
                 info = torch.compiler.load_cache_artifacts(stream.read())
             self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class CompileCache:
             log.error(f"cannot save the compiled code to {self._run.compiled_file} ({error})")
 
     def source(self) -> str:
-        """Return ``run`` or ``host`` for the cache used, or ``cold`` if any code was compiled anew."""
+        """Return the cache that was used, ``run`` or ``host``, or ``cold`` if any code was newly compiled."""
         if compiled_anew():
             return "cold"
         return "run" if self._loaded else "host"
@@ -245,7 +245,7 @@ def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Mo
     pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
     if pp == 1:
         return [_build_part(task, plan, world, None)]
-    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late because slow
+    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late because it is slow
 
     stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
     return [_build_part(task, plan, world, stage) for stage in stages]
@@ -302,7 +302,7 @@ def assemble(
 def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
-    """Gather sharded weights in float8 if configured; return a function that updates their scales."""
+    """Enable float8 gathering of sharded weights if configured; return a function to update the scales."""
     if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
         return lambda: None
     assert world.mesh is not None

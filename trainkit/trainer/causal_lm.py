@@ -116,11 +116,11 @@ class BatchSource:
     seed: int
     shuffle: bool
     end_position: int | None
-    """Position after the last sample; None if training ends only by the number of steps."""
+    """Position after the last sample; None if only the number of steps limits training."""
     pin_memory: bool = False
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """Return the batches of consecutive steps; reading them together reduces the overhead."""
+        """Return the batches of `num_steps` consecutive steps, read together to reduce the overhead."""
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
@@ -235,7 +235,7 @@ class CausalLM:
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read a slice of a parameter's initial value from the files of `model.hf`."""
-        if self._stored is None:  # opened on demand, because a resumed run does not need these files
+        if self._stored is None:  # opened on demand, because a resumed run does not read these files
             self._stored = StoredWeights(Path(str(self.config.model.hf)))
         return read_decoder_weight(self._stored, name, index)
 

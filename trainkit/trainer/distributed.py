@@ -166,7 +166,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Pin this process to the CPUs nearest its GPU, unless it may use too few of these CPUs."""
+    """Pin this process to the CPUs nearest its GPU, unless too few of these CPUs are available."""
     gpu: Any = torch.cuda.get_device_properties(device)
     allowed = os.sched_getaffinity(0)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # some virtual GPUs have no PCI address
@@ -574,7 +574,7 @@ def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
 
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
-    """Wait until rank 0 listens; return False if it does not listen soon after a stop signal."""
+    """Wait until rank 0 listens; return False if it does not within `STOP_GRACE_S` of a stop signal."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -194,8 +194,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
     model: nn.Module
     context: ForwardContext
     loss_chunks: int = 1
-    """Number of chunks of tokens for which the loss is computed one at a time; 1 computes the loss at
-    once."""
+    """Number of token chunks for which the loss is computed one after another; 1 disables chunking."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
@@ -213,7 +212,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # `requires_grad` stays True while gradients are disabled.
+                weight = weight.detach()  # a parameter's `requires_grad` is True even in `no_grad`
             # Without the scale, fp16 gradients would underflow; in other dtypes, scaling would only add
             # rounding errors.
             early = scale if x.dtype == torch.float16 else None

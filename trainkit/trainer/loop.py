@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
-        """Return the validation loss and metrics of all ranks, or None if any rank got a stop signal."""
+        """Return the validation loss and metrics over all ranks, or None if any rank got a stop signal."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
@@ -97,8 +97,8 @@ class Evaluator:
                 )
                 all_reduce_sum(report, self._world)
                 totals = report if totals is None else totals + report
-                # Read back the previous batch's report only now, so that the device computes the current
-                # batch while the host waits.
+                # Read back the previous batch's report, so that the device already computes the current batch
+                # while the host waits.
                 if readback is not None and readback.finish().stop:
                     return None
                 readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
