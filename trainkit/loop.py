@@ -1,4 +1,4 @@
-"""Adds checkpoints, resuming and stop signals to your own training loop.
+"""Add checkpoints, resuming and stop signals to your own training loop.
 
 ::
 
@@ -85,16 +85,16 @@ from trainkit.trainer.stateless_random import stable_key
 
 log = getLogger(__name__)
 GRACE_S = 120.0
-"""Seconds that `trainkit cancel` waits for a run to end if trainkit did not start the run."""
+"""Seconds that `trainkit cancel` waits for the end of a run that was not started by trainkit."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     """Connect this process to its run and to the other ranks; call this once, before building the model.
 
-    Initialises the default process group unless it is initialised already. `run_dir` is the run folder for a
-    process that trainkit did not start; the default is ``runs/attached``. All ranks must be able to access
-    the run folder. Raises SystemExit(75) if a stop signal arrives before all ranks are connected.
+    Initialises the default process group unless it is already initialised. `run_dir` is the run folder if
+    this process was not started by trainkit; the default is ``runs/attached``. All ranks must be able to
+    access the run folder. Raises SystemExit(75) if a stop signal arrives before all ranks are connected.
     """
     return Attached(run_dir or "runs/attached")
 
@@ -110,9 +110,9 @@ def _show_log(rank: int) -> None:
 
 
 def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher: bool) -> World | None:
-    """Connect this rank to the others; return its `World`, or None if the ranks agreed to stop.
+    """Connect this rank to the other ranks; return its `World`, or None if the ranks agreed to stop.
 
-    Set `has_launcher` if a launcher such as torchrun provides the rendezvous.
+    `has_launcher` is True if a launcher such as torchrun provides the rendezvous.
     """
     layout = Layout(dp_replicate=env.world_size)
     if not dist.is_initialized():
@@ -128,7 +128,7 @@ def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher
 
 
 def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
-    """Create the next attempt of a run that trainkit did not start, with the files that commands need."""
+    """Create the next attempt of a run not started by trainkit, with the files that other commands need."""
     number = 0
     if world.is_main:
         ensure_folder(run.path, parents=True)
@@ -138,9 +138,9 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt = run.next_attempt()
             number = attempt.number
             attempt.create()
-            # `trainkit status` and other commands show the values of this plan.
+            # `trainkit status` and other commands show values from this plan.
             plan = LaunchPlan(
-                backend="launcher",  # also used for a process that was started from a shell
+                backend="launcher",  # also used for a process started from a shell, without a launcher
                 num_nodes=env.num_nodes,
                 workers_per_node=env.local_world_size,
                 device=world.device.type,
@@ -161,7 +161,7 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
 
 
 def _command_by_hand() -> tuple[str, ...]:
-    """Return the command line of this process, or of torchrun if torchrun started it."""
+    """Return the command line of this process, or torchrun's command line if torchrun started the process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError):  # /proc may hide the processes of other users
             arguments = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
@@ -170,10 +170,10 @@ def _command_by_hand() -> tuple[str, ...]:
 
 
 class Attached:
-    """A rank of a run with a training loop of your own; created by `attach`.
+    """A rank that runs your own training loop; created by `attach`.
 
     The attributes `rank`, `local_rank`, `world_size` and `device` have the same meaning as in PyTorch.
-    `run_dir` is the run folder, and `attempt` counts how often the run was started, beginning with 1.
+    `run_dir` is the run folder, and `attempt` is the number of the current attempt, starting at 1.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -208,7 +208,7 @@ class Attached:
         self._tracked: dict[str, object] = {}
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
-        """Records that have not been written to metrics.jsonl yet."""
+        """Metrics records that have not been written to metrics.jsonl yet."""
         self._board: TensorBoardLog | None = None
         self._recorder = Recorder()
         if self.is_main:
@@ -219,8 +219,8 @@ class Attached:
         # time.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._stops: tuple[Tensor, dist.Work] | None = None
-        """The handle and result of the last step's all-reduce, which shows whether any rank has a stop
-        signal."""
+        """The result and the handle of the last step's all-reduce, which shows whether any rank has a stop
+        signal; None before the first step."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)
@@ -228,7 +228,7 @@ class Attached:
         self._end_groups = group_ender() if owns_group else None
         self._is_by_hand = plan is None
         self._outcome: Action | None = None
-        """The outcome of the training loop; None while the loop runs."""
+        """The outcome of the training loop, such as "finished"; None while the loop is running."""
         self._report_failures()
         atexit.register(self._close)
         if plan is not None:
@@ -240,9 +240,9 @@ class Attached:
         return self.rank == 0
 
     def track(self, **objects: Any) -> None:
-        """Add objects to the checkpoints under the given names; call this before `steps`.
+        """Add objects to checkpoints under the given names; call this method before `steps`.
 
-        An object can be:
+        Each object can be:
 
         - a module, also one wrapped in DistributedDataParallel or sharded with `fully_shard`;
         - an optimizer of a tracked module;
@@ -265,13 +265,13 @@ class Attached:
         - Every `log_every` steps, the logged values are written, which waits for the device.
         - Every `save_every` steps and after the last step, the tracked objects are saved. The newest
           `keep_last` checkpoints are kept; None keeps all checkpoints.
-        - After a stop signal, the state is saved, and the process ends with exit code 75. All
-          ranks stop after the same step, no more than two steps after the signal.
+        - After a stop signal, the tracked objects are saved, and the process exits with code 75. All ranks
+          stop after the same step, at most two steps after the signal.
 
-        Before each step, PyTorch's random number generators are seeded with `seed`, step and rank, so that
-        dropout is the same after a resume; with None, they are not seeded. A ``break`` does not save
-        anything; call `save` before it. Raises TrainkitError if a checkpoint does not match the tracked
-        objects, and CheckpointError if the final state cannot be saved.
+        Before each step, PyTorch's random number generators are seeded with `seed`, the step and the rank, so
+        that a resumed run has the same dropout; if `seed` is None, they are not seeded. If you leave the loop
+        with ``break``, nothing is saved; call `save` first. Raises TrainkitError if a checkpoint does not
+        match the tracked objects, and CheckpointError if the final state cannot be saved.
         """
         self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
         self._progress.enter("load")
@@ -321,7 +321,7 @@ class Attached:
         return bool(before[0])
 
     def save(self, step: int) -> None:
-        """Save the tracked objects as the state after `step`, and wait; every rank must call this method.
+        """Save the tracked objects as the state after `step`, synchronously; call this method on every rank.
 
         Raises CheckpointError if the save fails.
         """
@@ -335,33 +335,33 @@ class Attached:
             yield
 
     def log(self, **values: Any) -> None:
-        """Set values to log for the current step; `steps` logs their means over all ranks.
+        """Set values to log for the current step; `steps` logs the mean of each value over all ranks.
 
-        values: numbers or tensors with one element. Every rank must log values under the same names.
+        values: numbers or tensors with one element. Every rank must log the same names.
         """
         self._values |= values
 
     def log_image(
         self, name: str, image: object, step: int | None = None, caption: str | None = None
     ) -> None:
-        """Log an image, to be shown in the report, TensorBoard, MLflow and W&B.
+        """Log an image, which is shown in the report, TensorBoard, MLflow and W&B.
 
         image: a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
-        [height, width, channels], or a PIL image. Floats must be from 0 to 1, integers from 0 to 255. step:
-        the default is the current step. If a name is logged several times in a step, only the first image is
-        kept.
+        [height, width, channels], or a PIL image. Floats must be between 0 and 1, and integers between 0 and
+        255. step: defaults to the current step. If a name is logged several times in one step, only the first
+        image is kept.
 
-        Any rank may call this method, but only the images of rank 0 are kept. Raises UsageError if `image` is
+        Any rank may call this method, but only rank 0's images are kept. Raises UsageError if `image` is
         not an image.
         """
         self._recorder.image(name, image, step, caption)
 
     def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
-        """Log a histogram of the numbers in a tensor, an array or a list; same rules as for `log_image`."""
+        """Log a histogram of the numbers in a tensor, array or list; the rules of `log_image` apply."""
         self._recorder.histogram(name, values, step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Log a text, such as a generated sample; same rules as for `log_image`."""
+        """Log a text, such as a generated sample; the rules of `log_image` apply."""
         self._recorder.text(name, text, step)
 
     def sample_indices(
@@ -370,15 +370,15 @@ class Attached:
         """Return the indices of the `batch_size` samples for this rank to train on in a step.
 
         Each epoch contains every sample once, in a different order. The samples of a step depend only on the
-        step number, so there is no position to save. All ranks together get the same samples as long as
-        ``batch_size x world_size`` is the same.
+        step number, so checkpoints need not contain a position. The ranks together get the same samples as
+        long as ``batch_size x world_size`` does not change.
         """
         first = ((step - 1) * self.world_size + self.rank) * batch_size
         found: list[int] = sample_index(range(first, first + batch_size), num_samples, seed, shuffle).tolist()
         return found
 
     def _write(self, step: int, step_s: float) -> None:
-        """Write the means of the logged values; a collective that ranks without logged values join too."""
+        """Write the mean of each logged value; call this on all ranks, even if nothing was logged."""
         names = sorted(self._values)
         shown = ", ".join(names)
         extremes = torch.tensor([stable_key(shown), -stable_key(shown)])
@@ -395,7 +395,7 @@ class Attached:
         dist.all_reduce(sums, group=self._group)
         if not self.is_main:
             return
-        means = {  # write null for values that are not finite, as the trainer does
+        means = {  # write null for non-finite values, as the trainer does
             name: mean if math.isfinite(mean) else None
             for name, mean in zip(names, (sums / self.world_size).tolist(), strict=True)
         }
@@ -428,17 +428,17 @@ class Attached:
             self._saver.wait_until_staged()
 
     def _end(self, step: int, reason: str) -> None:
-        """Save unless this step is saved already; raise CheckpointError if saving fails."""
+        """Save unless `step` is saved already; raise CheckpointError if saving fails."""
         self._progress.enter("end")
         self._saver.finish()
         if self._tracked and step > 0:
             if self._saver.last_step != step:
                 self._save(step, reason, blocking=True)
             self._saver.require_saved(step)
-        self._progress.enter("unwatched")  # what follows in the program may take any time
+        self._progress.enter("unwatched")  # code after the training loop may take any amount of time
 
     def _close(self) -> None:
-        """Close the logs, the staging buffers and the process groups when Python exits."""
+        """Close the logs, staging buffers and process groups; called when Python exits."""
         self._saver.close()
         self._recorder.close()
         if self._board is not None:
@@ -448,18 +448,18 @@ class Attached:
         self._watchdog.close()
         if self._end_groups is not None and dist.is_initialized():
             self._end_groups()
-        # A process group that is still referenced when the interpreter exits can abort the process with
+        # If a process group is still referenced when the interpreter exits, the process can abort with
         # SIGABRT.
         gc.collect()
 
     def _record_end(self) -> None:
-        """Record the end of a run that has no supervisor, because trainkit did not start it."""
+        """Record the end of a run that has no supervisor because it was not started by trainkit."""
         code, reason, failure = EXIT_STOPPED, "the program ended before the last step", None
         if self._outcome == "finished":
             code, reason = EXIT_OK, "all steps were trained"
         elif self._outcome == "stopped":
             reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
-        elif first := first_of(rank_failures(self._attempt)):  # a failure of another rank also ends this rank
+        elif first := first_of(rank_failures(self._attempt)):  # another rank's failure also ends this rank
             failure = replace(first[1], more={})
             code, reason = failure.exit_code or EXIT_FAILED, f"rank {failure.rank} failed"
         state: Action = self._outcome or ("stopped" if failure is None else "failed")
@@ -479,7 +479,7 @@ class Attached:
             return 0
         checkpoint, manifest = chosen
         found = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
-        saved = cast(Mapping[str, TensorStorageMetadata], found)  # everything else is in the manifest
+        saved = cast(Mapping[str, TensorStorageMetadata], found)  # all other values are in the manifest
         values = manifest.state
         tensors: dict[str, Tensor] = {}
         for name, item in self._tracked.items():
@@ -501,22 +501,22 @@ class Attached:
         return step
 
     def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors to load into; for modules and optimizers, the original tensors."""
+        """Return the tensors to load a checkpoint into; modules and optimizers provide their own tensors."""
         if not isinstance(item, nn.Module | Optimizer):
-            # The saved state may have more entries than the new object has.
+            # The saved state may have more entries than the state of the new object.
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}
             return {path: torch.empty(at.size, dtype=at.properties.dtype) for path, at in found.items()}
         tensors: dict[str, Tensor] = {}
         encode(name, self._state_of(name, item), tensors)
         if isinstance(item, Optimizer):
             for path in [path for path in tensors if path not in saved]:
-                # PyTorch has created this state, but for parameters without gradients the checkpoint contains
-                # none.
+                # PyTorch has created state for all parameters, but the checkpoint contains none for
+                # parameters that had no gradient.
                 tensors.pop(path).zero_()
         return tensors
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """Return the tensors of all tracked objects by path, and the objects' encoded states by name."""
+        """Return all tracked objects' tensors, keyed by path, and their encoded states, keyed by name."""
         tensors: dict[str, Tensor] = {}
         values = {}
         for name, item in self._tracked.items():
@@ -524,7 +524,7 @@ class Attached:
         return tensors, values
 
     def _check_tracked(self) -> None:
-        """Raise TrainkitError for objects that cannot be saved, while optimizers have no state yet."""
+        """Raise TrainkitError for objects that cannot be saved; called before optimizers have any state."""
         for name, item in self._tracked.items():
             if isinstance(item, Optimizer):
                 self._model_of(name, item)
@@ -542,14 +542,14 @@ class Attached:
         if isinstance(item, nn.Module):
             set_model_state_dict(item, state)
         elif isinstance(item, Optimizer):
-            # State that is missing from the checkpoint keeps the zeros that `_wanted` set.
+            # State that is missing from the checkpoint remains zero, as set by `_wanted`.
             state = {**self._state_of(name, item), **state}
             set_optimizer_state_dict(self._model_of(name, item), item, state, options=FLAT)
         else:
             item.load_state_dict(state)
 
     def _model_of(self, name: str, optimizer: Optimizer) -> nn.Module:
-        """Return the tracked module that contains the parameters of an optimizer."""
+        """Return the tracked module that contains all parameters of an optimizer."""
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for item in self._tracked.values():
             if isinstance(item, nn.Module) and params <= set(item.parameters()):
@@ -560,7 +560,7 @@ class Attached:
         )
 
     def _report_failures(self) -> None:
-        """Record an exception that ends this process, and its step, as a possible root cause."""
+        """Record any exception that terminates this process, with the current step, as a possible cause."""
         show = sys.excepthook
 
         def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,8 +1,7 @@
-"""Build the model of a task for training, in the only order of steps that works for every layout.
+"""Build the model of a task, transforming it for training in the only order that works for every layout.
 
-The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compile, and
-data parallelism. Allocating memory and setting initial values come last, so that no rank allocates more than
-its own shard.
+The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
+data parallelism. Memory is allocated and initialised last, so that no rank allocates more than its own shard.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ AnyTask = CausalLM | UserTask
 
 
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
-    """Return the task of a config; in a run, the user's code is loaded from the run's code snapshot.
+    """Return the task of a config; in a run, load the user's code from the run's code snapshot.
 
-    If `checks_data`, this rank checks the size of every data shard; pass True on one rank per job.
+    If `checks_data`, check the size of every data shard; pass True on only one rank per job.
     """
     if not config.has_decoder:
         return UserTask(config, run)
@@ -103,12 +102,12 @@ def recompute_and_compile(
     compiled: bool,
     preserve_rng_state: bool = False,
 ) -> None:
-    """Wrap each block's forward method in activation checkpointing and in torch.compile, in place.
+    """Replace each block's forward method with a checkpointed and, if `compiled`, compiled version.
 
-    `full` recomputes the whole block. `selective` keeps the results of attention, of every second matmul and
-    of reductions over tensor-parallel ranks, and recomputes the rest. Parameter names do not change. The
-    dropout of trainkit's models depends only on the sample, so recomputation draws the same mask. Modules
-    with other sources of randomness need `preserve_rng_state`.
+    The mode `full` recomputes the whole block. The mode `selective` saves the outputs of attention, of every
+    second matmul and of reductions over tensor-parallel ranks, and recomputes everything else. Parameter
+    names do not change. In trainkit's models, dropout depends only on the sample, so recomputation draws the
+    same mask. Modules that use random numbers in any other way need `preserve_rng_state`.
     """
     for block in blocks:
         if mode == "full":
@@ -122,15 +121,15 @@ def recompute_and_compile(
         if mode == "selective":
             block.forward = _selectively(block.forward, preserve_rng_state)
         if compiled:
-            # `block.compile()` would try to compile the FSDP hooks too and fail.
+            # Do not use `block.compile()`, which would try to compile the FSDP hooks too and fail.
             block.forward = torch.compile(block.forward)
 
 
 class CompileCache:
-    """Code compiled by rank 0, kept in the run folder for hosts of later attempts.
+    """Code compiled on rank 0, saved in the run folder so that later attempts can reuse it on other hosts.
 
-    In addition, torch caches compiled code on the disk of each host. On a CPU or on a device of another kind,
-    torch compiles again.
+    In addition, torch caches compiled code on each host's disk. If a later attempt uses a CPU or a different
+    GPU model, torch compiles again.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -138,10 +137,10 @@ class CompileCache:
         self._loaded: set[str] = set()
 
     def load(self) -> None:
-        """Load the code saved by an earlier attempt; skip damaged code and code from another torch."""
+        """Load the code saved by an earlier attempt, unless it is damaged or from another torch version."""
         file = self._run.compiled_file
         try:
-            with open_private(file) as stream:  # private, because torch unpickles the content
+            with open_private(file) as stream:  # must be private, because torch unpickles this file
                 info = torch.compiler.load_cache_artifacts(stream.read())
             self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
         except FileNotFoundError:
@@ -160,14 +159,14 @@ class CompileCache:
             log.error(f"cannot save the compiled code to {self._run.compiled_file} ({error})")
 
     def source(self) -> str:
-        """Return the source of the compiled code: ``run``, ``host``, or ``cold`` if any was compiled now."""
+        """Return the cache that was used, ``run`` or ``host``, or ``cold`` if any code was newly compiled."""
         if compiled_anew():
             return "cold"
         return "run" if self._loaded else "host"
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
-    """Return `inner` with selective checkpointing; a closure, since torch.compile cannot trace `partial`."""
+    """Return a closure of `inner` with selective checkpointing; torch.compile cannot trace a `partial`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
@@ -183,7 +182,7 @@ def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callabl
 
 
 def _selective_contexts() -> Any:
-    """Return contexts with a new policy, whose matmul counters start at zero for each block."""
+    """Return checkpoint contexts with a new policy, so that matmuls are counted separately in each block."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -200,23 +199,24 @@ def _selective_contexts() -> Any:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The part of the model on this rank, with its forward and backward passes."""
+    """This rank's part of the model, with its forward and backward passes."""
 
     model_parts: Sequence[nn.Module]
-    """The whole model, or the stages of a pipeline that are on this rank."""
+    """The whole model, or this rank's pipeline stages."""
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None
-    """Buffers to save; None for a `Model`, whose buffers are computed from its shape."""
+    """Buffers to save in checkpoints; None for a `Model`, whose buffers are computed from its shape."""
     read_weight: ReadWeight | None = None
-    """Reads the initial value of a weight that has `is_read` set."""
+    """Reads the initial value of a weight whose `is_read` is set."""
     sum_tied_gradients: Callable[[], None] = lambda: None
-    """Sums the gradients of a tied embedding and head that are in different pipeline stages."""
+    """Sums the gradients of an embedding and a head that share weights but are in different pipeline
+    stages."""
     update_scales: Callable[[], None] = lambda: None
-    """Computes the scales of weights that are gathered in float8; to be called whenever weights have
+    """Updates the scales of weights that are gathered in float8; to be called whenever the weights have
     changed."""
     after_step: Callable[[], None] = lambda: None
-    """Calls `Task.after_step`, if the task defines the method."""
+    """Calls `Task.after_step` if the task defines this method."""
 
 
 def build(
@@ -224,7 +224,7 @@ def build(
 ) -> BuiltModel:
     """Return this rank's part of the model on its device, in training mode, with its initial values.
 
-    Weights with `is_read` have no values yet; their values are read later.
+    Weights with `is_read` have no values yet, because these are read from files later.
     """
     if isinstance(task, UserTask):
         return build_for_task(task, world, progress, local_gradient)
@@ -241,11 +241,11 @@ def build(
 
 
 def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Model]:
-    """Return this rank's parts of the model, one per pipeline stage, on the meta device."""
+    """Return this rank's model parts, one per pipeline stage, on the meta device."""
     pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
     if pp == 1:
         return [_build_part(task, plan, world, None)]
-    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late, see `assemble`
+    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late because it is slow
 
     stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
     return [_build_part(task, plan, world, stage) for stage in stages]
@@ -259,13 +259,13 @@ def assemble(
     model_parts: list[Model],
     local_gradient: LocalGradient | None = None,
 ) -> BuiltModel:
-    """Combine allocated model parts with the forward and backward passes that their layout requires."""
+    """Return a `BuiltModel` with allocated model parts, and forward and backward passes for the layout."""
     layout, config, parallel = plan.layout, task.config, task.config.parallel
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
-    # A compiled loss does not keep the float32 logits in memory. With tensor parallelism, do not compile the
-    # loss, because the logits may be a DTensor.
+    # Compile the loss, because a compiled loss does not keep the float32 logits in memory. With tensor
+    # parallelism, do not compile the loss, because the logits may be a DTensor.
     is_compiled = compiles(parallel, layout, world.device.type) and layout.tp == 1
     context = ForwardContext(
         world,
@@ -275,7 +275,8 @@ def assemble(
     )
     update_scales = _gather_in_float8(task, layout, world, model_parts)
     if layout.pp > 1:
-        # Import the pipeline only if needed, because this adds 25 % to the start-up time of the trainer.
+        # Import the pipeline module only if needed, because importing it adds 25 % to the trainer's start-up
+        # time.
         from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, sum_tied_gradients
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
@@ -301,7 +302,7 @@ def assemble(
 def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
-    """Gather sharded weights in float8 if configured; return a function that updates their scales."""
+    """Enable float8 gathering of sharded weights if configured; return a function to update the scales."""
     if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
         return lambda: None
     assert world.mesh is not None
@@ -321,7 +322,8 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
     if layout.tp > 1:
         assert world.mesh is not None
         apply_tensor_parallel(model, world.mesh["tp"], parallel)
-        # Tie the parameters before sharding, because sharding would turn them into separate tensors.
+        # Tie the parameters before sharding, because sharding would turn tied parameters into separate
+        # tensors.
         model.tie()
     kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
     if world.cp_group is not None:
@@ -347,11 +349,11 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules whose weights keep the dtype of their running statistics, float32."""
+"""Modules whose weights remain in float32, the dtype of their running statistics."""
 
 
 def build_module(task: UserTask, world: World) -> LossModule:
-    """Return the model of a task on this rank's device, wrapped for data parallelism."""
+    """Return the model of a user's task on this rank's device, wrapped for data parallelism."""
     config = task.config
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
     check_same_weights(model, config, world)
@@ -385,7 +387,8 @@ def build_module(task: UserTask, world: World) -> LossModule:
         offload=parallel.offload,
     )
     if hasattr(module, "set_reduce_scatter_unused_params"):
-        # With PyTorch 2.13 or newer, also reduce the gradients of parameters that a batch does not use.
+        # With PyTorch 2.13 or newer, also reduce the gradients of parameters that this rank's batch does not
+        # use.
         cast(Any, module).set_reduce_scatter_unused_params(True)
     allocate(module, torch.device("cpu") if parallel.offload else world.device)
     fill_shards(model, values)
@@ -396,7 +399,7 @@ def build_module(task: UserTask, world: World) -> LossModule:
 
 
 def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> None:
-    """Raise TaskError if the initial weights of this rank differ from those on rank 0."""
+    """Raise TaskError if the initial weights differ between ranks."""
     found = gather_from_all(digest_of(model), world)
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
@@ -416,7 +419,7 @@ def build_for_task(
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
-    # True if frozen parameters get the same values at every start, so that checkpoints can omit them.
+    # True if frozen parameters are read again at every start, so that checkpoints can omit them.
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
     is_changed = type(task.task).after_step is not Task.after_step
     for name, param in model.named_parameters():
@@ -448,7 +451,7 @@ class AfterStep:
         task, dtype = self._module.task, DTYPES[self._config.precision.dtype]
         seed = stable_key(self._config.seed, "after_step", task.step)
         seed_generators(seed)
-        torch.manual_seed(seed)  # seeds the device too
+        torch.manual_seed(seed)  # also seeds the device's generator
         with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
             task.after_step(self._module.model, dict(self._parameters))
         if self._casts:

@@ -1,8 +1,8 @@
-"""Define the built-in task, next-token prediction on token shards, with batches prefetched by threads.
+"""Define the built-in task: next-token prediction on token shards, with batches prefetched by threads.
 
-Each step consumes the samples at the next global positions. Microbatch m of data-parallel rank r takes
-`device_batch_size` samples from position ``start + (m x dp + r) x device_batch_size``. The samples of a step
-therefore depend only on the position where the step starts, never on the number of ranks.
+Each step consumes samples at consecutive global positions. Microbatch m of data-parallel rank r contains the
+`device_batch_size` samples from position ``start + (m x dp + r) x device_batch_size`` on. The samples of a
+step therefore depend only on the step's start position, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
-"""Label of padding in the last batch of the data; excluded from the loss and the token count."""
+"""Label of padding in the last batch of the data; such labels are excluded from the loss and the token
+count."""
 MAX_TOKENS_PER_READ = 1 << 16
 MAX_STEPS_PER_READ = 64
 """Maximum number of small steps whose batches are read together; see `BatchSource.steps_at`."""
@@ -47,7 +48,7 @@ MAX_STEPS_PER_READ = 64
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The input of one forward pass: `tokens` and `labels` are int64 [B, T], `sample_keys` is int32 [B]."""
+    """The input of a forward pass: `tokens` and `labels` are int64 [B, T], and `sample_keys` is int32 [B]."""
 
     tokens: Tensor
     labels: Tensor
@@ -60,7 +61,7 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    # Objects with ``to`` are for example a tokenizer's BatchEncoding, or a PackedSequence, whose
+    # Objects with ``to`` are, for example, a tokenizer's BatchEncoding or a PackedSequence, whose
     # `batch_sizes` must stay on the CPU.
     if callable(getattr(value, "to", None)):
         return value.to(device)
@@ -83,18 +84,18 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Samples of one rank for one optimizer step."""
+    """One rank's samples for one optimizer step."""
 
     microbatches: list[Any]
     num_tokens: int | None
-    """Number of valid labels on this rank; None for a user's task, whose loss returns a divisor instead."""
+    """Number of valid labels on this rank; None for a user's task, whose loss returns its divisor instead."""
     num_samples: int
-    """Total number of valid samples on all ranks."""
+    """Number of valid samples, summed over all ranks."""
     stream: StreamState | None = None
-    """Position of a user's data stream after the step; set only on rank 0."""
+    """Position in a user's data stream after the step; set only on rank 0."""
 
     def of_turn(self, number: int, turn: str) -> StepBatch:
-        """Return the same samples for one optimizer turn (see `Task.turns`), with other random numbers."""
+        """Return the same samples for one optimizer turn (see `Task.turns`), with different random seeds."""
         if not turn:
             return self
         micros = [
@@ -106,7 +107,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Reads the batch at any position; the source is stateless, so threads can share it."""
+    """Reads the batches of steps from any position; stateless, so that threads can share the source."""
 
     dataset: TokenShards | TokenMixture
     batch: Batch
@@ -115,11 +116,11 @@ class BatchSource:
     seed: int
     shuffle: bool
     end_position: int | None
-    """Position after the last sample; None if only the number of steps ends training."""
+    """Position after the last sample; None if only the number of steps limits training."""
     pin_memory: bool = False
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """Return the batches of consecutive steps, which are read together to reduce the overhead."""
+        """Return the batches of `num_steps` consecutive steps, read together to reduce the overhead."""
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
@@ -154,7 +155,7 @@ class BatchSource:
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
 
     def _sample_keys(self, positions: Tensor) -> Tensor:
-        """Return an int32 dropout key per sample, derived from the sample's position in the training."""
+        """Return an int32 dropout key for each sample, derived from its position in the order of training."""
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -162,10 +163,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over the steps of a source from `position` on; `num_workers` threads prefetch the batches.
+    """Iterates over the steps of a source from `position` on, prefetched by `num_workers` threads.
 
     Threads suffice, because copying tokens from a memory map releases the GIL. Processes would have to be
-    forked and, after a crash, cleaned up. Small steps are read in groups to reduce the overhead.
+    forked, and cleaned up after a crash. Small steps are read in groups to reduce the overhead.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -179,7 +180,7 @@ class PrefetchedBatches:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Iterate from the first step, even if an earlier iteration has advanced."""
+        """Restart at the first step, even if an earlier iteration has advanced."""
         self._steps = self._read()
         return self
 
@@ -197,7 +198,7 @@ class PrefetchedBatches:
                 yield from queue.popleft().result()
 
     def close(self) -> None:
-        """Stop prefetching, without waiting for reads in progress."""
+        """Stop prefetching without waiting for reads in progress."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -207,8 +208,8 @@ class CausalLM:
 
     def __init__(self, config: RunConfig, run: RunDir | None, checks_data: bool) -> None:
         seq_len = config.data.seq_len
-        # Load the architecture first, because preparing the data may take long and an error should show up
-        # early.
+        # Load the architecture first, because preparing the data may take long and an invalid architecture
+        # should be reported early.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)
         self.train_data = open_dataset(config.data, seq_len, TRAIN, checks_data)
@@ -218,7 +219,7 @@ class CausalLM:
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
-        """True if the initial weights come from the files of `model.hf`."""
+        """True if the initial weights are read from the files of `model.hf`."""
         self._stored: StoredWeights | None = None
         self.config = config
         self._seq_len = seq_len
@@ -233,17 +234,17 @@ class CausalLM:
         return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
-        """Read a slice of the initial value of a parameter."""
-        if self._stored is None:  # opened only on demand, because a resumed run does not need the files
+        """Read a slice of a parameter's initial value from the files of `model.hf`."""
+        if self._stored is None:  # opened on demand, because a resumed run does not read these files
             self._stored = StoredWeights(Path(str(self.config.model.hf)))
         return read_decoder_weight(self._stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the negative log-likelihood summed over all valid labels, a 0-dim float32 tensor."""
+        """Return the negative log-likelihood, summed over all valid labels, as a 0-dim float32 tensor."""
         nll_sum = F.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
         )
-        # Loss parallelism splits logits over the vocabulary, so the sum is a DTensor.
+        # With loss parallelism, logits are sharded over the vocabulary, so the sum is a DTensor.
         return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
 
     def data_identity(self) -> dict[str, object]:
@@ -264,9 +265,9 @@ class CausalLM:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """Return this rank's batches of a split, starting at `state`; with `end`, stop at that position.
+        """Return this rank's batches in a split, from the position in `state` to the position `end` if given.
 
-        The batches can be iterated over repeatedly.
+        The result can be iterated over several times.
         """
         data = self.train_data if split == TRAIN else self.val_data
         assert data is not None

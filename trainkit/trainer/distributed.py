@@ -1,13 +1,14 @@
-"""Set up the device, the process groups and the device mesh of a rank, after a startup barrier.
+"""Set up a rank's device, process groups and device mesh, after a startup barrier for all ranks.
 
-torch's rendezvous blocks in C++ until the last rank has arrived. While torch's rendezvous blocks, nothing can
-report which ranks are missing, and a rank that gets a stop signal either hangs or makes the others hang. At
-trainkit's own barrier, each rank registers in the store and then polls one key, whose value decides for all
-ranks. The last rank to arrive sets the key to "go", a rank with a stop signal sets it to "stop", and after
-the timeout rank 0 sets it to the list of missing ranks. The first value that is set wins.
+torch's rendezvous blocks in C++ until the last rank has arrived. While torch's rendezvous blocks, missing
+ranks cannot be reported, and a rank that gets a stop signal either hangs or makes the others hang. Therefore,
+each rank first registers in the rendezvous store for trainkit's own barrier, and then polls the key
+`verdict`, which tells all ranks how to proceed. The last rank to arrive sets `verdict` to "go", a rank with a
+stop signal sets it to "stop", and after the timeout, rank 0 sets it to the list of missing ranks. If several
+ranks set `verdict`, the first value counts.
 
-All ranks poll one server, so in a job of thousands of ranks each rank polls less often. The store also offers
-a blocking wait, which needs only one request, but a stop signal cannot interrupt it.
+All ranks poll the same server, so the polling interval grows with the number of ranks. The store's blocking
+wait would need only one request, but a stop signal cannot interrupt that wait.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.torch_private import authenticate_objects, fix_segments, set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
-"""Timeout of the startup barrier; long, because a rank may compile while the others wait."""
+"""Timeout of the startup barrier; long, because one rank may compile while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
-"""Timeout of collectives. The watchdog has a shorter limit, so that it can name the blocking rank before the
-timeout."""
+"""Timeout of collectives during training. The watchdog has a shorter timeout, so that it can name the
+blocking rank before the collective times out."""
 LOCAL_TIMEOUT = timedelta(days=7)
-"""Timeout on a single machine; long, so that a collective paused with Ctrl-Z does not fail after `fg`."""
+"""Timeout of collectives on a single machine; long, so that a collective paused with Ctrl-Z does not fail
+after `fg`."""
 MAX_FILES = 65_536
-"""Maximum number of open files; a job with a thousand ranks needs a few thousand."""
+"""Maximum number of open file descriptors per process; a job with a thousand ranks needs a few thousand."""
 ONE_PROCESS = Layout()
 DIGEST_BYTES = hashlib.sha256().digest_size
 STRANGER_HINT = "every user who can reach the compute nodes can do this: see `docs/slurm-admins.md`"
@@ -71,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """A rank with its device and process groups."""
+    """A rank's device, process groups and position among the ranks."""
 
     rank: int
     size: int
@@ -81,19 +83,19 @@ class World:
     set.
 
     The mesh has the dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if their size is
-    larger than 1. ``dp_shard`` includes the context-parallel ranks, because parameters are sharded over them
-    as well.
+    larger than 1. ``dp_shard`` includes the context-parallel ranks, because parameters are sharded across
+    them as well.
     """
     checkpoint_group: dist.ProcessGroup | None
-    """A process group of its own, because asynchronous saves run collectives in another thread."""
+    """A separate gloo process group for checkpoints, because asynchronous saves run collectives in another
+    thread."""
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
-    """The group of ranks that share a sequence; None without context parallelism."""
+    """The group of context-parallel ranks that share a sequence; None without context parallelism."""
     nonce: str = field(default="", repr=False)
-    """A secret of this attempt, with which a rank can tell values sent by other ranks of the attempt from
-    values sent by strangers."""
+    """A secret shared by the ranks of this attempt, used to reject values sent by other processes."""
     is_simulated: bool = False
-    """True if the other ranks are only simulated and tensors have no values."""
+    """True if the other ranks are only simulated and tensors contain no data."""
 
     @property
     def is_main(self) -> bool:
@@ -101,23 +103,23 @@ class World:
 
     @property
     def place(self) -> Place:
-        """The coordinates of this rank in the layout."""
+        """Return the coordinates of this rank in the parallel layout."""
         return self.layout.place(self.rank)
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel rank, which determines the samples to read."""
+        """Return the data-parallel rank, which determines the samples that this rank reads."""
         return self.layout.dp_rank(self.rank)
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether this rank counts its samples; of the ranks that share samples, only one does."""
+        """Return whether this rank reports its sample count; of ranks that share samples, only one does."""
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
     @property
     def distributed(self) -> bool:
-        """Return whether this rank has process groups."""
+        """Return whether this rank has initialised process groups."""
         return self.mesh is not None
 
 
@@ -125,7 +127,8 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
     """Select and return the device of this rank.
 
     `kind` is ``cpu`` or ``cuda``; for `is_task`, see `gpu_index`. Raises TrainkitError if torch sees no GPU
-    for this rank, or if the GPU does not support `dtype`. The exit code is 78 if a restart cannot help.
+    for this rank, or if the GPU does not support `dtype`. The error's exit code is 78 if restarting the run
+    cannot help.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -145,7 +148,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
             exit_code=EXIT_NO_RESTART if is_bound else None,
         )
     device = torch.device("cuda", index)
-    # `set_device` also prevents DeviceMesh from selecting the GPU with index LOCAL_RANK.
+    # `set_device` also prevents DeviceMesh from selecting a GPU by LOCAL_RANK, which may be the wrong GPU.
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
@@ -163,7 +166,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Restrict this process to the CPUs nearest its GPU, unless too few of these CPUs are allowed."""
+    """Pin this process to the CPUs nearest its GPU, unless too few of these CPUs are available."""
     gpu: Any = torch.cuda.get_device_properties(device)
     allowed = os.sched_getaffinity(0)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # some virtual GPUs have no PCI address
@@ -191,12 +194,12 @@ def join_world(
     on_arrival: Callable[[], None] = lambda: None,
     store_file: Path | None = None,
 ) -> World | None:
-    """Wait for the other ranks and build the mesh; return None if the ranks agreed to stop.
+    """Wait for the other ranks and build the device mesh; return None if the ranks agreed to stop.
 
-    With `mesh_of_one`, even a single rank gets a mesh. `on_arrival` is called when all ranks have arrived,
-    before they connect. Ranks on one machine use `store_file` as their store if it is given, because any user
-    of the machine could connect to a port. Raises TrainkitError if ranks are missing or two ranks use the
-    same GPU.
+    With `mesh_of_one`, a mesh is built even if there is only one rank. `on_arrival` is called when all ranks
+    have passed the startup barrier, before process groups are created. If `store_file` is given, ranks on a
+    single machine use this file as their store instead of a TCP port, to which any user of the machine could
+    connect. Raises TrainkitError if ranks are missing or if two ranks use the same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
@@ -209,7 +212,7 @@ def join_world(
         return None
     on_arrival()
     if gpu and device.index != env.local_rank:
-        # This rank sees only one GPU, but Slurm may have assigned that GPU to other tasks too.
+        # Even if this rank sees only one GPU, Slurm may have assigned that GPU to other tasks too.
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = COLLECTIVE_TIMEOUT if file is None else LOCAL_TIMEOUT
@@ -219,7 +222,7 @@ def join_world(
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU; "" for a CPU or a MIG slice, which may report the UUID of the whole GPU."""
+    """Return a GPU's UUID; "" for a CPU or a MIG slice, which may report the UUID of the whole GPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -227,7 +230,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def _raise_open_file_limit(count: int) -> None:
-    """Raise this process's limit of open files, because every group opens sockets to all its ranks."""
+    """Raise the soft limit on open file descriptors, because each process group opens many sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -241,14 +244,14 @@ def make_world(
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     nonce: str = "",
 ) -> World:
-    """Return this rank's `World`; call this after `init_process_group`, with the nonce of the attempt."""
+    """Return this rank's `World`; call this function after `init_process_group`, with the attempt's nonce."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
         set_timeout(group, timeout)
     cp_group = context_group(layout, timeout)
-    # A group connects its ranks in its first collective. Run a collective now, so that a missing link between
-    # ranks shows up here.
+    # A process group connects its ranks in its first collective. Run a collective now, so that broken
+    # connections between ranks are detected at startup.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
     groups = [dist.group.WORLD, *mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
     for each in dict.fromkeys(groups):  # a mesh dimension that spans all ranks may reuse the default group
@@ -256,8 +259,8 @@ def make_world(
         dist.all_reduce(one, group=each)
         one.item()
     if layout.pp > 1:
-        # A collective does not connect the pairs of ranks between which a pipeline sends: neighbouring
-        # stages, and the first and last stage.
+        # Collectives do not connect all ranks that exchange data in a pipeline, so send between neighbouring
+        # stages, and between the first and the last stage.
         group, own = mesh["pp"].get_group(), layout.place(rank).pp
         after, before = (own + 1) % layout.pp, (own - 1) % layout.pp
         ways = [(after, before), (before, after)]
@@ -271,9 +274,9 @@ def make_world(
 def exchange(
     group: dist.ProcessGroup, *operations: tuple[Callable[..., Any], torch.Tensor, int]
 ) -> list[dist.Work]:
-    """Start sends and receives, each given as `dist.isend` or `dist.irecv`, a tensor and a rank in the group.
+    """Start sends and receives, each given as `dist.isend` or `dist.irecv`, a tensor and a peer's group rank.
 
-    Operations are batched, because NCCL would otherwise create a communicator for each pair of ranks.
+    The operations are batched, because NCCL would otherwise create a communicator for each pair of ranks.
     """
     batch = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations
@@ -282,15 +285,15 @@ def exchange(
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """Return the device mesh over which parameters are split."""
+    """Return the device mesh for data, pipeline and tensor parallelism."""
     sizes = {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
         "dp_shard": layout.dp_shard * layout.cp,
         "tp": layout.tp,
     }
-    # Every mesh dimension costs a process group, so dimensions of size 1 are left out. `fully_shard` needs
-    # the shard dimension even if it has only one rank.
+    # Every mesh dimension needs a process group, so dimensions of size 1 are omitted. `fully_shard` needs the
+    # dimension `dp_shard` even if its size is 1.
     dims = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
@@ -307,9 +310,9 @@ def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> di
 
 
 def broadcast_from_main(value: T, world: World) -> T:
-    """Return rank 0's value on all ranks; values are sent as JSON.
+    """Broadcast rank 0's value, encoded as JSON, and return it on all ranks.
 
-    Raises TrainkitError if the value was sent by a process that is not a rank of this attempt.
+    Raises TrainkitError if a process outside this attempt sent the value.
     """
     if not world.distributed:
         return value
@@ -323,10 +326,10 @@ def broadcast_from_main(value: T, world: World) -> T:
 
 
 def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks on all ranks; values are sent as JSON, so tuples arrive as lists.
+    """Gather the values of all ranks and return them on all ranks; sent as JSON, so tuples become lists.
 
-    `group` must use gloo; the default is the checkpoint group. Raises TrainkitError if a value was sent by a
-    process that is not a rank of this attempt.
+    `group` must use the gloo backend; the default is the checkpoint group. Raises TrainkitError if a process
+    outside this attempt sent one of the values.
     """
     if not world.distributed:
         return [value] * world.size
@@ -343,12 +346,12 @@ def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = No
 
 
 def seal(nonce: str, value: bytes) -> bytes:
-    """Prefix a value with a keyed digest that only ranks of this attempt can compute."""
+    """Return a value prefixed with a keyed digest that only ranks of this attempt can compute."""
     return _digest_of(nonce, value) + value
 
 
 def unseal(nonce: str, sealed: bytes) -> bytes:
-    """Return a value without the digest that `seal` added; raise TrainkitError if the digest is wrong."""
+    """Return a value without the digest added by `seal`; raise TrainkitError if the digest is wrong."""
     digest, value = sealed[:DIGEST_BYTES], sealed[DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest_of(nonce, value)):
         raise TrainkitError(
@@ -358,7 +361,7 @@ def unseal(nonce: str, sealed: bytes) -> bytes:
 
 
 def _digest_of(nonce: str, value: bytes) -> bytes:
-    # Use a different key than for the digests in the store, because everybody can read the store.
+    # Use a different key than for the digests in the rendezvous store, because anyone can read the store.
     return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 
@@ -367,9 +370,9 @@ def _as_tensor(text: bytes, size: int) -> torch.Tensor:
 
 
 def group_ender() -> Callable[[], None]:
-    """Return a function that destroys the process groups and waits for a limited time until this is done.
+    """Return a function that destroys the process groups, waiting for at most `GROUPS_END_S` seconds.
 
-    Call `group_ender` before Python shuts down, while threads can still be started.
+    Call `group_ender` before Python shuts down, because threads can no longer be started during shutdown.
     """
     requested = threading.Event()
 
@@ -382,16 +385,16 @@ def group_ender() -> Callable[[], None]:
 
     def request_end() -> None:
         requested.set()
-        # NCCL waits for the other ranks, but one of them may no longer respond.
+        # NCCL waits for the other ranks, but some may no longer respond, so limit the wait.
         thread.join(GROUPS_END_S)
 
     return request_end
 
 
 def exit_process(exit_code: int) -> None:
-    """Flush the output and exit immediately, skipping the interpreter's shutdown.
+    """Flush stdout and stderr and exit immediately, skipping the interpreter's shutdown.
 
-    With gloo threads running, a normal exit occasionally ends in SIGABRT, and a finished job must not look
+    While gloo threads are running, a normal exit occasionally ends in SIGABRT, and a completed job would look
     like a crash.
     """
     if dist.is_initialized() and exit_code == 0:
@@ -417,19 +420,19 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 LOOPBACK = "127.0.0.1"
 IDENTITY_TIMEOUT = timedelta(seconds=60)
-"""Timeout for rank 0 to identify itself, which it does as soon as it listens."""
+"""Timeout for reading the attempt's identity, which rank 0 writes to the store as soon as it listens."""
 STOP_GRACE_S = 20.0
-"""Seconds that a rank with a stop signal spends on notifying the other ranks."""
+"""Seconds for which a rank with a stop signal tries to notify the other ranks."""
 
 
 def startup_barrier(
     env: RankEnv, stop: StopRequest, timeout: timedelta, gpu: str = "", file: Path | None = None
 ) -> Store | None:
-    """Wait for all ranks; return the store that they share, or None if they agreed to stop.
+    """Wait until all ranks have arrived; return their shared store, or None if the ranks agreed to stop.
 
-    `gpu` is the UUID of this rank's GPU, for `refuse_shared_gpu`. `file` is the store for ranks on one
-    machine; without it, rank 0 serves the store over TCP. Raises TrainkitError that names the missing ranks
-    after the timeout.
+    `gpu` is the UUID of this rank's GPU, recorded for `refuse_shared_gpu`. `file` is the store's file if all
+    ranks are on one machine; without a file, rank 0 serves the store over TCP. After the timeout, raises
+    TrainkitError with the missing ranks.
     """
     timeout_s = timeout.total_seconds()
     if file is None and env.rank != 0 and not _wait_for_main(env, stop, timeout_s):
@@ -437,7 +440,7 @@ def startup_barrier(
     deadline = time.monotonic() + timeout_s
     store = _open_attempt_store(env, timeout) if file is None else _store_in(file, env, timeout)
     if stop:
-        # Set "stop" before arriving, because the last rank that arrives sets "go".
+        # Set "stop" before registering this rank's arrival, because the last rank to arrive sets "go".
         _decide(env, store, "stop")
     store.set(_arrival(env.rank), _sealed(env, _arrival(env.rank), f"{socket.gethostname()} {gpu}"))
     if store.add("num_arrived", 1) >= env.world_size and not _missing_ranks(env, store):
@@ -446,8 +449,8 @@ def startup_barrier(
         if stop:
             _decide(env, store, "stop")
         elif (env.rank == 0 or file is not None) and time.monotonic() > deadline:
-            # Only rank 0 looks for the missing ranks; otherwise thousands of ranks would each query every
-            # other rank.
+            # Over TCP, only rank 0 looks for missing ranks; otherwise thousands of ranks would each query
+            # every other rank.
             missing = _missing_ranks(env, store)
             _decide(env, store, f"missing {json.dumps(missing)}" if missing else "go")
         else:
@@ -485,7 +488,7 @@ def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
 
 
 def _pause_s(world_size: int) -> float:
-    """Return the seconds between two polls by a rank; the pause grows with the number of ranks per server."""
+    """Return a rank's polling interval in seconds, which grows with the number of ranks."""
     return min(2.0, max(0.05, world_size / 4000))
 
 
@@ -502,7 +505,7 @@ def _decide(env: RankEnv, store: Store, verdict: str) -> None:
 
 
 def _digest(env: RankEnv, text: str) -> str:
-    """Return a keyed digest, which only ranks of this attempt can compute and which hides the nonce."""
+    """Return a keyed digest of `text`, which hides the nonce and which only this attempt can compute."""
     return hmac.new(env.nonce.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -511,16 +514,17 @@ def _sealed(env: RankEnv, key: str, text: str) -> str:
 
 
 def _read(env: RankEnv, store: Store, key: str) -> str | None:
-    """Return the value of a key, or None if it was not stored by a rank of this attempt."""
+    """Return the value of a key in the store, or None if no rank of this attempt has stored the value."""
     if not store.check([key]):
         return None
     digest, _, text = store.get(key).decode(errors="replace").partition(" ")
-    # Compare bytes: a stranger may have stored non-ASCII text, for which `compare_digest` rejects strings.
+    # Compare bytes: another process may have stored non-ASCII text, which `compare_digest` rejects in a
+    # string.
     return text if hmac.compare_digest(digest.encode(), _digest(env, f"{key} {text}").encode()) else None
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
-    """Open the store: rank 0 listens (on the loopback interface if all ranks are local), others connect."""
+    """Open the TCP store: rank 0 listens (on loopback if all ranks are local), other ranks connect."""
     store = partial(
         TCPStore,
         env.master_addr,
@@ -532,13 +536,13 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
     )
     if env.rank == 0 and env.master_addr == LOOPBACK:
         listener = socket.create_server((LOOPBACK, env.master_port), backlog=env.world_size + 16)
-        # The libuv server cannot take over a listening socket.
+        # torch's libuv server cannot take over a listening socket.
         return store(master_listen_fd=listener.detach(), use_libuv=False)
     return store()
 
 
 def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
-    """Return a store backed by a file that only its owner can open."""
+    """Return a store backed by a file that only the file's owner can open."""
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     store = FileStore(str(file))
     store.set_timeout(timeout)
@@ -546,7 +550,7 @@ def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
 
 
 def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
-    """Return the part of rank 0's store that belongs to this attempt, without the keys of other jobs.
+    """Return rank 0's store, with all keys prefixed for this attempt.
 
     Raises TrainkitError if the store at rank 0's address belongs to another job.
     """
@@ -570,7 +574,7 @@ def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
 
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
-    """Wait until rank 0 listens; return False if this rank gets a stop signal first."""
+    """Wait until rank 0 listens; return False if it does not within `STOP_GRACE_S` of a stop signal."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -589,7 +593,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
 
 
 def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
-    """Keep rank 0, which serves the store, alive until `num_ranks` ranks have read the decision."""
+    """Keep rank 0, which serves the store, alive until `num_ranks` ranks have read the verdict."""
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S
     while env.rank == 0 and store.add("num_left", 0) < num_ranks and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Run forward and backward passes of user tasks, and of trainkit's models without a pipeline."""
+"""Run forward and backward passes for user tasks, and for trainkit's models without a pipeline."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from trainkit.trainer.task_batches import TaskBatch, seed_generators
 from trainkit.trainer.user_code import listed, refusal
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
-"""Computes the summed negative log-likelihood (0-dim, float32) of logits [B, T, vocab] and labels [B, T]."""
+"""Computes the summed negative log-likelihood (0-dim, float32) for logits [B, T, vocab] and labels [B, T]."""
 OnLoss = Callable[[Tensor], None]
-"""Receives this rank's share of a step's loss as soon as it is computed, before the last backward pass."""
+"""Receives this rank's share of a step's loss once it is computed, before the last backward pass."""
 GradientSwitch = Callable[[bool], None]
-"""Turns gradient reduction on or off; it is off for all but the last microbatch of a step."""
+"""Enables or disables gradient reduction, which is enabled only for a step's last microbatch."""
 
 M = TypeVar("M", contravariant=True)
 """The type of a microbatch."""
@@ -44,40 +44,40 @@ class ForwardBackward(Protocol[M]):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the metrics whose sums the last pass computed."""
+        """Return the names of the metrics whose sums were computed in the last pass."""
         return ()
 
     def begin_step(self, step: int) -> None:
-        """Set the number of the step that the next passes belong to."""
+        """Set the step number for the passes that follow."""
         return None
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss times `scale`, a 0-dim float32 tensor on the device.
 
-        `on_loss` receives the sums of this rank. For a `Model`, the only sum is the negative log-likelihood,
-        a 0-dim float32 tensor. For a user's task, the sums are the loss and its divisor, followed by such a
-        pair per metric, float64 [2 + 2 x metrics].
+        `on_loss` receives this rank's sums. For a `Model`, there is only one sum: the negative
+        log-likelihood, a 0-dim float32 tensor. For a user's task, the sums are the loss and its divisor,
+        followed by a value and a divisor for each metric, float64 [2 + 2 x metrics].
         """
         ...
 
     def loss_sums(self, micro: M) -> Tensor:
-        """Return the sums of one microbatch in the format of `on_loss`, without computing a gradient."""
+        """Return the sums of one microbatch in the format of `on_loss`, without computing gradients."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The settings of all passes: the loss, its parallelism, and this rank's positions in a sequence."""
+    """Settings shared by all passes: the loss, its parallelism, and this rank's positions in a sequence."""
 
     world: World
     nll_sum: NllSum
     use_loss_parallel: bool
     positions: Tensor | None = None
-    """The positions in a sequence that this rank computes, on the device; None for all positions."""
+    """The sequence positions that this rank computes, as a tensor on the device; None for all positions."""
 
     @property
     def loss_share(self) -> float:
-        """Return 1.0 if the loss of this rank counts, else 0.0; only one tensor-parallel rank counts."""
+        """Return the factor for this rank's loss: 1.0 on the first tensor-parallel rank, otherwise 0.0."""
         return 0.0 if self.world.place.tp else 1.0
 
     def local_batch(self, micro: Microbatch) -> Microbatch:
@@ -88,17 +88,17 @@ class ForwardContext:
         return Microbatch(micro.tokens[:, at], micro.labels[:, at], micro.sample_keys)
 
     def loss_parallel(self) -> AbstractContextManager[object]:
-        """Return the context for loss parallelism, which must be active during the backward pass too."""
+        """Return the loss-parallel context manager, which must also be active during the backward pass."""
         return loss_parallel() if self.use_loss_parallel else nullcontext()
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the loss of hidden states [N, D] and its gradients, one chunk of tokens at a time.
 
-    Only one chunk's logits exist at a time, and no logits are computed twice. The weight gradient is summed
-    over the chunks in float32. With a `scale` (0-dim, float32), the gradients of loss x `scale` are computed.
-    The backward pass then divides the gradients by `scale` and multiplies them by the incoming gradient,
-    which usually equals `scale`.
+    Only one chunk's logits exist at a time, and no logits are computed twice. The weight gradient is
+    accumulated over the chunks in float32. With a `scale` (0-dim, float32), the forward pass computes the
+    gradients of loss x `scale`. The backward pass then divides these gradients by `scale` and multiplies them
+    by the incoming gradient, which usually equals `scale`.
     """
 
     @staticmethod
@@ -142,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 matrix; on a GPU in one kernel, without rounding the product."""
+    """Add left @ right to a float32 matrix; on a GPU, in one kernel and without rounding the product."""
     if total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -151,7 +151,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass
 class OneByOne(ForwardBackward[M]):
-    """Runs the passes without pipeline stages, one microbatch at a time."""
+    """Runs forward and backward passes one microbatch at a time, without pipeline stages."""
 
     sync_gradients: GradientSwitch
     progress: Progress
@@ -182,8 +182,8 @@ class OneByOne(ForwardBackward[M]):
     def _forward(self, micro: M, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the loss (0-dim, float32) with its gradient, and this rank's sums in `on_loss` format.
 
-        The caller multiplies the loss by `scale`. A loss that computes its gradients in the forward pass also
-        needs `scale`.
+        The caller multiplies the loss by `scale`. `scale` is passed because a loss may compute its gradients
+        in the forward pass.
         """
 
 
@@ -194,7 +194,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
     model: nn.Module
     context: ForwardContext
     loss_chunks: int = 1
-    """If above 1, the loss is computed in this many chunks of tokens, one at a time."""
+    """Number of token chunks for which the loss is computed one after another; 1 disables chunking."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
@@ -212,8 +212,9 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # A parameter keeps `requires_grad` while gradients are off.
-            # Without the scale, fp16 gradients would underflow; in other dtypes, scaling only adds rounding.
+                weight = weight.detach()  # a parameter's `requires_grad` is True even in `no_grad`
+            # Without the scale, fp16 gradients would underflow; in other dtypes, scaling would only add
+            # rounding errors.
             early = scale if x.dtype == torch.float16 else None
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early
             found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -224,9 +225,9 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
 
 class LossModule(nn.Module):
-    """Wraps the model and its loss in one module, which is the root module for FSDP.
+    """Wraps the model and its loss in one module, which is FSDP's root module.
 
-    The parameters of the root stay gathered, so the loss can use any submodule of the model.
+    FSDP keeps the root's parameters gathered, so the loss can use any submodule of the model.
     """
 
     def __init__(self, model: nn.Module, task: Task, config: RunConfig) -> None:
@@ -259,14 +260,15 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         self._dtype = DTYPES[self.config.precision.dtype]
         self._names: dict[tuple[bool, str], tuple[str, ...]] = {}
         self._pass = True, ""
-        """Whether the last pass was in training, and the name of the optimizer whose loss it computed."""
+        """Whether the last pass was for training, and the name of the optimizer whose loss was computed (""
+        without turns)."""
         self._has_passed = False
         # A separate group is needed, because a save may be using the checkpoint group in another thread.
         self._group = dist.new_group(backend="gloo") if self.world.distributed else None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the metrics returned in the last pass, in training or validation."""
+        """Return the names of the metrics that the loss returned in the last pass."""
         return self._names.get(self._pass, ())
 
     def begin_step(self, step: int) -> None:
@@ -282,7 +284,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         device = self.world.device
         micro = to_device(micro, device)
         seed_generators(micro.seed)
-        torch.manual_seed(micro.seed)  # also seeds the device
+        torch.manual_seed(micro.seed)  # also seeds the device's generator
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self.module(micro.data, micro.optimizer)
         if total.numel() != 1:
@@ -296,8 +298,9 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         for value in (metrics[name] for name in self.metric_names):
             numbers += list(value) if isinstance(value, tuple) else [value, count]
         found = torch.stack([_number(value, device) for value in numbers])
-        # Select zeros instead of multiplying the sums by the weight, because the loss of a filler batch may
-        # be NaN or infinite. Tensor-parallel ranks have the same loss, so only one of them counts it.
+        # Replace the sums with zeros instead of multiplying them by the weight, because the loss of a filler
+        # batch may be NaN or infinite. All tensor-parallel ranks compute the same loss, so include only one
+        # rank's sums.
         counts = micro.weight and self.world.counts_samples
         return total * micro.weight, found if counts else torch.zeros_like(found)
 
@@ -326,7 +329,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
             raise refusal(self.config, message, "return the same metrics for every batch")
 
     def _refuse_same_name(self, mode: tuple[bool, str], names: Sequence[str]) -> None:
-        """Raise TaskError if the losses of two optimizers return metrics of the same name."""
+        """Raise TaskError if the losses of two optimizers return metrics with the same name."""
         found = {**self._names, mode: names}
         turns = [turn for is_training, turn in found if turn and is_training == mode[0]]
         logged = [
@@ -348,20 +351,20 @@ def _number(value: Any, device: torch.device) -> Tensor:
 
 
 COMPARED_ELEMENTS = 256
-"""Number of elements of each gradient that are compared between tensor-parallel ranks."""
+"""Approximate number of elements of each gradient that are compared between tensor-parallel ranks."""
 MAX_DIFFERENCE = 0.1
-"""Minimum relative difference between two gradients that are considered different.
+"""Relative difference above which two gradients are considered different.
 
-`MAX_DIFFERENCE` is far above bf16 rounding errors, and far below the difference between two ranks' partial
-gradients.
+`MAX_DIFFERENCE` is far above bf16 rounding errors and far below the difference between the partial gradients
+of two ranks.
 """
 
 
 @torch.no_grad()
 def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise TaskError if a parameter that is not split has different gradients on tensor-parallel ranks.
+    """Raise TaskError if the gradient of an unsplit parameter differs between tensor-parallel ranks.
 
-    Gradients differ if the module's input is split, because each rank then computes only part of the
+    Such gradients differ if the module's input is split, because each rank then computes only part of the
     gradient.
     """
     samples: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Run the training loop of an attempt, with its validation, logging and saves."""
+"""Run an attempt's training loop, including validation, logging and saves."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Evaluator:
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
             # Prefer the batch size in the config: the planned batch size depends on the layout, but a run
-            # that resumes with another layout must validate on the same samples.
+            # that is resumed with another layout must validate on the same samples.
             batch_size = config.train.global_batch_size or plan.batch.global_batch_size
             num_samples = min(num_samples, config.train.eval_batches * batch_size)
         self._num_batches = -(-num_samples // size)
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
-        """Return the validation's loss and metrics, equal on all ranks, or None if any rank has to stop."""
+        """Return the validation loss and metrics over all ranks, or None if any rank got a stop signal."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
@@ -97,8 +97,8 @@ class Evaluator:
                 )
                 all_reduce_sum(report, self._world)
                 totals = report if totals is None else totals + report
-                # Read back the previous batch's report, so that the device computes this batch while the host
-                # waits.
+                # Read back the previous batch's report, so that the device already computes the current batch
+                # while the host waits.
                 if readback is not None and readback.finish().stop:
                     return None
                 readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
@@ -115,23 +115,26 @@ class Evaluator:
 
 
 class Trainer:
-    """The training loop of one attempt; `train` runs it until the run is complete or has to stop."""
+    """The training loop of one attempt; `train` runs until the run is complete or the attempt has to stop."""
 
     _steps_done = 0
-    """Number of steps that this attempt has trained."""
+    """Number of steps trained by this attempt."""
     _was_not_finite = False
-    """True if the last step was counted in `TrainingState.nonfinite_in_a_row`."""
+    """True if the last step had a non-finite loss or gradient that was counted in
+    `TrainingState.nonfinite_in_a_row`."""
     _is_best = False
     """True if the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
-    """Step of the most recent best checkpoint if its save may still be in progress."""
+    """Step of the most recent best checkpoint while its save may still be in progress; None otherwise."""
     _published_best: tuple[float | None, int | None] = (None, None)
-    """Value and step of the newest best checkpoint that is known to be published."""
+    """Metric value and step of the newest best checkpoint that is known to be saved; None if there is
+    none."""
     _last_save_s = 0.0
     _own: OwnState | None = None
-    """The state that a user's task adds to a checkpoint, in addition to the model."""
+    """The state that a user's task adds to checkpoints, in addition to the model; None for the built-in
+    task."""
     _recorder = Recorder()
-    """Records the values logged by a user's task that are not plain numbers."""
+    """Records values logged by a user's task that are not plain numbers, such as images."""
 
     def __init__(
         self,
@@ -152,12 +155,12 @@ class Trainer:
                 refuse_other_run(*chosen, task)
         local_gradient = LocalGradient()
         self.built = build(task, plan, world, progress, local_gradient)
-        # A user's task is compiled only if the config requests it.
+        # A user's task is compiled only if the config explicitly requests compilation.
         by_default = config.has_decoder and compiles(config.parallel, layout, plan.device)
         compiled = config.parallel.compile is True or by_default
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
-            self.compile_cache.load()  # load the cache before the first collective of all ranks
+            self.compile_cache.load()  # load the compile cache before the first collective
         own = make_own_optimizers(task, self.built.weights, layout)
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
@@ -189,21 +192,21 @@ class Trainer:
             record_with(task.task, self._recorder)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
-        """Fields of every checkpoint manifest of this attempt, apart from the training state."""
-        # The loss of a user's task returns its own divisor, so its nominal count is the number of samples.
+        """Fields in each checkpoint manifest of this attempt, excluding the training state."""
+        # The loss of a user's task returns its own divisor, so the nominal count is the number of samples.
         self.nominal_count = (
             plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step
         )
-        """Divisor of a step's loss if all tokens (or samples, for a user's task) of the step are valid."""
+        """Divisor of a step's loss if all tokens of the step (for a user's task, all samples) are valid."""
         self.clock = StepClock(world, layout)
         self.observers = RankObservers(attempt, plan, world)
         self.rank_records = RankRecords(attempt, world.rank, own_host(), local_gradient)
 
     def train(self) -> int:
-        """Train until the run is complete or has to stop; return the worker's exit code.
+        """Train until the run is complete or the attempt has to stop; return the worker's exit code.
 
-        Raises DivergedError after `train.max_nonfinite_steps` consecutive steps with a loss or gradient that
-        is not finite, or if no step had a finite loss and gradient. Raises CheckpointError if the final state
+        Raises DivergedError after `train.max_nonfinite_steps` consecutive steps with a non-finite loss or
+        gradient, or if no step had a finite loss and gradient. Raises CheckpointError if the final state
         cannot be saved.
         """
         self.progress.enter("begin")
@@ -214,7 +217,8 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # The checkpoint that this attempt resumed from already contains this state.
+            # This attempt resumed from a checkpoint with the same state, so only mark that checkpoint as
+            # best.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step
@@ -230,7 +234,7 @@ class Trainer:
         return self._end()
 
     def step(self) -> int | None:
-        """Train one step, then validate, log and save if due; return an exit code if training must end."""
+        """Train one step; validate, log and save if due; return an exit code, or None to continue."""
         report, lr = self._optimizer_step()
         if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self._log_step(report, lr, None)
@@ -246,7 +250,7 @@ class Trainer:
         return None
 
     def _optimizer_step(self) -> tuple[StepReport, float]:
-        """Do one optimizer step; wait for the device only after the update is enqueued."""
+        """Compute and apply one optimizer step; wait for the device only after the update is enqueued."""
         step = self.state.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
         shown_lr = self.optimizer.begin_step(lr)
@@ -257,7 +261,8 @@ class Trainer:
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
         if self.built.buffers is not None and self.built.buffers.tensors:
-            # A forward pass may change the buffers, so wait until the save in progress has copied them.
+            # A forward pass may change the model's buffers, so wait until the save in progress has copied the
+            # buffers.
             self._await_staging()
         turns, reports = self.optimizer.turns(), list[tuple[str, StepReport]]()
         for number, turn in enumerate(turns):
@@ -273,8 +278,8 @@ class Trainer:
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # Collect garbage on all ranks at the same step, because otherwise every rank would delay the
-            # others at a different step.
+            # Collect garbage on all ranks at the same step; if ranks did so at different steps, each rank
+            # would delay all others in turn.
             gc.collect(1)
         return report, shown_lr
 
@@ -283,10 +288,11 @@ class Trainer:
 
         Returns the values of `pack_report` summed over all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
         and the gradient's sum of squares, a 0-dim float64 tensor. At the end of a step window, the summed
-        values include each rank's times.
+        values also contain the times of each rank.
         """
-        # The reduction averages gradients over the dp x cp ranks, so multiply by their number to get a sum.
-        # `_apply_gradient` later corrects for the actual count, which is known only after the reduction.
+        # FSDP and DDP average gradients over the dp x cp ranks, so multiply by the number of these ranks to
+        # get a sum. `_apply_gradient` later corrects for the actual token or sample count, which is known
+        # only after the all-reduce.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
         local_report: Tensor | None = None
@@ -297,7 +303,8 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            # Rank 0 decides by its clock when to save; the step report tells the other ranks.
+            # Rank 0 decides by its own clock when to save, and the other ranks learn this from the step
+            # report.
             minutes, waited_s = self.config.checkpoint.every_minutes, time.monotonic() - self._last_save_s
             due = self.world.is_main and minutes is not None and waited_s > minutes * 60
             local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
@@ -324,7 +331,7 @@ class Trainer:
     def _apply_gradient(
         self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
     ) -> StepReport:
-        """Clip and apply an optimizer turn's gradient; if it is not finite, all ranks skip the update."""
+        """Clip and apply an optimizer turn's gradient; skip the update on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -354,7 +361,7 @@ class Trainer:
         return step % self.config.train.log_every == 0 or step in (1, self.total_steps)
 
     def _await_staging(self) -> None:
-        """Wait until the save in progress, if any, has copied the state."""
+        """Wait until the save in progress, if any, has copied the training state."""
         if self.saver.is_staging:
             with self.progress.within("save"):
                 self.saver.wait_until_staged()
@@ -372,8 +379,8 @@ class Trainer:
             return
         state.nonfinite_in_a_row += 1
         if self.loss_scale.enabled and self.loss_scale.value.item() > 1.0:
-            # With fp16, the loss scale is found through overflows, so they count only if the scale cannot be
-            # halved further.
+            # With fp16, gradients overflow until the loss scale is low enough, so count such a step only if
+            # the scale cannot be halved further.
             state.nonfinite_in_a_row = 0
         if self.world.is_main:
             since = state.step + 1 - state.nonfinite_in_a_row
@@ -390,7 +397,7 @@ class Trainer:
         )
 
     def _require_updated_weights(self) -> None:
-        """Raise DivergedError if every step of the run was skipped, so that no weights have changed."""
+        """Raise DivergedError if every update of the run was skipped, so that the weights never changed."""
         if self.state.has_updated_weights or self.state.step == 0:
             return
         hint = "lower optimizer.lr, raise schedule.warmup_steps, or check the data"
@@ -423,13 +430,12 @@ class Trainer:
                 record_event(self.attempt, "first_step", step=step, step_s=step_s, **compiled)
         is_not_finite, was_not_finite = self.state.nonfinite_in_a_row > 0, self._was_not_finite
         self._was_not_finite = is_not_finite
-        # Also record the steps at which the loss diverges and recovers, so that they can be found in the
-        # metrics.
+        # Also record the steps at which the loss diverges or recovers, so that the metrics show these steps.
         if self._is_logged(step) or validation is not None or is_not_finite or was_not_finite:
             self.metrics.write(self.state, report, lr, validation, self.observers.values)
 
     def _eval_due(self) -> bool:
-        """Return whether validation is due at this step, unless an attempt has already done it."""
+        """Return whether validation is due at the current step and has not been done yet."""
         train, step = self.config.train, self.state.step
         if self.evaluator is None or self.state.last_eval_step == step:
             return False
@@ -438,7 +444,7 @@ class Trainer:
         return step % (train.eval_every or 1) == 0 or step == self.total_steps
 
     def _evaluate(self) -> tuple[bool, StepReport | None]:
-        """Validate; return whether validation ran to its end, and its result (None if it is not finite)."""
+        """Validate; return whether validation completed, and its result (None if the loss is not finite)."""
         assert self.evaluator is not None
         started = time.monotonic()
         found = self.evaluator.run(self.built, self.stop, self.progress)
@@ -472,7 +478,7 @@ class Trainer:
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
-        """Record the value of `checkpoint.best_metric` if it is the best one so far."""
+        """Record the value of `checkpoint.best_metric` if it is the best value so far."""
         state, checkpoint = self.state, self.config.checkpoint
         value = values.get(checkpoint.best_metric or "", math.nan)
         if state.step == 0 or not math.isfinite(value):
@@ -496,13 +502,13 @@ class Trainer:
         self._best_in_flight = None
 
     def _await_save(self) -> None:
-        """Wait for the save in progress, if any, in phase `save`, which has a longer timeout."""
+        """Wait for the save in progress, if any, in the phase `save`, whose hang timeout is longer."""
         with self.progress.within("save"):
             self.saver.finish()
 
     @property
     def _saves_in_background(self) -> bool:
-        """Return whether this attempt may save asynchronously; its last save always blocks."""
+        """Return whether this attempt may save asynchronously; its last save is always synchronous."""
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
@@ -544,7 +550,7 @@ class Trainer:
             self.metrics.exclude(self._last_save_s - started)
 
     def close(self) -> None:
-        """Write pending data, and stop the threads and processes started by this rank."""
+        """Write pending metrics, and stop the threads and processes started by this rank."""
         self.rank_records.flush()
         self.batches.close()
         if self.evaluator is not None:
@@ -555,10 +561,10 @@ class Trainer:
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:
-        """Save unless this step is saved already; return 0, or 75 if training stops early for a `reason`.
+        """Save the current step if necessary; return 0, or 75 if training stops early for a `reason`.
 
         Raises DivergedError if training is complete but no step has changed the weights. Raises
-        CheckpointError if the save fails, because exit codes 0 and 75 both promise a saved state.
+        CheckpointError if the save fails, because exit codes 0 and 75 both guarantee a saved state.
         """
         self.progress.enter("end")
         self._await_save()

@@ -1,9 +1,10 @@
-"""Write training metrics: one record and one log line per logged step, and one record for each rank.
+"""Write training metrics: one record and one log line per logged step, and records for each rank.
 
-On logged steps, each rank keeps its share of the loss, a checksum of its gradient before the reduction, and
-the sum of squares of its gradient after the reduction. From these values, `trainkit replay` can identify a
-rank that computed wrong results. The values reach the host as part of the step report, without an additional
-copy or collective. Each rank writes its values to ``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
+On logged steps, each rank keeps its share of the loss, a checksum of its gradient before reduction, and the
+sum of squares of its gradient after reduction. From these values, `trainkit replay` can identify a rank that
+computed wrong results. The values are copied to the host as part of the step report, so they need no
+additional copy or collective. Each rank appends its values to ``attempts/NNN/ranks/rank-NNNN.jsonl`` once a
+minute.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SCALARS = (
     "data_wait_s",
     "step_s",
 )
-"""Scalars shown in TensorBoard in addition to a run's own metrics."""
+"""Scalars shown in TensorBoard in addition to the metrics that the run itself logs."""
 RECORD_KEYS = frozenset(
     {
         *SCALARS,
@@ -67,17 +68,17 @@ RECORD_KEYS = frozenset(
         "other_ranks_s",
     }
 )
-"""Keys that trainkit itself uses in records; metrics of a user's task must have other names."""
+"""Reserved keys in metrics records; metrics of a user's task must have other names."""
 
 
 class TensorBoardLog:
-    """Writes scalars in a thread, so that no step waits for the import of TensorBoard or for the disk.
+    """Writes scalars in a thread, so that training does not wait for TensorBoard's import or the disk.
 
     Images, texts and histograms are written by the calling thread.
     """
 
     def __init__(self, run: RunDir, first_step: int | None) -> None:
-        """`first_step` is the attempt's first step; None until `begin` or `close` is called."""
+        """`first_step` is the attempt's first step, or None if it is set later by `begin` or `close`."""
         self._run = run
         self._first_step = first_step
         self._held: list[tuple[int, Callable[[SummaryWriter], None]]] | None = (
@@ -88,11 +89,11 @@ class TensorBoardLog:
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
         self._newest: Future[None] | None = None
-        """The most recently submitted values; the pool has a single thread, so earlier values are written
-        first."""
+        """The pending write of the most recent values; the pool has a single thread, so earlier values are
+        written first."""
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Add the values of one step; skip values that are None."""
+        """Add the scalars of one step, skipping those that are None."""
 
         def add(writer: SummaryWriter) -> None:
             for name, value in scalars.items():
@@ -102,15 +103,15 @@ class TensorBoardLog:
         self._newest = self._pool.submit(self._add, step, add)
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
-        """Add an image, uint8 [height, width, channels]."""
+        """Add an image, given as a uint8 tensor [height, width, channels]."""
         self._add(step, lambda writer: writer.add_image(name, pixels, step, dataformats="HWC"))
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Add a text."""
+        """Add a text for one step."""
         self._add(step, lambda writer: writer.add_text(name, text, step))
 
     def histogram(self, name: str, sums: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Add a histogram of bins of equal width; `sums` is (lowest, highest, sum, sum of squares)."""
+        """Add a histogram with bins of equal width; `sums` is (lowest, highest, sum, sum of squares)."""
         low, high, total, square_sum = sums
         limits = [low + (high - low) * (index + 1) / len(counts) for index in range(len(counts))]
         values = low, high, sum(counts), total, square_sum, limits, list(counts)
@@ -128,11 +129,11 @@ class TensorBoardLog:
         except ImportError as error:
             self._is_missing = True
             log.info(f"cannot write TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
-        except Exception as error:  # log the error here, because nobody reads the result of this thread
+        except Exception as error:  # log the error here, because nothing reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 
     def written(self) -> Callable[[], None]:
-        """Return a function that waits until everything added before the call is on disk."""
+        """Return a function that waits until everything added so far is on disk."""
         newest = self._newest
 
         def wait() -> None:
@@ -151,7 +152,7 @@ class TensorBoardLog:
             log.error(f"cannot write to TensorBoard ({error})")
 
     def begin(self, first_step: int | None) -> None:
-        """Write the values that waited for the first step to be known; write later values at once."""
+        """Write the values held back until the first step was known; write all later values immediately."""
         with self._lock:
             held, self._held = self._held or [], None
             self._first_step = first_step
@@ -163,15 +164,16 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self._run.tensorboard_dir
-            ensure_folder(folder)  # The writer would create the folder even if the run was moved.
-            # purge_step hides the steps that an earlier attempt trained after its last checkpoint.
+            # SummaryWriter would create the folder even if the run folder was moved, so create it here.
+            ensure_folder(folder)
+            # `purge_step` hides the steps that an earlier attempt trained after its last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer
 
     def close(self) -> None:
-        """Write pending records and close the log."""
+        """Write pending values and close the TensorBoard log."""
         if self._held is not None:
-            self.begin(None)  # with None, the log hides no earlier steps
+            self.begin(None)  # with None, the log hides no steps of earlier attempts
         self._pool.shutdown()
         try:
             if self._writer is not None:
@@ -181,8 +183,8 @@ class TensorBoardLog:
 
 
 def logs_written(recorder: Recorder, board: TensorBoardLog | None) -> Callable[[], None]:
-    """Return a function that waits until everything that rank 0 has logged by now is on disk."""
-    # The recorder writes to the TensorBoard log, so wait for the recorder first.
+    """Return a function that waits until everything logged so far on rank 0 is on disk."""
+    # Wait for the recorder first, because it writes to the TensorBoard log.
     waits = [recorder.written(), *([] if board is None else [board.written()])]
 
     def wait() -> None:
@@ -194,7 +196,7 @@ def logs_written(recorder: Recorder, board: TensorBoardLog | None) -> Callable[[
 
 @dataclass
 class _Interval:
-    """Totals since the last metrics record."""
+    """Totals accumulated since the last metrics record."""
 
     started: float
     steps: int = 0
@@ -206,7 +208,7 @@ class _Interval:
 
 @dataclass
 class Metrics:
-    """Collects step reports, and on rank 0 writes metrics records."""
+    """Collects step reports and writes metrics records on rank 0."""
 
     attempt: AttemptDir
     world: World
@@ -223,18 +225,18 @@ class Metrics:
         self._interval = _Interval(time.monotonic())
 
     def start(self) -> None:
-        """Start measuring time; call this right before the first step."""
+        """Start measuring time; call this method right before the first step."""
         self._interval = _Interval(time.monotonic())
 
     def count(self, report: StepReport, num_samples: int) -> None:
-        """Add a step to the current interval."""
+        """Add a step's counts to the current logging interval."""
         self._interval.steps += 1
         self._interval.samples += num_samples
         self._interval.tokens += report.num_tokens
         self._interval.data_wait_s += report.data_wait_s
 
     def exclude(self, pause_s: float) -> None:
-        """Exclude time that was not training, such as validation or a blocking save, from the throughput."""
+        """Exclude non-training time, such as validation or a synchronous save, from the throughput."""
         self._interval.paused_s += pause_s
 
     def write(
@@ -245,7 +247,7 @@ class Metrics:
         validation: StepReport | None,
         observed: Mapping[str, float | str] = {},
     ) -> None:
-        """On rank 0, write the record of the step that just ended, and begin a new interval.
+        """Write the record of the step that just ended (on rank 0 only), and begin a new logging interval.
 
         `observed` contains the values returned by the `RankObservers`.
         """
@@ -262,8 +264,8 @@ class Metrics:
             "step": state.step,
             "time": utc_now(),
             "attempt": self.attempt.number,
-            # While fp16 searches for its loss scale, only the gradient overflows, so the loss can be
-            # recorded.
+            # While fp16 training searches for its loss scale, only the gradient overflows, so the loss can
+            # still be recorded.
             "loss": report.loss if state.nonfinite_in_a_row == 0 and math.isfinite(report.loss) else None,
             "grad_norm": report.grad_norm if report.finite else None,
             "lr": lr,
@@ -280,7 +282,8 @@ class Metrics:
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        # The trainer's keys come first, and its values replace a capability's values of the same name.
+        # Expand `values` twice: the trainer's keys come first, and its values replace a capability's values
+        # of the same name.
         self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))
@@ -289,11 +292,11 @@ class Metrics:
             self.tensorboard.write(state.step, {**scalars, **more})
 
     def flush(self) -> None:
-        """Write the pending records; those that cannot be written stay pending."""
+        """Write the pending metrics records; records that cannot be written stay pending."""
         write_pending(self.attempt.run.metrics_file, self._unwritten)
 
     def close(self) -> None:
-        """Write the pending TensorBoard records."""
+        """Write the pending TensorBoard values and close the log."""
         if self.tensorboard is not None:
             self.tensorboard.close()
 
@@ -312,7 +315,7 @@ class Metrics:
 
 
 def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
-    """Append records to a file of JSON lines; if writing fails, as on a full disk, keep them."""
+    """Append records to a JSON Lines file; if writing fails, as on a full disk, keep them pending."""
     try:
         while pending:
             append_jsonl(file, pending[0])
@@ -322,37 +325,39 @@ def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are finite and can therefore be written as JSON."""
+    """Return only the finite metrics, because JSON cannot represent the others."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return this process's peak memory in GiB: allocated GPU memory, or resident memory on a CPU."""
+    """Return this process's peak memory in GiB: allocated GPU memory, or resident memory if it uses a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
 MAX_BYTES = 2**20
-"""File size above which the older half of a file is deleted."""
+"""Size in bytes above which the older half of a rank's record file is deleted."""
 MAX_PENDING = 10_000
 FLUSH_S = 60.0
 SPIKE_RATIO = 3.0
-"""Ratio of two gradient norms above which a record is written at once, in case a crash follows."""
+"""Increase of the gradient norm, relative to the last record, above which records are written at once, in
+case a crash follows."""
 CHECKSUM_BITS = 52
-"""Number of bits of an integer that a float64 can represent exactly."""
+"""Number of bits in the checksum; a float64 can represent such integers exactly."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LocalGradient:
-    """A checksum of this rank's gradient before its reduction; any changed bit changes the checksum.
+    """A checksum of this rank's gradient before reduction; any single changed bit changes the checksum.
 
-    The checksum is an integer sum of the bits, so it does not depend on the order of summation.
+    The checksum is an integer sum of the gradient's bit patterns, so it does not depend on the order of
+    summation.
     """
 
     def __init__(self) -> None:
         self.is_due = False
-        """True if the gradient of the current step is to be recorded."""
+        """True if the gradient of the current step will be recorded."""
         self._sums: list[Tensor] = []
 
     @torch.no_grad()
@@ -364,7 +369,7 @@ class LocalGradient:
             ]
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the step's checksum (0-dim, float64); NaN if trainkit does not reduce the gradients."""
+        """Return the step's checksum (0-dim, float64), or NaN if `add` received no gradients."""
         sums, self._sums = self._sums, []
         if not sums:
             return torch.full((), math.nan, dtype=torch.float64, device=device)
@@ -380,15 +385,16 @@ class RankRecords:
         self._host = host
         self._local_gradient = local_gradient
         self.values: list[Tensor] = []
-        """The loss sum, checksum and sum of squares of the current step, each a 0-dim float64 tensor."""
+        """The current step's loss sum, gradient checksum and gradient sum of squares, each a 0-dim float64
+        tensor."""
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
         self._last_norms: dict[int, float] = {}
-        """Maps the number of an optimizer turn, or 0 without turns, to the gradient norm of its newest
+        """Maps the number of an optimizer turn (0 without turns) to the gradient norm in its newest
         record."""
 
     def begin_step(self, *, is_due: bool) -> None:
-        """Begin a step; `is_due` tells whether it is to be recorded."""
+        """Begin a step; `is_due` says whether the step will be recorded."""
         self.values, self._local_gradient.is_due = [], is_due
 
     def keep_loss(self, sums: Tensor) -> None:
@@ -397,15 +403,15 @@ class RankRecords:
             self.values.append(sums.detach().double().view(-1)[0].clone())
 
     def keep_gradient(self, square_sum: Tensor, device: torch.device) -> None:
-        """Keep the checksum of the gradient, and the sum of squares of this rank's reduced gradient."""
+        """Keep the checksum of this rank's gradient, and the sum of squares of its reduced gradient."""
         if self._local_gradient.is_due:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
     def add(self, step: int, grad_norm: float, own: Sequence[float], turn: int = 0, name: str = "") -> None:
-        """Add the record of a step; `own` is a copy of `values`, or empty if the step is not recorded.
+        """Add the record of a step; `own` has the numbers in `values`, or is empty for an unrecorded step.
 
         If optimizers take turns in a step, each turn has its own record: `turn` counts from 1, and `name` is
-        the optimizer of the turn.
+        the name of the optimizer.
         """
         if not own:
             return
@@ -419,7 +425,7 @@ class RankRecords:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending records; those that cannot be written stay pending."""
+        """Write the pending records; records that cannot be written stay pending."""
         self._flushed_s = time.monotonic()
         file = self._attempt.rank_record(self._rank)
         with contextlib.suppress(OSError):
