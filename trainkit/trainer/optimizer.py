@@ -28,8 +28,8 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
-"""Devices on which the optimizer update is compiled. Shards on a CPU are offloaded or belong to short runs,
-where compilation takes longer than it saves."""
+"""Devices on which the optimizer update is compiled. CPU shards are offloaded or belong to short runs, where
+compilation takes longer than it saves."""
 TINY = 1e-30
 """Used in place of 0, because the logarithm of 0 is not finite."""
 WHOLE_ELEMENTS = 1 << 24
@@ -66,7 +66,7 @@ class ShardedOptimizer(ABC):
         """Group parameters by the factor for this rank's squares in the global sum of squares.
 
         Returns a mapping from factors to parameter indices. If a shard is replicated on n ranks of a pipeline
-        stage, its squares have weight 1 / n on each of these ranks.
+        stage, the factor is 1 / n on each of these ranks.
         """
         groups: dict[float, list[int]] = defaultdict(list)
         for index, weight in enumerate(self._weights):
@@ -83,7 +83,7 @@ class ShardedOptimizer(ABC):
         return lr
 
     def turns(self) -> Sequence[str]:
-        """Return the optimizers that take turns in this step, each with its own loss; ("",) for one loss."""
+        """Return the optimizers that take turns in this step, or ("",) if the task has only one loss."""
         return ("",)
 
     @torch.no_grad()

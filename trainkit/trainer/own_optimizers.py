@@ -442,7 +442,7 @@ class OwnState:
         return all(LOSS_OF.format(name) in metrics for name in self.optimizers.kinds)
 
     def collect(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Return the state as JSON and the tensors that it refers to; this is a collective.
+        """Return the state as JSON, and the state's tensors; a collective, so every rank must call it.
 
         Raises TaskError if `Task.state_dict` differs between ranks, and FatalError for a value that cannot be
         saved.
@@ -462,7 +462,7 @@ class OwnState:
                 message = f"state_dict() has different values on rank {other} than on rank 0"
                 hint = "return only values that do not depend on the samples of one rank"
                 raise refusal(self._config, message, hint)
-            # The task may change these tensors while they are being written, so save copies.
+            # The task may change the returned tensors while a checkpoint is being written, so save copies.
             tensors |= {path: item.clone() for path, item in found.items()}
         on_host = [path for path, item in tensors.items() if item.device != self._world.device]
         return ({**values, ON_HOST: on_host} if on_host else values), tensors
@@ -499,7 +499,7 @@ def make_own_state(
 ) -> OwnState | None:
     """Return the state that a task adds to its checkpoints, or None if there is none.
 
-    This is a collective: every rank must call it. Raises TaskError or FatalError if the state cannot be
+    Every rank must call this function. Raises TaskError or FatalError if the state cannot be
     saved.
     """
     if not isinstance(task, UserTask):

@@ -151,8 +151,8 @@ timeout."""
 CONNECT_LIMIT_S = 240.0
 """Time limit of phase `connect` in seconds; `requeue.hang_min_s` can raise the limit."""
 SUSPENDED_S = 10.0
-"""If two checks are further apart (in seconds), the process was suspended, and the gap does not count as
-waiting."""
+"""If the time between two checks exceeds this many seconds, the process was suspended, and the gap does not
+count as waiting."""
 NUM_COLLECTIVES = 200
 
 
@@ -207,7 +207,7 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
     """Write this rank's collectives to a file for `job.flight_records`, if torch records collectives."""
     from trainkit.trainer.torch_private import (
         flight_record,
-    )  # imported here, because this module is imported before torch
+    )  # imported here, because the module `progress` is imported before torch
 
     if (record := flight_record(device, NUM_COLLECTIVES)) is not None:
         ensure_folder(attempt.stacks_dir)
@@ -215,10 +215,10 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
 
 
 class Watchdog:
-    """Answers `trainkit stacks`, and kills this rank if it hangs or misses its deadline.
+    """Answers `trainkit stacks`, and kills this rank if the rank hangs or misses its deadline.
 
     The watchdog reports a hang in the attempt's folder, and the supervisor then kills all ranks. If the
-    supervisor does not kill this rank, the watchdog exits with code 70.
+    supervisor does not kill a hung rank, the rank's watchdog exits with code 70.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Watchdog:
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start watching the deadline after a stop signal, and also hangs unless the config disables this."""
+        """Start watching the deadline after a stop signal; unless disabled, also detect hangs."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()
@@ -319,7 +319,7 @@ class Watchdog:
                 record.unlink(missing_ok=True)
 
     def find_hang(self, now_s: float, policy: RequeuePolicy) -> Hang | None:
-        """Return this rank's hang, or None if the rank is not hanging; call about once per second."""
+        """Return this rank's hang, or None; call `find_hang` about once per second."""
         if now_s > self._checked_s + SUSPENDED_S:
             self._resumed_s = now_s
         self._checked_s = now_s

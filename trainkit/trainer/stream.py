@@ -37,7 +37,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line
 
 log = getLogger(__name__)
 NUM_FIRST = 3
-"""Number of samples from which a stream's fingerprint is computed."""
+"""Number of leading samples that determine a stream's fingerprint."""
 WHOLE_HINT = (
     "every rank must read the whole stream, because trainkit divides it among the ranks; give a WebDataset "
     "nodesplitter=lambda src: src"

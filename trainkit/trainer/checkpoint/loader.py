@@ -140,7 +140,7 @@ def _remove_leftovers(run: RunDir) -> None:
 
 
 def _describe_lost(run: RunDir) -> str:
-    """Return why a run without checkpoints must not start over, or "" if it never published a checkpoint."""
+    """Return why a run without checkpoints must not start over, or "" if the run never published one."""
     num_damaged = len(rejects(run.checkpoints_dir))
     if num_damaged:
         return f"{num_damaged} set aside as damaged"
@@ -245,7 +245,7 @@ def load_initial_weights(
 
     `base` is the fingerprint of the model files that provide the initial weights. Raises FatalError if one of
     the selected tensors is missing in the checkpoint or has a different shape. A tensor may be missing only
-    if it was frozen in a run with the same `base`, because its value is still in the model files. Without
+    if it was frozen in a run with the same `base`, because the model files still contain its value. Without
     `init_include`, the checkpoint must not contain any other tensors.
     """
     assert config.init_from is not None

@@ -1,4 +1,4 @@
-"""Read and write checkpoint files, hash them while writing, and unpickle nothing but metadata."""
+"""Read checkpoint files, unpickling only metadata, and write them, hashing the data."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class HashingWriter(FileSystemWriter):
     """Writes a sharded checkpoint and calls `publish` with the size and hash of each file.
 
     After a save, `files` on the coordinator contains the sizes and hashes of all ranks' files. Set
-    `from_device` if the tensors are on a GPU; it must be the writing thread's current device.
+    `from_device` if the tensors are on a GPU; this GPU must be the writing thread's current device.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only classes that occur in checkpoint metadata; raises UnpicklingError for others."""
 
     def find_class(self, module: str, name: str) -> object:
-        if module == "pathlib._local":  # Python 3.13 defines the path classes in this module
+        if module == "pathlib._local":  # Python 3.13 defines the path classes in pathlib._local
             module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:

@@ -59,7 +59,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute causal attention between queries [B, H, T, C] and keys and values [B, K, T, C].
 
-    A `mask` [B, 1, T, T] is added to the scores; it must already be causal.
+    A `mask` [B, 1, T, T] is added to the scores; the mask itself must be causal.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
@@ -105,7 +105,7 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Compute attention with a BlockMask; unless compiled, this materializes all scores."""
+    """Compute attention with a BlockMask; unless compiled, attention materializes all scores."""
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 

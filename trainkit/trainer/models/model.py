@@ -211,7 +211,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     names = shared_names(module)
     module.to_empty(device=device)
-    for first, *others in names.values():  # `to_empty` unties parameters, so tie them again
+    for first, *others in names.values():  # `to_empty` unties the parameters, so tie them again
         for other in others:
             set_tensor(module, other, module.get_parameter(first))
     for name, param in module.named_parameters():

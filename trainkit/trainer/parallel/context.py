@@ -143,8 +143,8 @@ def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def repeat_kv_heads(attentions: list[nn.Module]) -> None:
     """Make attention modules repeat keys and values, so that each query head has its own.
 
-    Use this function where flash attention does not support the device or the mask. With grouped-query
-    attention, torch would then choose a kernel that materializes all scores [B, H, T, S].
+    Use repeated keys and values where flash attention does not support the device or the mask. With
+    grouped-query attention, torch would then choose a kernel that materializes all scores [B, H, T, S].
     """
     for attention in attentions:
         attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]

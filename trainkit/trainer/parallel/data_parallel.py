@@ -1,4 +1,4 @@
-"""Data parallelism: use `replicate` if every rank has the whole model, or `fully_shard` if it is sharded.
+"""Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if the model is sharded.
 
 Replicas on CPUs are not wrapped; `HostReduction` averages their gradients during the backward pass.
 `replicate` uses device streams to overlap communication with the backward pass. CPUs have no streams, so with
@@ -44,8 +44,8 @@ MIN_UNIT_BYTES = 25 * 2**20
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
     """Group consecutive blocks into sharding units, each with at least `min_bytes` of parameters.
 
-    Leftover blocks at the end belong to no unit. They stay in the root module, with the embedding and the
-    head.
+    Leftover blocks at the end of the list belong to no unit. Leftover blocks stay in the root module, together
+    with the embedding and the head.
     """
     return [
         unit for unit in _groups(blocks, _num_bytes, min_bytes) if sum(map(_num_bytes, unit)) >= min_bytes
@@ -224,7 +224,7 @@ class ObservedReduceScatter:
 
 
 def observe_reduce_scatter(model: nn.Module, local_gradient: LocalGradient) -> None:
-    """Add each gradient of a sharded model to `local_gradient` before reducing it."""
+    """Add each gradient of a sharded model to `local_gradient` before reducing the gradient."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(ObservedReduceScatter(local_gradient))  # type: ignore[arg-type]
@@ -239,8 +239,8 @@ class HostReduction:
     """Averages a model's gradients over a process group before `backward` returns.
 
     Each bucket is reduced as soon as all its gradients are ready. All ranks reduce the buckets in the same
-    order, regardless of the order in which gradients become ready. If there are float32 master weights, the
-    gradients of the master weights are averaged.
+    order, regardless of which gradients are ready first. If there are float32 master weights, the gradients
+    of the master weights are averaged.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class HostReduction:
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # Some parameters have no gradient on this rank, but may have one on other ranks.
+            # This rank has no gradient for some of these parameters, but other ranks may have one.
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
@@ -302,5 +302,5 @@ class HostReduction:
 
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Split parameters into buckets of at least `min_bytes`, in the order in which gradients get ready."""
+    """Split parameters into buckets of at least `min_bytes`, ordered by when gradients become ready."""
     return _groups(reversed(params), lambda param: param.nbytes, min_bytes)
