@@ -28,10 +28,10 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
-"""Devices on which the optimizer update is compiled. CPU shards are offloaded or belong to short runs, where
-compilation takes longer than it saves."""
+"""Device types on which the optimizer update is compiled. CPU shards are offloaded or belong to short runs,
+where compilation would take longer than it saves."""
 TINY = 1e-30
-"""Used in place of 0, because the logarithm of 0 is not finite."""
+"""Replaces 0 where a logarithm is computed, because the logarithm of 0 is not finite."""
 WHOLE_ELEMENTS = 1 << 24
 """Minimum size, in elements, at which a shard with float32 averages is updated by its own compiled kernel.
 
@@ -342,9 +342,9 @@ def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
     """Split CPU tensors into chunks, so that a float32 sum of squares over each chunk is accurate.
 
-    torch's CPU kernel adds elements sequentially. Over 16 million elements, its norm is too small by a
-    relative error of 6e-4, and the error depends on the layout. The CUDA kernel adds pairwise (as a tree),
-    which is accurate.
+    torch's CPU kernel adds elements sequentially. Over 16 million elements, the CPU kernel's norm is too
+    small by a relative error of 6e-4, and the error depends on the layout. The CUDA kernel adds elements
+    pairwise (as a tree), which is accurate.
     """
     if tensors[0].device.type != "cpu":
         return tensors

@@ -54,18 +54,18 @@ class SavedOptimizer:
     kind: str
     """Name of the optimizer class."""
     parameters: dict[str, object]
-    """Maps parameter names to optimizer states; contains only parameters that have been updated."""
+    """Maps parameter names to optimizer states; contains only parameters that the optimizer has updated."""
     rest: object
     """The optimizer state that belongs to no particular parameter."""
     values: object
-    """The parameter groups' settings and the scheduler's state."""
+    """The settings of the parameter groups, and the state of the learning-rate scheduler."""
     initial: object
-    """The `values` as created by the task before the first step."""
+    """The initial `values`, created by the task before the first step."""
     num_groups: int = 1
 
     @property
     def encoded(self) -> Iterator[object]:
-        """Yield every field that may refer to tensors."""
+        """Yield every field that may refer to tensors, that is, all fields except `kind`."""
         yield from (*self.parameters.values(), self.rest, self.values, self.initial)
 
 
@@ -84,8 +84,8 @@ def make_own_optimizers(
 class OwnOptimizers(ShardedOptimizer):
     """The optimizers of a user's task, which update this rank's shards of the parameters.
 
-    Most optimizers cannot skip an update whose gradient is not finite. Before each update, the host therefore
-    waits for the gradient norm.
+    Most optimizers cannot skip an update if the gradient is not finite. Before each update, the host
+    therefore waits for the gradient norm to check that it is finite.
     """
 
     def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
@@ -370,11 +370,11 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _merged(path: str, now: object, before: object, saved: object, changed: list[str]) -> object:
-    """Return the `saved` value, updated with changes that the user has made to the task.
+    """Return the `saved` value, updated with the user's changes to the task since the run started.
 
-    `before` and `now` are the values that the task created when the run started and now. If `before` and
-    `now` differ, `now` replaces the saved value, and a line that describes the change is appended to
-    `changed`. A changed learning rate is multiplied by the scheduler's current factor.
+    `before` is the value that the task created when the run started, and `now` is the value that the task
+    creates today. If `before` and `now` differ, `now` replaces the saved value, and a line that describes the
+    change is appended to `changed`. A changed learning rate is multiplied by the scheduler's current factor.
     """
     if isinstance(now, Counter) and isinstance(before, dict) and isinstance(saved, dict):
         # MultiStepLR stores its milestones in a Counter, which a checkpoint stores as a plain dictionary.

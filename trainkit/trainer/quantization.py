@@ -32,7 +32,7 @@ SCALE_BLOCK = 256
 
 
 def _bitsandbytes() -> Any:
-    # Silence bitsandbytes' warning about a missing kernel, which is used only for inference.
+    # Silence bitsandbytes' warning that a kernel is missing, because only inference uses the kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
@@ -42,8 +42,8 @@ def _bitsandbytes() -> Any:
 class NF4Linear(nn.Module):
     """A frozen linear layer with a 4-bit weight, 8-bit scales and an unquantized bias.
 
-    Its buffers are empty until `quantize` is called. Checkpoints do not contain the buffers, because the
-    weight is read from the model's files at every start.
+    The layer's buffers are empty until `quantize` is called. Checkpoints do not contain the buffers, because
+    the weight is read from the model's files at every start.
     """
 
     packed: Tensor
@@ -154,9 +154,10 @@ def restore_linears(model: nn.Module) -> None:
 
 
 MIN_ELEMENTS = 4096
-"""Parameters with fewer elements keep float32 averages, because their averages take little memory."""
+"""Minimum number of elements for 8-bit averages: the float32 averages of smaller parameters take little
+memory."""
 MIN_ROW = 64
-"""Parameters with shorter rows keep float32 averages, because their scales would take much memory."""
+"""Minimum row length for 8-bit averages: with shorter rows, the scales would take much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
 """Smallest representable square, relative to the largest square in its block."""

@@ -1,8 +1,8 @@
 """Wrap every private torch API that trainkit uses.
 
-For each API, its docstring states the purpose and what to do if torch removes the API. A test checks that no
-other file of trainkit names a private API. Imports that are slow, such as pipelines and the memory tracker,
-are inside the functions that need them.
+The docstring of each wrapper states the purpose of the API and what to do if torch removes it. A test checks
+that no other file of trainkit names a private API. Slow imports, such as those for pipelines and the memory
+tracker, are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ ATTENTION_OPS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
-"""Attention operations whose results selective checkpointing saves instead of recomputing them.
+"""Attention operations; selective checkpointing saves their results instead of recomputing them.
 
-If torch renames an operation, look up its new name in a profile. Under a wrong name, attention is recomputed
-in the backward pass, which is slow.
+If torch renames an operation, look up its new name in a profile. If this set lacks the current name,
+attention is recomputed in the backward pass, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
@@ -70,8 +70,8 @@ REDUCTION_OPS = frozenset(
 )
 """Collectives that DTensor uses to sum the partial results of tensor-parallel ranks.
 
-Selective checkpointing saves their results instead of repeating the collectives. If torch renames a
-collective, the backward pass repeats the collective, and the test of the collectives per step fails.
+Selective checkpointing saves the results of these collectives instead of repeating the collectives. If torch
+renames a collective, the backward pass repeats it, and the test that counts the collectives per step fails.
 """
 
 
@@ -144,8 +144,8 @@ def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
 def shard_offset(param: DTensor) -> Sequence[int]:
     """Return the index in each dimension at which this rank's shard of a parameter starts.
 
-    The initial values of the shard depend on these indices. If torch removes the function, compute them from
-    the placements, the mesh and torch's rule for uneven shards.
+    The indices determine the initial values of the shard. If torch removes the function, compute the indices
+    from the placements, the mesh and torch's rule for uneven shards.
     """
     offset: Sequence[int] = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
@@ -156,9 +156,10 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
     """Return an optimizer state's local shard as a DTensor sharded like `whole`, to save in a checkpoint.
 
-    The DTensor has as many rows as `whole`. Its number of columns may differ, but must be evenly divisible
-    among the ranks. `DTensor.from_local` is not used, because it would copy an offloaded tensor to the mesh's
-    device. If torch changes the constructor, use `from_local`, and a CPU mesh for offloaded tensors.
+    The DTensor has as many rows as `whole`. The number of columns may differ from `whole`, but must be evenly
+    divisible among the ranks. `DTensor.from_local` is not used, because it would copy an offloaded tensor to
+    the mesh's device. If torch changes the constructor, use `from_local`, and a CPU mesh for offloaded
+    tensors.
     """
     spec = whole._spec
     if shard.shape[1:] != whole.to_local().shape[1:]:
@@ -179,8 +180,8 @@ removes the context manager, set the attributes directly and restore them afterw
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the current backward pass, for example to wait for gradient reductions.
 
-    If torch removes the method, look for the replacement in DDP and FSDP, which use the same method. Until
-    then, wait before the optimizer step instead.
+    If torch removes the method, look for the replacement in DDP and FSDP, which use the same method. Until a
+    replacement is found, wait before the optimizer step instead.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
@@ -276,9 +277,9 @@ def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes
     """Make torch `seal` the pickles that ranks exchange, and `unseal` them before unpickling.
 
     Unpickling can execute code. The pickles contain checkpoint plans and the shapes of pipeline stages.
-    `unseal` raises an error if a pickle was not sealed by a rank of this run. If torch removes these names,
-    find another way to authenticate the pickles: otherwise, anyone who can reach one of torch's ports can
-    execute code as this user.
+    `unseal` raises an error if no rank of this run has sealed the pickle. If torch removes the wrapped
+    functions, find another way to authenticate the pickles: otherwise, anyone who can reach one of torch's
+    ports can execute code as the user of the run.
     """
 
     class Pickler:
@@ -337,7 +338,7 @@ def flight_record(device_type: str, count: int) -> JsonObject | None:
 
     The result also contains the newest collective of each group, and the member ranks of each group, which
     gloo does not record. Returns None if torch does not record collectives. If torch removes the functions,
-    return None: there is no other source, and hang reports then contain only stacks.
+    return None, because there is no other source; hang reports then contain only stacks.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.distributed_c10d import _world
@@ -378,7 +379,7 @@ PICKLED_IN_METADATA = frozenset(
 
 If a torch release adds a name to the metadata, resuming from its checkpoints fails with an error that shows
 the name. Check what a class or function does before adding its name. Never remove a name, because checkpoints
-written by older releases contain it.
+saved with older torch releases contain it.
 """
 
 
@@ -389,7 +390,7 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     `DefaultStager` directly once torch 2.11 and 2.12 are no longer supported.
     """
     stager = DefaultStager(options)
-    if torch.__version__ < "2.13":  # compared as a version, not a string
+    if torch.__version__ < "2.13":  # compares versions, not strings
         own: Any = stager
         buffers, close = own._state_dict_stager, stager.close
         release, buffers.close = buffers.close, lambda: None
@@ -538,7 +539,7 @@ def shapes_untracked() -> Iterator[None]:
 _StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 """Returns a meta tensor with the shape of a pipeline stage's input; not called for the first stage.
 
-Its arguments are the stage's module and the keyword arguments of one microbatch.
+The arguments are the stage's module and the keyword arguments of one microbatch.
 """
 
 

@@ -44,8 +44,8 @@ MIN_UNIT_BYTES = 25 * 2**20
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
     """Group consecutive blocks into sharding units, each with at least `min_bytes` of parameters.
 
-    Leftover blocks at the end of the list belong to no unit. Leftover blocks stay in the root module, together
-    with the embedding and the head.
+    Leftover blocks at the end of the list belong to no unit. Leftover blocks stay in the root module,
+    together with the embedding and the head.
     """
     return [
         unit for unit in _groups(blocks, _num_bytes, min_bytes) if sum(map(_num_bytes, unit)) >= min_bytes

@@ -121,10 +121,10 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last stage's output for each input, without gradient; empty on ranks of other stages.
+        """Return the last stage's output for each input, without gradient, or [] on ranks of other stages.
 
-        torch's schedules support passes without gradient only with one stage per rank, so they are not used
-        here.
+        torch's schedules are not used here, because they support passes without gradient only with one stage
+        per rank.
         """
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):
@@ -177,9 +177,9 @@ def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: i
 def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
     """Sum the gradients of a tied embedding and head that are in different stages.
 
-    `params` are the tied parameters on this rank. Each has its own gradient, and the gradient of the shared
-    weight is the sum. Both parameters get the sum, so that their updates are identical. Call this after the
-    last backward pass of a step.
+    `params` are the tied parameters on this rank. The embedding and the head each have their own gradient,
+    and the gradient of the shared weight is the sum. Both parameters get the sum, so that their updates are
+    identical. Call this function after the last backward pass of a step.
     """
     grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
     if not grads:
