@@ -70,7 +70,7 @@ def cast_weights(
 class LossScale:
     """Dynamic loss scale that prevents fp16 gradients from underflowing, and is halved on overflow.
 
-    The scale stays on the device, so that the host never has to wait for it. Overflows are detected in the
+    The scale stays on the device, so that the host never waits for its value. Overflows are detected in the
     global gradient norm, so that all ranks skip the same steps.
     """
 

@@ -74,7 +74,7 @@ def dropout(
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill a shard of a tensor from N(0, std²), with the values at that position in the full tensor.
+    """Fill a shard of a tensor from N(0, std²), with the same values as that part of the full tensor.
 
     `local` is the shard, `name` is the tensor's key including the seed, `shape` is the full tensor's shape,
     and `offset` is the index in each dimension at which the shard starts.

@@ -94,10 +94,10 @@ def any_rank(flag: bool, world: World) -> bool:
 def pack_report(
     world: World, sums: Tensor, num_tokens: int | None, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """Return this rank's addend for the step report, float64 [5 + 2 x metrics] on the device.
+    """Return this rank's values, to be summed for the step report: float64 [5 + 2 x metrics] on the device.
 
-    If `num_tokens` is given, `sums` is the loss. Otherwise, `sums` contains the loss and its divisor,
-    followed by the value and divisor of each metric.
+    If `num_tokens` is given, `sums` is the loss. If `num_tokens` is None, `sums` contains the loss and its
+    divisor, followed by the value and divisor of each metric.
     """
     sums = sums.detach().double().view(-1)
     numbers = [float(stop), float(save), data_wait_s]

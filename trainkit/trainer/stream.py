@@ -1,8 +1,8 @@
 """Build the batches of a stream: training data that is read sequentially and has no length.
 
-Every data-parallel rank reads all samples, but collates only its own, which have the same positions as with
-map-style data. A checkpoint contains the stream's position after the checkpoint's step, not the position up
-to which the worker process has read ahead.
+Every data-parallel rank reads all samples, but collates only its own. A rank's samples have the same
+positions as with map-style data. A checkpoint contains the stream's position after the checkpoint's step, not
+the position up to which the worker process has read ahead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Build the batches of a user's task, whose samples are read by the worker processes of a `DataLoader`.
 
-As in `causal_lm.py`, the step's start position alone determines its samples. Random number generators are
-seeded only by an item's position, so a run that resumes with any number of processes reads the same batches.
+As in `causal_lm.py`, the samples of a step depend only on the position at which the step starts. An item's
+position is the only seed for random generators, so a run that resumes with any number of processes reads the
+same batches.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class ForkedLoader:
             log.warning(
                 f"{len(stuck)} of {self._num_workers} data workers hung while being forked; restarting them"
             )
-            del items, loader  # the loader would report an error when its workers are killed
+            del items, loader  # otherwise, the loader would report an error when its workers are killed
             for worker in stuck:
                 worker.kill()
                 worker.join()

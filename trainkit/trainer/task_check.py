@@ -1,8 +1,8 @@
 """Check a user's task or architecture before a run is submitted.
 
 ``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. The command then imports
-the task, or checks that an architecture's class supports the layout. Finally, it prints a line that begins
-with ``problems: ``, followed by a JSON list of ``[key, message, hint]``.
+the task, or checks that an architecture's class supports the layout. Finally, the command prints a line that
+begins with ``problems: ``, followed by a JSON list of ``[key, message, hint]``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def print_problems(found: Iterable[Problem]) -> None:
 
 
 def main() -> None:
-    """Read a config from standard input, and print its problem if it can never be used."""
+    """Read a config from standard input; print its problem if the task, model or architecture is unusable."""
     values = json.load(sys.stdin)
     problem = definite_problem(config_class(values).model_validate(values))
     print_problems([] if problem is None else [problem])

@@ -104,8 +104,8 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     """Select kernels without benchmarking; with `deterministic`, select only deterministic kernels.
 
     Two identical runs on GPUs then differ only by rounding, because sums may be computed in a different
-    order. With `deterministic`, identical runs have bit-identical results. Call this before anything is
-    compiled and before the first collective. Environment variables that are already set keep their values.
+    order. With `deterministic`, identical runs have bit-identical results. Call this function before anything
+    is compiled and before the first collective. Environment variables that are already set keep their values.
     """
     if plan.device == "cuda":
         # Without this variable, Inductor benchmarks several kernels for large reductions and could choose a
@@ -114,7 +114,7 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     if not deterministic:
         return
     torch.use_deterministic_algorithms(True)  # Operations without a deterministic kernel raise an error.
-    # Do not fill new memory: this would reveal reads of uninitialised memory, but would also write every
+    # Do not fill new memory: filling would reveal reads of uninitialised memory, but would also write every
     # buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS

@@ -92,7 +92,7 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """Return the published checkpoints, oldest first, once the newest is visible or `SETTLE_S` has passed.
+    """Read and write checkpoint files; hash data while writing, and unpickle only metadata.
 
     On a network filesystem, a host may see a stale listing of a folder for a while. Without waiting, the run
     could resume from an older checkpoint and later publish a step that already exists.
@@ -102,7 +102,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # Also accept a newer checkpoint: its writer may have died before recording the event.
+        # Also accept a newer checkpoint: the process that wrote it may have died before recording the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed
@@ -283,7 +283,7 @@ def load_initial_weights(
 
 
 def _find(path: Path) -> tuple[str, int] | None:
-    """Return the (path, step) of the checkpoint at a path; for a run folder, of its best or newest one."""
+    """Return the path and step of the checkpoint at a path; for a run folder, of its best or newest one."""
     if (path / MANIFEST_NAME).is_file():
         try:
             step = Checkpoint(path, 0).manifest().step
