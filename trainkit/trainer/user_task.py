@@ -101,7 +101,7 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """Return this rank's batches of a split, starting at `state` and stopping at position `end`, if given.
+        """Return this rank's batches of a split, starting at `state` and ending at position `end`, if given.
 
         The validation batches can be iterated over repeatedly.
         """
