@@ -1,8 +1,8 @@
-"""Update parameters with AdamW on local shards; the same pass also clips and skips gradients.
+"""Update parameters with AdamW on local shards, clipping gradients and skipping steps in the same pass.
 
 Optimizers work on plain tensors, never on DTensors: element-wise updates do not depend on the sharding, and
-plain tensors have much less dispatch overhead. Only the global gradient norm has to take the sharding into
-account.
+plain tensors have much less dispatch overhead than DTensors. Only the global gradient norm depends on the
+sharding.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
-"""Devices on which updates are compiled. Shards on a CPU are offloaded or belong to short runs, for which
-compiling does not pay off."""
+"""Device types on which the optimizer update is compiled. CPU shards are offloaded or belong to short runs,
+where compilation would take longer than it saves."""
 TINY = 1e-30
-"""Replaces 0, whose logarithm is not finite."""
+"""Replaces 0 where a logarithm is computed, because the logarithm of 0 is not finite."""
 WHOLE_ELEMENTS = 1 << 24
-"""Minimum number of elements for which a shard with float32 averages gets a compiled kernel of its own.
+"""Minimum size, in elements, at which a shard with float32 averages is updated by its own compiled kernel.
 
-Smaller shards are updated together by torch's kernel, because launching a compiled kernel takes the host as
-long as a GPU needs to update 10 million elements.
+torch's fused kernel updates smaller shards: launching a compiled kernel takes as long as updating 10 million
+elements on a GPU.
 """
 PIECE_ELEMENTS = 1 << 24
-"""Number of elements converted at a time if running averages are kept in bf16 or as 8-bit codes."""
+"""Number of elements converted to float32 at a time if running averages are stored in bf16 or as 8-bit
+codes."""
 
 
 class ShardedOptimizer(ABC):
@@ -62,10 +63,10 @@ class ShardedOptimizer(ABC):
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Group parameters by the share with which this rank's squares count in the global sum of squares.
+        """Group parameters by the factor for this rank's squares in the global sum of squares.
 
-        Returns a mapping from share to parameter indices. A shard that is replicated on n ranks of a pipeline
-        stage counts with the share 1 / n on each of them.
+        Returns a mapping from factors to parameter indices. If a shard is replicated on n ranks of a pipeline
+        stage, the factor is 1 / n on each of these ranks.
         """
         groups: dict[float, list[int]] = defaultdict(list)
         for index, weight in enumerate(self._weights):
@@ -78,21 +79,21 @@ class ShardedOptimizer(ABC):
         return dict(groups)
 
     def begin_step(self, lr: float) -> float:
-        """Begin a step with the learning rate from the config's schedule; return the learning rate to log."""
+        """Begin a step; `lr` is from the config's schedule, and the result is the learning rate to log."""
         return lr
 
     def turns(self) -> Sequence[str]:
-        """Return the optimizers that take turns in this step, each with its own loss; ("",) for one loss."""
+        """Return the optimizers that take turns in this step, or ("",) if the task has only one loss."""
         return ("",)
 
     @torch.no_grad()
     def collect_gradients(self, turn: str = "") -> None:
-        """Hand the gradients to the optimizer once per turn, after the last backward pass of the turn."""
+        """Pass the gradients to the optimizer, after the last backward pass of an optimizer turn."""
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """Return the gradient's sum of squares, or this rank's share of it unless `has_whole_gradient`."""
+        """Return the gradient's sum of squares, or this rank's share unless `has_whole_gradient` is set."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [
@@ -105,14 +106,14 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """Update the parameters with gradient / divisor, or change nothing if skip is 1.
+        """Update the parameters with gradient / `divisor`, or do nothing if `skip` is 1.
 
-        `divisor` and `skip` are 0-dim float32 tensors on the device, so the host does not have to
-        synchronize.
+        `divisor` and `skip` are 0-dim float32 tensors on the device, so that the host does not have to wait
+        for their values.
         """
 
     def end_step(self) -> None:
-        """End a step, after the update of its last optimizer turn."""
+        """End a step, after the last optimizer turn has updated its parameters."""
         return None
 
     def zero_grad(self) -> None:
@@ -122,7 +123,7 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the state, sharded like the parameters; checkpoints are loaded in place."""
+        """Yield the name and tensor of each state; checkpoints are loaded into these tensors in place."""
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -136,7 +137,7 @@ class ShardedAdamW(ShardedOptimizer):
         *,
         compiled: bool = False,
     ) -> None:
-        """With `compiled`, compiled kernels update large shards and low-precision averages on a GPU."""
+        """If `compiled`, use compiled kernels on GPUs for large shards and low-precision averages."""
         super().__init__(weights, layout)
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for shard, weight in zip(self._locals, self._weights, strict=True):
@@ -174,8 +175,8 @@ class ShardedAdamW(ShardedOptimizer):
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
         casts, updated, counted = dict(self._casts), dict[nn.Parameter, Tensor](), 1 - skip
         for group in self._adamw.param_groups:
-            # Keep the numbers in tensors on the device, because torch.compile would treat each number as a
-            # new constant.
+            # Pass the numbers as tensors on the device, because torch.compile would recompile for each new
+            # number.
             rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
             numbers = *rates, divisor, skip, *group["betas"], group["eps"]
             for shard in group["params"]:
@@ -193,7 +194,7 @@ class ShardedAdamW(ShardedOptimizer):
                     continue
                 updated[shard] = grad
                 shard.grad = None
-        # torch updates the remaining shards, several per kernel launch.
+        # torch's fused kernel updates the remaining shards, several per kernel launch.
         scale_next_step(self._adamw, divisor, skip)
         self._adamw.step()
         for shard, grad in updated.items():
@@ -208,10 +209,10 @@ class ShardedAdamW(ShardedOptimizer):
     def _update_pieces(
         self, shard: nn.Parameter, grad: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor
     ) -> None:
-        """Update a shard in float32 with the fused kernel; only the stored averages are rounded.
+        """Update a shard in float32 with the fused kernel; only stored averages are in low precision.
 
-        The kernel needs weights, gradients and averages of one dtype, so convert and update some rows at a
-        time. If a step is skipped, the averages are not rounded again.
+        The kernel requires weights, gradients and averages of the same dtype, so convert and update some rows
+        at a time. A skipped step leaves the averages unchanged, without rounding them again.
         """
         beta1, beta2 = group["betas"]
         state = self._adamw.state[shard]
@@ -257,7 +258,7 @@ class ShardedAdamW(ShardedOptimizer):
 def _zero_average(
     shard: Tensor, weight: Weight, config: OptimizerConfig, values: Tensor
 ) -> Tensor | QuantizedAverage:
-    """Return the initial running average; `values` are the values that its 8-bit codes stand for."""
+    """Return the initial running average; `values` are the values that 8-bit codes represent."""
     if config.name == "adamw_8bit" and is_quantized(weight.param):
         return QuantizedAverage.zeros(shard, weight.param, weight.name, values.to(shard.device))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
@@ -269,7 +270,7 @@ def _in_float32(average: Tensor | QuantizedAverage) -> Tensor:
 
 
 def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) -> None:
-    """Store the updated float32 value of an average, rounded; if `skip` is 1, the average does not change."""
+    """Round the updated float32 value of an average and store it, or do nothing if `skip` is 1."""
     if isinstance(average, QuantizedAverage):
         average.quantize(updated, skip)
     else:
@@ -277,7 +278,7 @@ def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) ->
 
 
 def _flat(*items: Tensor | QuantizedAverage | None) -> Iterator[list[Tensor]]:
-    """Yield flat views of a shard and its companions, so that `_update` is compiled once for all shapes."""
+    """Yield flat views of a shard and its averages, so that `_update` compiles once for all shapes."""
     part = next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
     for item in items:
         if isinstance(item, QuantizedAverage):
@@ -303,10 +304,10 @@ def _update(
     beta2: float,
     eps: float,
 ) -> None:
-    """Compute the same as the fused kernel, in operations that torch.compile fuses with rounding and casts.
+    """Compute the same update as the fused kernel, with operations that torch.compile can fuse with casts.
 
-    A quantized average is passed as a list of its tensors, because torch.compile would treat its numbers as
-    variables.
+    A quantized average is passed as a list of tensors, because torch.compile would treat its integer
+    attributes as dynamic.
     """
     (weight,), (grad,) = weights, grads
     exp_avg, exp_avg_sq = (
@@ -317,7 +318,7 @@ def _update(
     first, second = _in_float32(exp_avg), _in_float32(exp_avg_sq)
     first_now = torch.lerp(first, grad, 1 - beta1)
     second_now = second * beta2 + (1 - beta2) * grad * grad
-    # The result equals 1 - beta ** step, but is accurate in float32.
+    # This formula equals 1 - beta ** step, but is more accurate in float32.
     bias1, bias2 = (-torch.expm1((step + 1) * math.log(beta or TINY)) for beta in (beta1, beta2))
     updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
     is_skipped = skip > 0
@@ -330,7 +331,7 @@ def _update(
 
 
 def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
-    """Yield matching views of a shard and other tensors, each of at most `PIECE_ELEMENTS` or one row."""
+    """Yield matching views of a shard and other tensors, with up to `PIECE_ELEMENTS` elements or one row."""
     if shard.numel() <= PIECE_ELEMENTS:
         yield shard, *others
         return
@@ -339,10 +340,11 @@ def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
-    """Split CPU tensors into chunks that are small enough for an accurate sum of squares in float32.
+    """Split CPU tensors into chunks, so that a float32 sum of squares over each chunk is accurate.
 
-    The CPU kernel adds sequentially. Over 16 million elements, the norm from the CPU kernel is too small by
-    6e-4, and the error depends on the layout. The CUDA kernel adds pairwise (as a tree), which is accurate.
+    torch's CPU kernel adds elements sequentially. Over 16 million elements, the CPU kernel's norm is too
+    small by a relative error of 6e-4, and the error depends on the layout. The CUDA kernel adds elements
+    pairwise (as a tree), which is accurate.
     """
     if tensors[0].device.type != "cpu":
         return tensors

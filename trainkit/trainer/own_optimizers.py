@@ -1,4 +1,4 @@
-"""Run the optimizers and schedules that a user's task defines, and save their state in checkpoints."""
+"""Run the optimizers and schedulers that a user's task defines, and save their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainkit.trainer.user_task import UserTask
 log = getLogger(__name__)
 ADAMS = {optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
 BY_ELEMENT = ADAMS | {optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop}
-"""PyTorch optimizers that update each element independently and can therefore work on a shard."""
+"""PyTorch optimizers that update each element independently, and can therefore update a shard."""
 OPTIMIZERS, TASK, ON_HOST = "optimizers", "task", "on_host"
 """Keys of ``state`` in a manifest; `ON_HOST` lists the paths of tensors that are kept on the CPU."""
 NAME = re.compile(r"[A-Za-z]\w*")
@@ -49,30 +49,30 @@ SavedTensors = Mapping[str, TensorStorageMetadata]
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """An optimizer as stored in a manifest; all fields except `kind` were converted by `encode`."""
+    """An optimizer's state as stored in a manifest; `encode` has converted all fields except `kind`."""
 
     kind: str
-    """Name of the optimizer's class."""
+    """Name of the optimizer class."""
     parameters: dict[str, object]
-    """Maps parameter names to optimizer states, for parameters that have been updated."""
+    """Maps parameter names to optimizer states; contains only parameters that the optimizer has updated."""
     rest: object
     """The optimizer state that belongs to no particular parameter."""
     values: object
-    """The settings of the parameter groups and the state of the scheduler."""
+    """The settings of the parameter groups, and the state of the learning-rate scheduler."""
     initial: object
-    """The initial `values`, as created by the task before the first step."""
+    """The initial `values`, created by the task before the first step."""
     num_groups: int = 1
 
     @property
     def encoded(self) -> Iterator[object]:
-        """Yield every field that was converted by `encode` and may refer to tensors."""
+        """Yield every field that may refer to tensors, that is, all fields except `kind`."""
         yield from (*self.parameters.values(), self.rest, self.values, self.initial)
 
 
 def make_own_optimizers(
     task: CausalLM | UserTask, weights: Sequence[Weight], layout: Layout
 ) -> OwnOptimizers | None:
-    """Create the optimizers that a user's task defines, or return None if the config sets the optimizer.
+    """Create the optimizers that a user's task defines; return None if the config defines the optimizer.
 
     Raises TaskError for an optimizer that trainkit does not support.
     """
@@ -84,8 +84,8 @@ def make_own_optimizers(
 class OwnOptimizers(ShardedOptimizer):
     """The optimizers of a user's task, which update this rank's shards of the parameters.
 
-    Most optimizers cannot skip a gradient that is not finite. Before each update, the host therefore waits
-    for the gradient norm.
+    Most optimizers cannot skip an update if the gradient is not finite. Before each update, the host
+    therefore waits for the gradient norm to check that it is finite.
     """
 
     def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
@@ -105,12 +105,12 @@ class OwnOptimizers(ShardedOptimizer):
         self._refuse(found)
         self._active = list(self._optimizers)
         self._initial = {name: deepcopy(self._values(name)) for name in self._optimizers}
-        """Maps an optimizer name to its initial settings and scheduler state, as created by the task."""
+        """Maps optimizer names to the settings and scheduler state that the task created."""
         self._lrs = {
             name: [float(group["lr"]) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
-        self.collect_state()  # raise an error now if the state cannot be saved later
+        self.collect_state()  # raise an error now, before training, if the state cannot be saved
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -119,11 +119,11 @@ class OwnOptimizers(ShardedOptimizer):
 
     @property
     def may_take_turns(self) -> bool:
-        """Return whether the task defines `turns`."""
+        """Return whether the task defines `turns`, so that its optimizers can take turns."""
         return type(self._task).turns is not Task.turns
 
     def updated_by(self, turns: Collection[str]) -> set[str]:
-        """Return the names of the parameters updated in these turns; the turn "" updates all parameters."""
+        """Return the names of parameters updated in these optimizer turns; "" stands for all parameters."""
         chosen = self._optimizers.keys() if "" in turns else turns
         return {weight.name for name in chosen for weight, _ in self._owned(self._optimizers[name])}
 
@@ -229,8 +229,8 @@ class OwnOptimizers(ShardedOptimizer):
         super().collect_gradients()
         self._active = [turn] if turn else list(self._optimizers)
         for name in self._optimizers.keys() - self._active:
-            # The loss of one optimizer also produces gradients for other optimizers' parameters; drop these
-            # gradients.
+            # The loss of one optimizer also produces gradients for other optimizers' parameters; discard
+            # these gradients.
             for shard in _params(self._optimizers[name]):
                 shard.grad = None
 
@@ -255,7 +255,7 @@ class OwnOptimizers(ShardedOptimizer):
         yield from ()  # most of the state does not exist before the first update; see `collect_state`
 
     def collect_state(self) -> tuple[dict[str, SavedOptimizer], dict[str, Tensor]]:
-        """Return the state of all optimizers, and its tensors, which are sharded like their parameters."""
+        """Return the state of all optimizers, and the state tensors, sharded like their parameters."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, SavedOptimizer] = {}
         for name, optimizer in self._optimizers.items():
@@ -287,7 +287,7 @@ class OwnOptimizers(ShardedOptimizer):
         return {"groups": groups, "scheduler": {} if scheduler is None else scheduler.state_dict()}
 
     def _owned(self, optimizer: Optimizer) -> Iterator[tuple[Weight, nn.Parameter]]:
-        """Yield each parameter of an optimizer, and its shard on this rank."""
+        """Yield each parameter of an optimizer together with its shard on this rank."""
         own = {id(param) for param in _params(optimizer)}
         for weight, shard in zip(self._weights, self._locals, strict=True):
             if id(shard) in own:
@@ -308,7 +308,7 @@ class OwnOptimizers(ShardedOptimizer):
     def wanted(self, values: Mapping[str, SavedOptimizer], saved: SavedTensors) -> dict[str, Tensor]:
         """Allocate this rank's shards of the per-parameter state in a checkpoint.
 
-        Raises TaskError if a parameter has moved to another optimizer since the checkpoint.
+        Raises TaskError if a different optimizer updated one of the parameters when the checkpoint was saved.
         """
         tensors: dict[str, Tensor] = {}
         for name, optimizer in self._optimizers.items():
@@ -344,7 +344,7 @@ class OwnOptimizers(ShardedOptimizer):
             self._load_values(name, decode(value.initial, tensors), decode(value.values, tensors))
 
     def _load_values(self, name: str, initial: object, values: object) -> None:
-        """Load an optimizer's values from a checkpoint, except values that the user has changed since."""
+        """Load an optimizer's values from a checkpoint, except those the user has changed in the task."""
         optimizer, changed = self._optimizers[name], list[str]()
         merged = cast(Any, _merged("", self._initial[name], initial, values, changed))
         for group, found in zip(optimizer.param_groups, merged["groups"], strict=True):
@@ -370,22 +370,20 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _merged(path: str, now: object, before: object, saved: object, changed: list[str]) -> object:
-    """Return the `saved` value, with the changes that the user has made to the task since the run started.
+    """Return the `saved` value, updated with the user's changes to the task since the run started.
 
-    `now` is the value that the task creates now, and `before` is the value that it created when the run
-    started. If these values differ, `now` replaces the saved value, and `changed` gets a line about the
-    change. If the learning rate was changed, its new value is multiplied by the current factor of the
-    schedule.
+    `before` is the value that the task created when the run started, and `now` is the value that the task
+    creates today. If `before` and `now` differ, `now` replaces the saved value, and a line that describes the
+    change is appended to `changed`. A changed learning rate is multiplied by the scheduler's current factor.
     """
     if isinstance(now, Counter) and isinstance(before, dict) and isinstance(saved, dict):
-        # MultiStepLR stores its milestones in a Counter, which a checkpoint stores as a dictionary.
+        # MultiStepLR stores its milestones in a Counter, which a checkpoint stores as a plain dictionary.
         before, saved = Counter(before), Counter(saved)
     match now, before, saved:
         case dict(), dict(), dict() if not isinstance(now, Counter):
             both = now.keys() & before.keys() & saved.keys()
             if re.fullmatch(r"\.groups\.\d+", path) and "initial_lr" in both:
-                # The constructor of a scheduler has already scaled `lr`, so compare `initial_lr` instead of
-                # `lr`.
+                # The scheduler's constructor has already scaled `lr`, so compare `initial_lr` instead.
                 both -= {"lr"}
                 if before["initial_lr"]:
                     factor = now["initial_lr"] / before["initial_lr"]
@@ -398,8 +396,7 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
             return tuple(merged) if isinstance(now, tuple) else merged
     if _is_same(now, before):
         return saved
-    # Private values of a scheduler are derived from its other values, except for the milestones of
-    # SequentialLR.
+    # A scheduler derives its private values from other values, except for the milestones of SequentialLR.
     if not re.search(r"\._(?!milestones)\w+(\.\d+)*$", path):
         shown = [dict(value) if isinstance(value, Counter) else value for value in (now, before)]
         changed.append(f"{path.removeprefix('.')} is {shown[0]}, was {shown[1]}")
@@ -420,7 +417,7 @@ def _number(value: object) -> object:
 
 
 def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
-    """Set a value of a parameter group; if the current value is a tensor, change it in place."""
+    """Set a value in a parameter group; if the current value is a tensor, modify the tensor in place."""
     if isinstance(tensor := group.get(key), Tensor) and isinstance(value, float | int):
         tensor.fill_(value)
     else:
@@ -436,16 +433,16 @@ class OwnState:
         self.optimizers = optimizers
 
     def has_all_turns(self, metrics: Collection[str]) -> bool:
-        """Return whether `metrics` contains the loss of every optimizer.
+        """Return whether `metrics` contains every optimizer's loss.
 
-        In a step without a turn of some optimizer, the loss of that optimizer is missing.
+        The loss of an optimizer is missing if the optimizer had no turn in the step.
         """
         if self.optimizers is None or not self.optimizers.may_take_turns:
             return True
         return all(LOSS_OF.format(name) in metrics for name in self.optimizers.kinds)
 
     def collect(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Return the state as JSON, and its tensors; a collective, so every rank must call it.
+        """Return the state as JSON, and the state's tensors; a collective, so every rank must call it.
 
         Raises TaskError if `Task.state_dict` differs between ranks, and FatalError for a value that cannot be
         saved.
@@ -465,13 +462,13 @@ class OwnState:
                 message = f"state_dict() has different values on rank {other} than on rank 0"
                 hint = "return only values that do not depend on the samples of one rank"
                 raise refusal(self._config, message, hint)
-            # The task may change these tensors while they are being written, so save copies.
+            # The task may change the returned tensors while a checkpoint is being written, so save copies.
             tensors |= {path: item.clone() for path, item in found.items()}
         on_host = [path for path, item in tensors.items() if item.device != self._world.device]
         return ({**values, ON_HOST: on_host} if on_host else values), tensors
 
     def wanted(self, manifest: Manifest, reader: SafeReader) -> dict[str, Tensor]:
-        """Allocate the tensors into which a checkpoint must be read before `load` is called."""
+        """Allocate the tensors that must be read from a checkpoint before `load` is called."""
         saved = cast(SavedTensors, reader.read_metadata().state_dict_metadata)
         state, optimizers = manifest.state, _saved_optimizers(manifest)
         tensors = {} if self.optimizers is None else self.optimizers.wanted(optimizers, saved)
@@ -484,7 +481,7 @@ class OwnState:
         return tensors
 
     def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state in a checkpoint; `tensors` are the tensors that `wanted` returned."""
+        """Load the state from a checkpoint; `tensors` were returned by `wanted` and then filled."""
         tensors = {path: local_tensor(item) for path, item in tensors.items()}
         if self.optimizers is not None:
             self.optimizers.load(_saved_optimizers(manifest), tensors)
@@ -502,7 +499,8 @@ def make_own_state(
 ) -> OwnState | None:
     """Return the state that a task adds to its checkpoints, or None if there is none.
 
-    Every rank must call this function. Raises TaskError or FatalError if the state cannot be saved.
+    Every rank must call this function. Raises TaskError or FatalError if the state cannot be
+    saved.
     """
     if not isinstance(task, UserTask):
         return None
@@ -514,14 +512,14 @@ def make_own_state(
 
 
 def _saved_optimizers(manifest: Manifest) -> dict[str, SavedOptimizer]:
-    """Return a task's optimizers in a checkpoint; empty if the config set the optimizer."""
+    """Return the optimizer states in a checkpoint; empty if the config defined the optimizer."""
     found = manifest.state.get(OPTIMIZERS, {})
     assert isinstance(found, dict)
     return {name: read_record(SavedOptimizer, value) for name, value in found.items()}
 
 
 def refuse_other_optimizers(manifest: Manifest, own: OwnState | None, name: str) -> None:
-    """Raise FatalError unless a checkpoint was saved with the optimizer classes that the task now uses."""
+    """Raise FatalError unless the checkpoint's optimizer classes match the task's current ones."""
     before = {key: item.kind for key, item in _saved_optimizers(manifest).items()}
     now = {} if own is None or own.optimizers is None else own.optimizers.kinds
     if before == now:

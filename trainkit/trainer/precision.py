@@ -1,4 +1,4 @@
-"""Choose the precision: weights in the compute dtype, loss scaling for fp16, and float8 through torchao."""
+"""Choose the precision: weights in the compute dtype, loss scaling for fp16, and float8 with torchao."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.trainer.torch_private import norm_of_each, set_gather
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
-"""Upper limit that keeps the scale finite, because halving an infinite scale has no effect."""
+"""Maximum loss scale, which keeps the scale finite: halving an infinite scale would have no effect."""
 
 
 def cast_weights(
@@ -30,14 +30,15 @@ def cast_weights(
     *,
     only_frozen: bool = False,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace a model's float32 parameters by casts to `dtype`; return a mapping from cast to master.
+    """Replace a model's float32 parameters with casts to `dtype`; return a mapping from cast to master.
 
-    Modules whose type is in `keep` stay in float32; parameters that already have `dtype` get no master. With
-    `only_frozen`, only frozen parameters on the meta device are cast, and they get no master.
+    Modules whose type is in `keep` stay in float32; parameters that already have `dtype` get no master
+    weight. If `only_frozen`, only frozen parameters on the meta device are cast, and these get no master
+    weight.
 
-    As with `fully_shard`, the gradients of all passes of a step are summed in float32, here in the ``grad``
-    of the masters. A run therefore computes the same with and without sharding. Unlike the casts that
-    autocast makes, these casts are kept until the next update.
+    As with `fully_shard`, the gradients of all passes in a step are summed in float32, here in the ``grad``
+    of the master weights. Results are therefore the same with and without sharding. Unlike casts by autocast,
+    these casts are kept until the next optimizer update.
     """
     casts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -67,10 +68,10 @@ def cast_weights(
 
 
 class LossScale:
-    """A dynamic loss scale that prevents fp16 gradients from underflowing; it is halved on overflow.
+    """Dynamic loss scale that prevents fp16 gradients from underflowing, and is halved on overflow.
 
-    The scale stays on the device, so that the host never waits for it. Overflows are detected in the global
-    gradient norm, so all ranks skip the same steps.
+    The scale stays on the device, so that the host never waits for its value. Overflows are detected in the
+    global gradient norm, so that all ranks skip the same steps.
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
@@ -100,11 +101,11 @@ class LossScale:
 
 
 FLOAT8_DTYPE = torch.bfloat16
-"""The compute dtype that float8 requires."""
+"""The compute dtype required for float8."""
 FLOAT8_MULTIPLE = 16
-"""Float8 tensor cores require matrix dimensions that are multiples of this number."""
+"""Float8 tensor cores require matrix dimensions to be multiples of this number."""
 FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability of Ada, the first GPU generation with float8; Hopper has (9, 0)."""
+"""Compute capability of Ada, the first GPU generation that supports float8; Hopper has (9, 0)."""
 
 
 def require_float8(device: torch.device) -> None:
@@ -126,13 +127,15 @@ def require_float8(device: torch.device) -> None:
 
 
 def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: bool = False) -> None:
-    """Make the linear modules of these layers multiply in float8, with one scale per tensor or per row.
+    """Make the linear modules in these layers multiply in float8, with one scale per tensor or per row.
 
-    The weights keep their dtype. `emulate` emulates float8 on a device that does not support it.
+    The dtype of the weights does not change. If `emulate`, float8 is emulated on devices that do not support
+    it.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # Pad the inner dimension, which for weight gradients is the number of tokens and therefore varies.
+    # Pad the inner dimension, which for weight gradients is the number of tokens and may not be a multiple of
+    # 16.
     recipe = Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
     config = replace(recipe, emulate=emulate, pad_inner_dim=True)
     for layer in layers:
@@ -140,21 +143,21 @@ def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: boo
 
 
 def _fits(module: nn.Module, name: str) -> bool:
-    """Return whether a module is an `nn.Linear` with dimensions that float8 tensor cores support."""
+    """Return whether a module is an `nn.Linear` whose dimensions float8 tensor cores support."""
     return isinstance(module, nn.Linear) and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
 
 
 class Float8Gather:
     """Gathers sharded weights in float8 for float8 matrix products, with the same scales on all ranks.
 
-    Compared with bf16, gathering in float8 halves the amount of data without changing any product. Gathering
-    in bf16 and then casting to float8 would give the same bits: rounding preserves order, so the largest
-    element of the bf16 matrix is the rounded largest element of all shards. The optimizer, checkpoints and
-    exports use only the float32 shards.
+    Compared with bf16, gathering in float8 halves the communication without changing any product. Gathering
+    in bf16 and then casting to float8 would give bit-identical weights: rounding preserves order, so the
+    largest element of the bf16 matrix is the largest element of all shards, rounded. The optimizer,
+    checkpoints and exports use only the float32 shards.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-        """Make FSDP gather these matrices in float8; the ranks in `group` have the shards of each matrix."""
+        """Make FSDP gather weight matrices in float8; the ranks in `group` have the shards of each matrix."""
         from torchao.float8.float8_linear import Float8Linear
 
         modules = [module for part in model_parts for module in part.modules()]
@@ -172,7 +175,7 @@ class Float8Gather:
             set_gather(linear.weight, partial(self._cast, shard, num_rows, scale), after)
 
     def _cast(self, shard: Tensor, num_rows: int, scale: Tensor, num_ranks: int) -> Tensor:
-        """Return a shard in float8, padded to as many rows as the largest shard has."""
+        """Return a shard in float8, padded to the number of rows in the largest shard."""
         from torchao.float8.float8_utils import to_fp8_saturated
 
         rounded = shard.to(FLOAT8_DTYPE)
@@ -196,7 +199,7 @@ class Float8Gather:
 
 
 def _as_cast(num_rows: int, scale: Tensor, config: object, gathered: Tensor) -> Tensor:
-    """Return a gathered weight in the form that Float8Linear itself creates when it casts a weight."""
+    """Return a gathered weight in the form that Float8Linear creates when it casts a weight itself."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     weight: Tensor = Float8TrainingTensor(

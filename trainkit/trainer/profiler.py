@@ -1,4 +1,4 @@
-"""Record a window of steps with torch.profiler, and summarise where their time went."""
+"""Profile a window of steps with torch.profiler, and summarise how their time was spent."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ KINDS = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|fill_|cat)", re.IGNORECASE)),
     ("elementwise", re.compile(r"")),
 )
-"""Kinds of GPU kernels or CPU operators, each with a pattern for their names; the first match is used."""
+"""Kinds of GPU kernels or CPU operators, each with a pattern for their names; the first matching pattern
+applies."""
 NUM_OPERATORS = 10
-"""Number of operators listed in the summary."""
+"""Number of operators that the summary lists."""
 
 
 class ProfileWindow:
     """Profiles the steps from `start_step` to `start_step + num_steps - 1`.
 
-    Writes a trace for Perfetto and a summary; with `memory`, also a snapshot for pytorch.org/memory_viz.
+    Writes a Perfetto trace and a summary; with `memory`, also a snapshot for pytorch.org/memory_viz.
     """
 
     def __init__(self, config: ProfilerConfig, folder: Path, world: World) -> None:
@@ -52,7 +53,7 @@ class ProfileWindow:
         self._num_steps = 0
 
     def before(self, step: int) -> None:
-        """Start recording if this is the first step of the window; call this right before a step."""
+        """Start recording if this step is the first in the window; call this right before the step."""
         if step != self._first:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -65,7 +66,7 @@ class ProfileWindow:
         self._started = time.perf_counter()
 
     def after(self, step: int) -> None:
-        """Stop recording if this is the last step of the window; call this right after a step."""
+        """Stop recording if this step is the last in the window; call this right after the step."""
         if self._profile is None:
             return
         self._num_steps += 1
@@ -73,7 +74,7 @@ class ProfileWindow:
             self.close()
 
     def close(self) -> None:
-        """Stop recording and write the recorded data, even if the window is incomplete."""
+        """Stop recording and write the results, even if the window is incomplete."""
         if self._profile is None:
             return
         if self._cuda:
@@ -104,13 +105,13 @@ class ProfileWindow:
 
 
 def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> JsonObject:
-    """Summarise, from the events of a profile, how the time of the profiled steps was spent.
+    """Summarise how the time of the profiled steps was spent, given the events in the profile.
 
-    In the result, `share` has one entry per kind of work and one for ``idle``. Seconds are per step, and
-    `largest_seconds_per_step` lists the operators that took longest. On a GPU, the events are kernels, the
-    times of concurrent kernels are added, and ``idle`` is the time when no kernel ran. On a CPU, the
-    events are operators, each without the time of the operators it calls, and ``idle`` is the time when
-    no operator ran, for example because Python code did.
+    In the result, `share` has one entry per kind of work, plus ``idle``. Durations are seconds per step, and
+    `largest_seconds_per_step` lists the operators that took longest. On a GPU, the events are kernels,
+    durations of concurrent kernels are added, and ``idle`` is the time during which no kernel ran. On a CPU,
+    the events are operators, excluding the time of the operators that they call, and ``idle`` is the time
+    during which no operator ran, for example because Python code ran.
     """
     wanted = "CUDA" if cuda else "CPU"
     by_kind = {kind: 0.0 for kind, _ in KINDS}
@@ -137,7 +138,7 @@ def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bo
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the number of seconds covered by at least one of the (start, end) spans."""
+    """Return the number of seconds that at least one of the (start, end) spans covers."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,12 +1,12 @@
-"""Track the step and phase of a rank, and detect hangs and the deadline after a stop signal.
+"""Track a rank's step and phase, and detect hangs and missed deadlines after a stop signal.
 
-The training thread writes the state, and other threads read it. Each update assigns a single tuple, so
-readers see either the old or the new state without needing a lock.
+The training thread writes the step and phase; other threads read them. Each update assigns a single tuple, so
+other threads see either the old or the new tuple without a lock.
 
-Stacks are read in Python by a thread that holds the GIL, so the other threads are paused meanwhile. By
-contrast, faulthandler's C handler reads the stacks of running threads, and crashed a busy process about once
-in 250 calls. The C handler is therefore installed only for SIGQUIT, as the last resort for a rank that never
-releases the GIL.
+The watchdog reads stacks in Python while holding the GIL, so the other threads are paused. By contrast,
+faulthandler's C handler reads the stacks of running threads, and crashed about 1 in 250 times in a busy
+process. The C handler is therefore installed only for SIGQUIT, as a last resort for ranks that never release
+the GIL.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Phase = Literal[
 ]
 """The phases that a rank goes through, in order.
 
-A pipeline alternates forward and backward passes, so `forward_backward` covers both. In `record`, metrics are
-written. A user's own training loop is in phase `unwatched` where the loop requests it, and after its last
-step.
+`forward_backward` is used for pipelines, which alternate forward and backward passes. In phase `record`, the
+rank writes metrics. A user's own training loop is in phase `unwatched` after its last step, and wherever the
+loop requests this phase.
 """
 
 NUM_RECENT = 64
@@ -72,14 +72,14 @@ class CurrentPhase(NamedTuple):
     """The step being computed; None before the first step."""
     phase: Phase
     phase_index: int
-    """Number of phases entered since the step began (before the first step: since the process started)."""
+    """Number of phases entered since the step began or, before the first step, since the process started."""
     since_s: float
-    """Monotonic time at which the phase was entered."""
+    """Time at which the phase was entered, from the monotonic clock, in seconds."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Identifies this rank in its records of failures and hangs."""
+    """Identifies this rank in reports of failures and hangs."""
 
     rank: int
     node_rank: int
@@ -87,7 +87,7 @@ class RankInfo:
 
 
 class Progress:
-    """Tracks this rank's step and phase, and how long its recent steps took."""
+    """Tracks this rank's step and phase, and the duration of its recent steps."""
 
     def __init__(self) -> None:
         self.current = CurrentPhase(None, "start", 0, time.monotonic())
@@ -97,7 +97,7 @@ class Progress:
         self._recent_s = [0.0] * NUM_RECENT
 
     def enter(self, phase: Phase) -> None:
-        """Enter the next phase of the step."""
+        """Enter a phase of the current step."""
         step, before, index, _ = self.current
         self._completed.add(before)
         self.current = CurrentPhase(step, phase, index + 1, time.monotonic())
@@ -117,7 +117,7 @@ class Progress:
         self.current = CurrentPhase(step, "data", 0, now)
 
     def end_step(self) -> None:
-        """Record how long the step took, and enter phase `record`, which is not part of any step."""
+        """Record the duration of the step, and enter phase `record`, which is not part of any step."""
         self.enter("record")
         self._recent_s[self._num_steps % NUM_RECENT] = self.current.since_s - self._began_s
         self._num_steps += 1
@@ -129,12 +129,12 @@ class Progress:
 
     @property
     def median_step_s(self) -> float | None:
-        """Return the median duration of the recent steps in seconds; None before the first step has ended."""
+        """Return the median duration of recent steps in seconds, or None before the first step has ended."""
         num_steps = self._num_steps
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Return whether this process has completed this phase before; the first time may take long."""
+        """Return whether this process has completed this phase before; a phase's first run may take long."""
         return phase in self._completed
 
 
@@ -142,20 +142,23 @@ POLL_S = 1.0
 EXIT_AFTER_S = 60.0
 """A hung rank exits by itself after this many seconds if the supervisor has not killed it."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
-"""Minimum time limit of slow phases: saves, and the first run of any phase, which may include compiling."""
+"""Minimum time limit in seconds for slow phases: saves, and the first run of each phase, which may
+compile."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
-"""Phases without a time limit: preparing data may take hours, and the startup barrier has its own timeout."""
+"""Phases without a time limit: data preparation may take hours, and the startup barrier has its own
+timeout."""
 CONNECT_LIMIT_S = 240.0
-"""Time limit of phase `connect`, which normally takes seconds; `requeue.hang_min_s` can raise the limit."""
+"""Time limit of phase `connect` in seconds; `requeue.hang_min_s` can raise the limit."""
 SUSPENDED_S = 10.0
-"""If two checks are further apart, the process was suspended, and the gap is not counted as waiting."""
+"""If the time between two checks exceeds this many seconds, the process was suspended, and the gap does not
+count as waiting."""
 NUM_COLLECTIVES = 200
 
 
 def _print_line(text: str) -> None:
-    """Print a line to standard error, bypassing the log, whose lock the hanging thread may hold."""
-    with contextlib.suppress(OSError):  # a full disk must not end the watchdog
+    """Print a line to standard error, bypassing the log: the hanging thread may hold the log's lock."""
+    with contextlib.suppress(OSError):  # a full disk must not stop the watchdog
         os.write(2, f"{text}\n".encode())
 
 
@@ -183,13 +186,14 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Map each thread except this one to its stack frames, innermost first; the main thread comes first."""
+    """Map each thread except this one to its stack frames, innermost first; starts with the main thread."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != main)
-    # The identifier makes keys unique: threads started by C++ have no name, and names may repeat.
+    # The identifier makes the keys unique: threads started by C++ have no name, and several threads may share
+    # a name.
     return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
 
 
@@ -200,10 +204,10 @@ def _walk(innermost: FrameType) -> list[str]:
 
 
 def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
-    """Write the collectives that this rank has called, if torch records them, for `job.flight_records`."""
+    """Write this rank's collectives to a file for `job.flight_records`, if torch records collectives."""
     from trainkit.trainer.torch_private import (
         flight_record,
-    )  # imported late, because this module is imported before torch
+    )  # imported here, because the module `progress` is imported before torch
 
     if (record := flight_record(device, NUM_COLLECTIVES)) is not None:
         ensure_folder(attempt.stacks_dir)
@@ -211,10 +215,10 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
 
 
 class Watchdog:
-    """Answers `trainkit stacks`, and ends this rank if it hangs or is still running at its deadline.
+    """Answers `trainkit stacks`, and kills this rank if the rank hangs or misses its deadline.
 
-    The watchdog reports a hang in the attempt's folder, and the supervisor then ends all ranks. If the
-    supervisor does not end this rank, the rank exits with code 70.
+    The watchdog reports a hang in the attempt's folder, and the supervisor then kills all ranks. If the
+    supervisor does not kill a hung rank, the rank's watchdog exits with code 70.
     """
 
     def __init__(
@@ -223,21 +227,21 @@ class Watchdog:
         self._attempt, self._rank_info = attempt, rank_info
         self._progress, self._stop = progress, stop
         self._file = attempt.rank_stacks(rank_info.rank)
-        """File to which the stacks of this rank are written."""
+        """File for the stacks of this rank."""
         self._checked_s = self._resumed_s = time.monotonic()
 
     def listen(self) -> None:
-        """Start answering SIGQUIT and requests for stacks."""
+        """Start responding to SIGQUIT and to requests for stacks."""
         try:
             ensure_folder(self._file.parent)
-            # Open the file in advance, because the C handler cannot open files.
+            # Open the file now, because the C handler cannot open files.
             faulthandler.register(signal.SIGQUIT, self._file.open("a"), all_threads=True)
         except OSError as error:
             log.error(f"cannot write stacks to {self._file} ({error})")
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start watching the deadline after a stop signal and, unless the config disables this, hangs."""
+        """Start watching the deadline after a stop signal; unless disabled, also detect hangs."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()
@@ -267,7 +271,7 @@ class Watchdog:
                 log.error(f"cannot answer the request for stacks ({error})")
 
     def _reply(self) -> None:
-        """Answer requests found in the attempt's folder, in the format of `job.failure.stacks`."""
+        """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
         rank = self._rank_info.rank
         for request in sorted((self._file.parent / "requests").glob("*.json")):
             reply = request.with_suffix("") / f"rank-{rank:04d}.json"
@@ -279,10 +283,10 @@ class Watchdog:
             write_json(reply, {**answer, "threads": thread_stacks()})
 
     def _watch_deadline(self, plan: LaunchPlan) -> None:
-        """Exit with code 70 shortly before the `grace_s` seconds after a stop signal have passed.
+        """Exit with code 70 if the rank is still running shortly before the end of the grace period.
 
-        The stacks of all threads are written to the stacks file first. A checkpoint that is still being
-        written stays unpublished.
+        Before exiting, the stacks of all threads are written to the stacks file. A checkpoint that is still
+        being written is not published.
         """
         allowed_s = max(0.0, plan.grace_s - min(10.0, 0.2 * plan.grace_s))
         self._stop.received.wait()
@@ -315,7 +319,7 @@ class Watchdog:
                 record.unlink(missing_ok=True)
 
     def find_hang(self, now_s: float, policy: RequeuePolicy) -> Hang | None:
-        """Return this rank's hang, or None if the rank is not hanging; call this about once per second."""
+        """Return this rank's hang, or None; call `find_hang` about once per second."""
         if now_s > self._checked_s + SUSPENDED_S:
             self._resumed_s = now_s
         self._checked_s = now_s
@@ -324,25 +328,26 @@ class Watchdog:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < policy.hang_min_s / 2:
             return None
-        # If one rank hangs, all ranks are killed, so ranks with a longer limit report their state now.
+        # If one rank hangs, the supervisor kills all ranks, so ranks with a longer limit report their state
+        # now.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:
-        """Return whether any rank reports a hang; a rank removes its report when it makes progress again."""
+        """Return whether any rank reports a hang; a rank that makes progress again removes its report."""
         try:
             return any(self._attempt.hangs_dir.glob("rank-*.json"))
         except OSError:
             return False
 
     def _report(self, hang: Hang, file: Path, device: str) -> None:
-        """Write this rank's step, phase and stack to a report for `job.hangs`."""
+        """Write this rank's step, phase and stack to a hang report for `job.hangs`."""
         step, phase, phase_index, _ = hang.current
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self._file}")
         ensure_folder(self._attempt.hangs_dir)
         record = {**vars(self._rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        # Record the main thread's stack, because the training loop runs in the main thread.
+        # Report the main thread's stack, because the training loop runs in the main thread.
         stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
         record |= {"usual_s": self._progress.median_step_s, "time": utc_now(), "stack": stack}
         write_json(file, record)

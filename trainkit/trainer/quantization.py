@@ -1,8 +1,8 @@
-"""Store tensors quantized: frozen linear layers under adapters with 4 bits, AdamW averages with 8 bits.
+"""Quantize tensors: frozen linear layers under adapters to 4 bits, and AdamW averages to 8 bits.
 
-4-bit weights are in the NormalFloat format of QLoRA (arXiv 2305.14314). An 8-bit average has one code per
+4-bit weights use the NormalFloat format from QLoRA (arXiv 2305.14314). An 8-bit average has one code per
 element and one float32 scale per block of a matrix row, as in "8-bit Optimizers via Block-wise Quantization"
-(arXiv 2110.02861). trainkit differs from this paper in three points:
+(arXiv 2110.02861). trainkit differs from the paper in three ways:
 
 - Blocks do not cross rows, so that ranks can shard rows without cutting a block.
 - A scale has the sign of its block's largest element, which is therefore exact even if negative.
@@ -26,13 +26,13 @@ from trainkit.plan.step_work import row_blocks
 from trainkit.trainer.models.model import ReadWeight
 
 BLOCK = 64
-"""Number of weights that share one scale, as in QLoRA."""
+"""Number of weights that share a scale, as in QLoRA."""
 SCALE_BLOCK = 256
-"""Number of scales that share one second-level scale."""
+"""Number of scales that share a second-level scale."""
 
 
 def _bitsandbytes() -> Any:
-    # Silence bitsandbytes' warning about a missing kernel, which only inference uses.
+    # Silence bitsandbytes' warning that a kernel is missing, because only inference uses the kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
@@ -40,10 +40,10 @@ def _bitsandbytes() -> Any:
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer with a 4-bit weight, whose scales have 8 bits, and an unquantized bias.
+    """A frozen linear layer with a 4-bit weight, 8-bit scales and an unquantized bias.
 
-    The buffers are empty until `quantize` is called. Checkpoints do not contain the buffers, because the
-    weight is read from files at every start.
+    The layer's buffers are empty until `quantize` is called. Checkpoints do not contain the buffers, because
+    the weight is read from the model's files at every start.
     """
 
     packed: Tensor
@@ -58,17 +58,18 @@ class NF4Linear(nn.Module):
         self.bias = linear.bias
         for name in ("packed", "scales", "offset", "scales_of_scales", "codes_of_scales"):
             self.register_buffer(name, None, persistent=False)
-        # Used as a decorator, `disable` would import the compiler in every run.
+        # Call `disable` only when a layer is created: as a decorator, it would import the compiler in every
+        # run.
         self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of rows and columns of the weight."""
+        """Return the weight's numbers of rows and columns."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
     def quantize(self, weight: Tensor) -> None:
-        """Quantize a weight (floating point, [out, in]) and store it on its device."""
+        """Quantize a floating-point weight [out, in] and store the result on the weight's device."""
         assert weight.shape == self.shape
         self.packed, state = _bitsandbytes().quantize_4bit(
             weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
@@ -77,7 +78,7 @@ class NF4Linear(nn.Module):
         self.scales_of_scales, self.codes_of_scales = state.state2.absmax, state.state2.code
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight [out, in] that the layer multiplies with."""
+        """Return the dequantized weight [out, in]."""
         functional = _bitsandbytes()
         scales = functional.QuantState(
             self.scales_of_scales, code=self.codes_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
@@ -101,7 +102,7 @@ class NF4Linear(nn.Module):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiplies with the weight of an `NF4Linear`, which is dequantized again in the backward pass."""
+    """Multiplies by the weight of an `NF4Linear`, which the backward pass dequantizes again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -115,9 +116,9 @@ class _Multiply(torch.autograd.Function):
 
 
 def quantize_linears(model: nn.Module, but: Collection[nn.Module]) -> int:
-    """Quantize a model's frozen linear layers, except tied layers and those in `but`; return their number.
+    """Quantize a model's frozen linear layers, except tied layers and layers in `but`; return their number.
 
-    The parameters stay on the meta device until `read_quantized` reads them.
+    The weights stay on the meta device until `read_quantized` reads their values.
     """
     uses = Counter(
         id(param) for _, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad
@@ -133,18 +134,18 @@ def quantize_linears(model: nn.Module, but: Collection[nn.Module]) -> int:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
-    """Return the quantized layers of a model by name."""
+    """Return a model's quantized layers, keyed by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
 
 
 def read_quantized(model: nn.Module, read: ReadWeight, device: torch.device) -> None:
-    """Read the weights of all quantized layers and quantize them on the device, one layer at a time."""
+    """Read the weights of all quantized layers and quantize them on the device, layer by layer."""
     for name, layer in quantized_layers(model).items():
         layer.quantize(read(f"{name}.weight", [slice(0, size) for size in layer.shape]).to(device))
 
 
 def restore_linears(model: nn.Module) -> None:
-    """Replace the quantized layers with float32 linear layers that compute the same function."""
+    """Replace quantized layers with float32 linear layers that compute the same function."""
     for name, layer in quantized_layers(model).items():
         linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(layer.weight_in(torch.float32), requires_grad=False)
@@ -153,23 +154,24 @@ def restore_linears(model: nn.Module) -> None:
 
 
 MIN_ELEMENTS = 4096
-"""Parameters with fewer elements than this keep float32 averages, because these take little memory."""
+"""Minimum number of elements for 8-bit averages: the float32 averages of smaller parameters take little
+memory."""
 MIN_ROW = 64
-"""Parameters with shorter rows than this keep float32 averages, because the scales would take much memory."""
+"""Minimum row length for 8-bit averages: with shorter rows, the scales would take much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
 """Smallest representable square, relative to the largest square in its block."""
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Return whether adamw_8bit stores a parameter's averages with 8 bits; the same for every layout."""
+    """Return whether adamw_8bit stores a parameter's averages with 8 bits; does not depend on the layout."""
     return param.dim() > 1 and param.numel() >= MIN_ELEMENTS and param.shape[1:].numel() >= MIN_ROW
 
 
 def code_values(*, is_signed: bool) -> Tensor:
-    """Return the values that the 256 codes stand for, relative to a scale: float32 [256], ascending to 1.
+    """Return the values of the 256 codes, relative to a scale, as float32 [256] in ascending order up to 1.
 
-    The values span seven decades, each with twice as many values as the next lower decade.
+    The values span seven decades; each decade has twice as many values as the next lower decade.
     """
     values = [0.0 if is_signed else SMALLEST_SQUARE, 1.0]
     for decade in range(DECADES):
@@ -182,14 +184,14 @@ def code_values(*, is_signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantizedAverage:
-    """One running average of this rank's shard of a parameter, stored with 8 bits."""
+    """A running average for this rank's shard of a parameter, stored with 8 bits."""
 
     codes: Tensor
-    """The uint8 codes, in the shape of the shard."""
+    """The codes as uint8, in the shape of the shard."""
     scales: Tensor
-    """The scales, float32 [rows, blocks per row]."""
+    """The scales as float32 [rows, blocks per row]."""
     values: Tensor
-    """The values that the codes stand for, from `code_values`."""
+    """The value of each code, as returned by `code_values`."""
     part: int
     """Number of elements in each part of a row; a part consists of whole blocks."""
     num_blocks: int
@@ -197,7 +199,7 @@ class QuantizedAverage:
 
     @classmethod
     def zeros(cls, shard: Tensor, param: Tensor, name: str, values: Tensor) -> QuantizedAverage:
-        """Return a running average of zeros for the given shard of a parameter.
+        """Return a running average of zeros for a shard of a parameter.
 
         Raises FatalError if tensor parallelism cuts through a block.
         """
@@ -210,12 +212,12 @@ class QuantizedAverage:
                 hint=f"shard the rows into chunks of a multiple of {part} elements, or use adamw",
             )
         codes = torch.zeros_like(shard, dtype=torch.uint8)
-        # With a scale of 0, every code stands for 0.
+        # A scale of 0 makes every code represent 0.
         scales = torch.zeros(shard.shape[0], row // part * num_blocks, device=shard.device)
         return cls(codes, scales, values, part, num_blocks)
 
     def split(self, rows: int) -> list[QuantizedAverage]:
-        """Split the average into groups of `rows` rows; the results are views of this average."""
+        """Split the average into groups of `rows` rows each; the results are views of this average."""
         pieces = zip(torch.split(self.codes, rows), torch.split(self.scales, rows), strict=True)
         return [
             QuantizedAverage(codes, scales, self.values, self.part, self.num_blocks)
@@ -223,7 +225,7 @@ class QuantizedAverage:
         ]
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Return views of the codes and scales with one row for each part of a row; see `of_parts`."""
+        """Return views of the codes and scales that have one row for each part of a row; see `of_parts`."""
         return self.codes.view(-1, self.part), self.scales.view(-1, self.num_blocks)
 
     @classmethod
@@ -231,16 +233,16 @@ class QuantizedAverage:
         return cls(codes, scales, values, codes.shape[1], scales.shape[1])
 
     def dequantize(self) -> Tensor:
-        """Return the average in float32, in the shape and with the strides of the shard."""
+        """Return the average as float32, with the shape and strides of the shard."""
         relative = self.values.index_select(0, self.codes.flatten().int())
         average = self._without_blocks(self._in_blocks(relative) * self.scales.view(-1, 1))
         if self.codes.is_contiguous():
             return average
-        # The fused kernel assumes that the average has the same strides as the parameter.
+        # The fused kernel assumes that an average has the same strides as its parameter.
         return torch.empty_like(self.codes, dtype=torch.float32).copy_(average)
 
     def quantize(self, average: Tensor, skip: Tensor) -> None:
-        """Round a float32 average to 8 bits and store it; change nothing if `skip` is 1."""
+        """Round a float32 average to 8 bits and store the result, or do nothing if `skip` is 1."""
         blocks = self._in_blocks(average.flatten())
         least, most = blocks.aminmax(dim=1, keepdim=True)
         scales = most.where(most >= -least, least)
@@ -258,6 +260,6 @@ class QuantizedAverage:
         return (F.pad(parts, (0, padding)) if padding else parts).view(-1, size)
 
     def _without_blocks(self, blocks: Tensor) -> Tensor:
-        """Undo `_in_blocks`: return the elements in the shape of the shard."""
+        """Invert `_in_blocks`: return the elements in the shape of the shard."""
         parts = blocks.view(-1, self.num_blocks * blocks.shape[1])
         return parts[:, : self.part].reshape(self.codes.shape)

@@ -1,4 +1,4 @@
-"""Load the initial state of an attempt, from a checkpoint or from initial values, and announce it."""
+"""Load an attempt's initial state, from a checkpoint or from initial values, and log what starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 
 def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise FatalError on each rank whose data differs from rank 0's."""
+    """Raise FatalError on each rank whose data differs from the data on rank 0."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
         hint = "put the data on a filesystem that all nodes share"
@@ -45,7 +45,7 @@ def check_same_data(task: AnyTask, world: World) -> None:
 
 
 def val_fingerprint(task: AnyTask) -> str:
-    """Return the fingerprint of the validation data, or "" if there is none."""
+    """Return the fingerprint of the validation data, or "" if the task has no validation data."""
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
@@ -55,7 +55,7 @@ def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) 
     for key, value in task.data_identity().items():
         saved = manifest.data.get(key)
         if saved == value or (saved is None and key == BASE_FINGERPRINT):
-            continue  # older checkpoints of tasks contain the frozen weights, but not this fingerprint
+            continue  # older checkpoints contain frozen weights, but no fingerprint of the base model
         changed = (
             "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
@@ -76,7 +76,7 @@ def resume(
     tensors: StateTensors,
     own: OwnState | None,
 ) -> TrainingState:
-    """Load the chosen checkpoint, if any, and return the training state to start with."""
+    """Load the chosen checkpoint, if any, and return the training state to start from."""
     config, best_metric = task.config, None
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
@@ -112,8 +112,8 @@ def resume(
 def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
     """Return the last step, and the position after the last sample of the last epoch.
 
-    The last step is computed from the number of epochs and the current batch size. If the config sets no
-    epochs, `train.steps` is the last step, and the position is None.
+    The last step is computed from the number of epochs and the current batch size. If the config does not set
+    a number of epochs, the last step is `train.steps`, and the position is None.
     """
     train, num_samples = task.config.train, task.train_data.num_samples
     if train.epochs is None:
@@ -125,7 +125,7 @@ def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[in
 
 
 def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
-    """Return the fields of a checkpoint's manifest, apart from the training state."""
+    """Return the fields of a checkpoint's manifest, except the training state."""
     config = task.config
     text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
@@ -158,7 +158,7 @@ def announce(
         if config.precision.tf32:
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
-    # Each optimizer of a task has its own learning rate, so a single peak learning rate would be wrong.
+    # Each optimizer of a task has its own learning rate, so do not record a single peak learning rate.
     is_own = isinstance(task, UserTask) and type(task.task).optimizers is not Task.optimizers
     peak_lr = "" if is_own else f"; peak lr {plan.lr:g}"
     log.info(
@@ -180,13 +180,13 @@ def announce(
 
 
 def computed_on(device: torch.device) -> dict[str, str | int | None]:
-    """Return the hardware and the library versions, which determine the exact bits of results."""
+    """Return the hardware and library versions, which affect the exact bits of results."""
     found: dict[str, str | int | None] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
         name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         instructions = torch.backends.cpu.get_cpu_capability()  # the CPU instruction set that torch uses
         return {**found, "processor": f"{name[1] if name else 'CPU'} with {instructions}"}
-    with contextlib.suppress(PackageNotFoundError):  # some builds of torch come without triton
+    with contextlib.suppress(PackageNotFoundError):  # some builds of torch do not include triton
         found["triton"] = version("triton")
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return {

@@ -1,11 +1,11 @@
-"""Compute random numbers from the place where they are used, without any generator state.
+"""Compute random numbers from the place where they are used, without a generator state.
 
 A counter-based generator has no state to save or restore, and yields the same numbers with any number of
-processes. Dropout masks depend on (seed, sample, layer, element). Initial weights depend on (seed, parameter
-name, element), so each rank fills its own shard and all layouts start with identical weights.
+processes. A dropout mask depends on (seed, sample, layer, element). An initial weight depends on (seed,
+parameter name, element), so each rank can fill its own shard, and all layouts start with identical weights.
 
-The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a
-second key that is mixed in half-way. The hash is not cryptographic.
+The hash is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a second key
+mixed in half-way. The hash is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STRIDE = -1640531527  # 0x9E3779B9 as int32, an odd number that spreads neighbouring counters apart
+_STRIDE = -1640531527  # 0x9E3779B9 as int32; multiplying by this odd number spreads adjacent counters apart
 _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
-"""Maximum number of elements per chunk; the counters of a chunk need several times the memory of its
+"""Maximum number of elements per chunk; the counters of a chunk take several times the memory of its
 elements."""
 
 
@@ -33,12 +33,12 @@ def stable_key(*parts: object) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int32 right logically, that is without sign extension."""
+    """Shift int32 right logically, that is, without sign extension."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0) -> Tensor:
-    """Hash int32 counters with int32 keys, which broadcast against each other, into uniform int32."""
+    """Hash int32 counters with int32 keys to uniform int32; counters and keys are broadcast."""
     x = counter * _STRIDE + key
     x = (x ^ _shift_right(x, 16)) * _MULTIPLY_1
     x = x ^ second_key
@@ -53,11 +53,11 @@ def dropout(
     site_key: Tensor | int,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Zero elements of `x` with `probability` and scale up the rest.
+    """Zero each element of `x` with the given probability, and scale up the remaining elements.
 
-    `x` has the shape [B, T, …]. `sample_keys` is int32 [B], with one key per sample. `site_key` is 0-dim
-    int32 and identifies the place in the model where dropout is applied. `positions` is int64 [T or more],
-    the sequence position of each row of `x`; if it is None, positions count from 0.
+    `x` has shape [B, T, …]. `sample_keys` is int32 [B], one key per sample. `site_key` is 0-dim int32 and
+    identifies the place in the model that applies dropout. `positions` is int64 [T or more] and contains the
+    sequence position of each row of `x`; None means that positions start at 0.
     """
     if probability == 0.0:
         return x
@@ -67,17 +67,17 @@ def dropout(
         rows = positions[: x.shape[1], None].to(torch.int32) * width
         counter = (rows + counter[:width]).view(-1)
     keys = sample_keys[:, None]
-    # With an int32 threshold, the hashes can be compared as integers.
+    # Compare integers: with an int32 threshold, the hashes need not be converted to floats.
     threshold = min(round(probability * 2**32) - 2**31, 2**31 - 1)
     keep = hash_int32(counter, keys, site_key) >= threshold
     return x * (keep.view(x.shape) * (1.0 / (1.0 - probability))).to(x.dtype)
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill one shard of a tensor from N(0, std²), with the values of that part of the full tensor.
+    """Fill a shard of a tensor from N(0, std²), with the same values as that part of the full tensor.
 
-    `local` is the shard, `name` is the key of the tensor including the seed, `shape` is the shape of the full
-    tensor, and `offset` is where the shard starts in each dimension.
+    `local` is the shard, `name` is the tensor's key including the seed, `shape` is the full tensor's shape,
+    and `offset` is the index in each dimension at which the shard starts.
     """
     if local.numel() == 0:
         return
@@ -95,7 +95,7 @@ def _fill_chunk(local: Tensor, std: float, name: str, shape: Sequence[int], offs
     low = index & 0xFFFFFFFF
     counter = (low - ((low >> 31) << 32)).to(torch.int32)
     high = (index >> 32).to(torch.int32) * _STRIDE
-    # The two keys are independent hashes, because keys that differ in only one bit yield correlated numbers.
+    # Hash two independent keys, because keys that differ in only one bit would yield correlated numbers.
     first = hash_int32(counter, stable_key(name, "radius"), high)
     second = hash_int32(counter, stable_key(name, "angle"), high)
     # Box-Muller transform; a uniform float32 in (0, 1] has a resolution of 24 bits.

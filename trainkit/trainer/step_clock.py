@@ -1,10 +1,10 @@
-"""Measure how long each rank computes until it first has to wait for another rank.
+"""Measure how long each rank computes before it first has to wait for another rank.
 
-Collectives make all ranks as slow as the slowest rank, so step durations do not show which rank is slow. The
-time from the last collective of a step to the first collective of the next step does show which rank is slow.
-The measured time covers the update, the wait for data and, unless parameters are sharded, the forward pass.
-At the end of a window of steps, every rank adds its mean times to the step's all-reduce, and capabilities on
-rank 0 receive the times.
+Collectives make every rank as slow as the slowest rank, so step durations do not show which rank is slow. By
+contrast, the time from the last collective of a step to the first collective of the next step shows which
+rank is slow. The measured time includes the optimizer update, the wait for data and, unless parameters are
+sharded, the forward pass. At the end of each window of steps, every rank adds its mean times to the step's
+all-reduce, and capabilities on rank 0 receive the times of all ranks.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from trainkit.trainer.distributed import World, gather_from_all, record_event
 
 log = getLogger(__name__)
 WINDOW = 10
-"""Number of steps whose times are reported together."""
+"""Number of steps whose mean times are reported together."""
 NUM_TIMES = 2
-"""Number of times that each rank reports: one for waiting for data, one for computing."""
+"""Number of times that each rank reports: the wait for data and the computation."""
 Times = tuple[float, float]
 LAG = 2
-"""The GPU events of a step are complete this many steps later, since the host is at most one step ahead."""
+"""Number of steps after which a step's GPU events are complete, since the host is at most one step ahead."""
 
 
 def is_reported(step: int, world: World) -> bool:
-    """Return whether the all-reduce of a step includes the ranks' times, as at the end of each window."""
+    """Return whether a step's all-reduce includes the ranks' times; True at the end of each window."""
     return world.size > 1 and step % WINDOW == 0
 
 
 def typical_times(steps: Sequence[Times]) -> Times:
-    """Return the mean times of several steps without the longest one, which may be due to page faults."""
+    """Return the mean times of the steps, excluding the longest step, which may be due to page faults."""
     if len(steps) < 2:
         return steps[0] if steps else (0.0, 0.0)
     longest = max(steps, key=sum)
@@ -51,7 +51,7 @@ def typical_times(steps: Sequence[Times]) -> Times:
 
 
 class StepClock:
-    """Measures the times of this rank; on a GPU, the times of its stream, without waiting for the device."""
+    """Measures this rank's times; on a GPU, the times on its stream, without waiting for the device."""
 
     def __init__(self, world: World, layout: Layout) -> None:
         self._world = world
@@ -60,10 +60,10 @@ class StepClock:
         self._data_s = 0.0
         self._marks: list[float | torch.cuda.Event] = []
         self._past: list[tuple[float, list[float | torch.cuda.Event]]] = []
-        """Times of the completed steps that have not been reported yet."""
+        """The times of completed steps that have not been reported yet."""
 
     def begin_step(self, data_wait_s: float) -> None:
-        """Begin to measure a step; call this when its batch is available, before the forward pass."""
+        """Start measuring a step; call this when the batch is available, before the forward pass."""
         self._data_s = data_wait_s
         self._marks = [self._now(), self._now()]
 
@@ -73,11 +73,11 @@ class StepClock:
             self._marks[1] = self._now()
 
     def begin_update(self) -> None:
-        """Begin to measure the update; call this after the last collective of the step."""
+        """Start measuring the update; call this after the last collective of the step."""
         self._marks.append(self._now())
 
     def end_update(self) -> None:
-        """Stop measuring the update; call this after the update."""
+        """Stop measuring the optimizer update."""
         self._marks.append(self._now())
         if self._world.size > 1:
             self._past.append((self._data_s, self._marks))
@@ -85,8 +85,7 @@ class StepClock:
     def report(self) -> torch.Tensor:
         """Return this rank's times since the last report, float64 [ranks x 2], to be summed over the ranks.
 
-        The values for the other ranks are zero; all values are zero if no step was completed since the last
-        report.
+        The entries for other ranks are 0; if no step was completed since the last report, all entries are 0.
         """
         num_ready = max(0, len(self._past) - (LAG - 1 if self._uses_events else 0))
         ready, self._past = self._past[:num_ready], self._past[num_ready:]
@@ -112,15 +111,15 @@ class StepClock:
 
 
 def _elapsed_s(first: Any, last: Any) -> float:
-    """Return the seconds between two results of `StepClock._now`."""
+    """Return the number of seconds between two results of `StepClock._now`."""
     return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3)
 
 
 class RankObservers:
-    """The capabilities on rank 0 that observe the times of all ranks; their errors do not end the run."""
+    """The capabilities on rank 0 that observe the times of all ranks; their errors do not stop the run."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, world: World) -> None:
-        """Set up the observers; every rank must call this, because it gathers all host names."""
+        """Set up the observers; this gathers all host names, so every rank must call it."""
         hosts = gather_from_all(own_host(), world)
         self._attempt, self._own = attempt, list[tuple[str, RankObserver]]()
         if world.is_main and world.size > 1:
@@ -129,7 +128,7 @@ class RankObservers:
             self._own = self._guard.each(lambda one: one.rank_observer(plan, ranks))
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> None:
-        """Pass a step's times to the observers, and record the events that they return."""
+        """Pass a step's times to the observers, and record the events that the observers return."""
         for name, observer in self._own:
             for event, values in self._guard.call(name, _events, observer, step, times, step_s) or ():
                 record_event(self._attempt, event, **values)
@@ -146,7 +145,7 @@ class RankObservers:
 def _events(
     observer: RankObserver, step: int, times: Sequence[float], step_s: float
 ) -> list[tuple[str, Mapping[str, object]]]:
-    """Return the events of one observer; raise an error for an event that cannot be recorded."""
+    """Return an observer's events; raise an error if an event cannot be recorded."""
     found = [(event, dict(values)) for event, values in observer.add(step, times, step_s)]
     json.dumps(found)
     for event, values in found:
@@ -156,7 +155,7 @@ def _events(
 
 
 def _values(observer: RankObserver) -> dict[str, float | str]:
-    """Return the values of one observer; raise an error for values that cannot be recorded."""
+    """Return an observer's values; raise an error if a value cannot be recorded."""
     found = dict(observer.values)
     json.dumps(found)
     return found

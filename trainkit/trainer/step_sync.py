@@ -1,8 +1,8 @@
-"""Make the ranks agree on everything that must be equal on all ranks, with one small all-reduce per step.
+"""Make the ranks agree on all values that must be equal on all ranks, with one small all-reduce per step.
 
-The all-reduce carries the loss, the number of tokens, the wait for data, whether a rank got a stop signal,
-whether a checkpoint is due, and how long each rank computed before it first waited. Logging, clipping and
-stop signals need no further communication.
+The all-reduce sums the loss, the number of tokens, the wait for data, whether a rank received a stop signal,
+whether a checkpoint is due, and how long each rank computed before it first waited for another rank. Logging,
+clipping and stop signals need no further communication between ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from trainkit.trainer.distributed import World
 
 LOSS_OF = "{}_loss"
-"""Name of the metric for the loss of an optimizer that takes turns with others (see `Task.turns`)."""
+"""Name of the metric that contains an optimizer's loss if optimizers take turns (see `Task.turns`)."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class StepReport:
 
     num_tokens: int
     loss: float
-    """Mean loss over the valid tokens of all ranks."""
+    """Mean loss over all valid tokens on all ranks."""
     grad_norm: float
     finite: bool
     stop: bool
     save: bool
     data_wait_s: float
-    """Mean wait for data over the ranks, in seconds."""
+    """Mean time that ranks waited for data, in seconds."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The metrics of a user's task, each divided by its divisor."""
+    """Metrics from a user's task, already divided by their divisors."""
     rank_times: tuple[float, ...] = ()
-    """The times that `StepClock.report` returned on each rank; empty in a step without a report."""
+    """The times returned by `StepClock.report` on all ranks; empty if the step reports no times."""
 
 
 def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
-    """Combine the reports of the optimizers that took turns in one step (see `Task.turns`).
+    """Combine the step reports of optimizers that took turns in one step (see `Task.turns`).
 
-    The combined loss is the sum of the optimizers' losses, which are also available as metrics. The gradient
+    The combined loss is the sum of the optimizers' losses, which are also reported as metrics. The gradient
     norm covers the parameters of all optimizers.
     """
     name, first = turns[0]
@@ -65,14 +65,14 @@ def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
-    """Sum a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks in place."""
     if world.distributed:
         dist.all_reduce(values)
     return values
 
 
 def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
-    """Overwrite tensors in place with their values on rank 0, using one collective per dtype."""
+    """Overwrite tensors in place with rank 0's values, using one collective per dtype."""
     if not world.distributed:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -85,7 +85,7 @@ def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Return whether the flag is set on any rank; a collective, so every rank must call it."""
+    """Return whether the flag is set on any rank; this is a collective, so every rank must call it."""
     if not world.distributed:
         return flag
     return bool(all_reduce_sum(torch.tensor([float(flag)], device=world.device), world).item())
@@ -94,16 +94,16 @@ def any_rank(flag: bool, world: World) -> bool:
 def pack_report(
     world: World, sums: Tensor, num_tokens: int | None, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """Return this rank's contribution to the step report, float64 [5 + 2 x metrics] on the device.
+    """Return this rank's values, to be summed for the step report: float64 [5 + 2 x metrics] on the device.
 
-    `sums` is the loss, if `num_tokens` is given. Without `num_tokens`, `sums` contains the loss and its
-    divisor, followed by such a pair per metric.
+    If `num_tokens` is given, `sums` is the loss. If `num_tokens` is None, `sums` contains the loss and its
+    divisor, followed by the value and divisor of each metric.
     """
     sums = sums.detach().double().view(-1)
     numbers = [float(stop), float(save), data_wait_s]
     if num_tokens is not None:
         numbers.insert(0, float(num_tokens * world.counts_samples))
-    # Pin the memory, because a copy from pageable memory would wait for all enqueued kernels.
+    # Pin the memory, because copying from pageable memory would wait for all enqueued kernels.
     host = torch.tensor(numbers, dtype=torch.float64, pin_memory=world.device.type == "cuda")
     rest = host.to(world.device, non_blocking=True)
     return torch.cat((sums, rest) if num_tokens is not None else (sums[:2], rest, sums[2:]))
@@ -112,8 +112,8 @@ def pack_report(
 class ReportReadback:
     """Copies the step report to the host without stalling the device.
 
-    Create a readback before the optimizer's kernels are enqueued, and call `finish` afterwards. The host then
-    waits only until the gradients are computed, while the device computes the update.
+    Create a `ReportReadback` before the optimizer's kernels are enqueued, and call `finish` afterwards. The
+    host then waits only for the gradients, while the device already computes the update.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class ReportReadback:
         num_times: int = 0,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """`num_times` is the number of times in `totals`; `own` are 0-dim float64 values of this rank."""
+        """`num_times` is the number of times in `totals`; `own` are this rank's 0-dim float64 values."""
         self._world, self._metric_names, self._num_times = world, metric_names, num_times
         self._num_own = len(own)
         self.own: tuple[float, ...] = ()
-        """The values of `own` on the host; empty before `finish` is called."""
+        """The values of `own`, copied to the host; empty before `finish` is called."""
         self._event: torch.cuda.Event | None = None
         self._host = values = torch.cat(
             (totals, grad_norm.double().view(1), *(value.view(1) for value in own))

@@ -1,8 +1,8 @@
 """Build the batches of a stream: training data that is read sequentially and has no length.
 
-Every data-parallel rank reads all samples but collates only its own samples; these have the same positions as
-with map-style data. A checkpoint contains the stream position after its own step, not the position up to
-which the worker process has read ahead.
+Every data-parallel rank reads all samples, but collates only its own. A rank's samples have the same
+positions as with map-style data. A checkpoint contains the stream's position after the checkpoint's step, not
+the position up to which the worker process has read ahead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line
 
 log = getLogger(__name__)
 NUM_FIRST = 3
-"""Number of samples that the fingerprint of a stream is computed from."""
+"""Number of leading samples that determine a stream's fingerprint."""
 WHOLE_HINT = (
     "every rank must read the whole stream, because trainkit divides it among the ranks; give a WebDataset "
     "nodesplitter=lambda src: src"
@@ -45,14 +45,14 @@ WHOLE_HINT = (
 
 
 def is_stream(data: object) -> bool:
-    """Return whether a user's dataset is a stream, which is iterated over instead of read by index."""
+    """Return whether a dataset is a stream, which is iterated over instead of being indexed."""
     return isinstance(data, IterableDataset) or (
         hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
     )
 
 
 class StreamData:
-    """A user's stream and its fingerprint."""
+    """A user's stream with its fingerprint."""
 
     num_samples = None
 
@@ -71,18 +71,18 @@ class StreamData:
         self.config = config
         self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
         self.first: list[str] = []
-        """Digests of the first samples; empty if the user's dataset provides a fingerprint."""
+        """Digests of the first samples; empty if the user's dataset provides its own fingerprint."""
         self.fingerprint: str = getattr(samples, "fingerprint", None) or ""
         if not self.fingerprint:
-            # Read in a separate process, because reading may open files that a forked worker must not
-            # inherit.
+            # Read the first samples in a separate process, because reading may open files whose descriptors a
+            # forked worker must not inherit.
             [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
                 raise TaskError(problem.key, problem.message, problem.hint)
             self.fingerprint = hashlib.sha256("".join(self.first).encode()).hexdigest()
 
     def continues_at(self, saved: StreamState) -> bool:
-        """Return whether the stream can restore a saved state itself, without rereading earlier samples."""
+        """Return whether the stream itself can restore a saved state, without rereading earlier samples."""
         return self.has_state and saved.state is not None
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class StreamData:
 
 
 def _first_digests(data: StreamData) -> tuple[list[str], Problem | None]:
-    """Return the digests of the first samples, or the problem that prevents reading them."""
+    """Return the digests of the first samples, or the problem that prevents reading the samples."""
     cursor = Cursor(data)
     found: list[str] = []
     try:
@@ -120,13 +120,13 @@ class Cursor:
         self.samples = 0
         """Number of samples read so far in this epoch."""
         self._is_restored = False
-        """True if reading did not begin with the first sample of an epoch."""
+        """True if reading started in the middle of an epoch."""
 
     def next(self, position: int) -> Any:
-        """Read the sample at a position of the training, with generators seeded by the position.
+        """Read the training sample at a position; the position seeds the random generators.
 
-        Raises TaskError if the stream cannot be used for training, and RuntimeError for other errors in the
-        user's code.
+        Raises TaskError if the stream cannot be used for training, and RuntimeError for any other error in
+        the user's code.
         """
         while True:
             seed_generators(stable_key(self._data.config.seed, "train", "item", position))
@@ -147,7 +147,7 @@ class Cursor:
             self.epoch, self.samples, self._iterator = self.epoch + 1, 0, None
 
     def seek(self, saved: StreamState, position: int) -> None:
-        """Continue at `position`, which comes directly after the last sample of `saved`."""
+        """Continue reading at `position`, which directly follows the last sample of `saved`."""
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
         seed_generators(stable_key(data.config.seed, "train", "item", last))
@@ -171,13 +171,13 @@ class Cursor:
         raise self._refusal(message, hint, "__iter__")
 
     def where(self) -> tuple[int, int, Any]:
-        """Return the epoch, the number of samples read in it, and the result of ``state_dict()`` as JSON."""
+        """Return the epoch, the number of samples read in it, and the stream's ``state_dict()`` as JSON."""
         if not self._data.has_state or self.samples == 0:
             return self.epoch, self.samples, None
         with self._errors("state_dict() of the stream failed"):
             state = self._stream.state_dict()
         try:
-            # Copy the state, because the stream may later modify the object that it returned.
+            # Copy the state, because the stream may later modify the returned object.
             copied = json.loads(json.dumps(state, allow_nan=False))
             if copied != state:
                 raise ValueError("it would be restored with different values")
@@ -195,7 +195,7 @@ class Cursor:
         self._iterator = iter(self._stream)
 
     def _compare_first(self, item: object) -> None:
-        """Raise TaskError unless the first samples of the stream match its fingerprint."""
+        """Raise TaskError unless the stream's first samples match its fingerprint."""
         first = [] if self._is_restored or self.epoch > 0 else self._data.first
         if self.samples < len(first) and digest_of(item) != first[self.samples]:
             message = f"sample {self.samples} of its stream is different when the stream is read again"
@@ -209,7 +209,7 @@ class Cursor:
 
     @contextmanager
     def _errors(self, failed: str) -> Iterator[None]:
-        """Turn any error of the stream into a RuntimeError with file and line, because a restart may help."""
+        """Convert any error in the stream to a RuntimeError with file and line; a restart may help."""
         try:
             yield
         except TrainkitError:
@@ -220,10 +220,10 @@ class Cursor:
 
 @dataclass
 class _Reader(IterableDataset[Any]):
-    """Yields the microbatches of this rank, in the process that reads ahead.
+    """Yields this rank's microbatches; runs in the process that reads ahead.
 
-    Each item has the format that `TaskBatches` expects. The last microbatch of each step includes the
-    StreamState.
+    Each item has the format that `TaskBatches` expects from its loader. The last microbatch of each step
+    includes the StreamState.
     """
 
     data: StreamData
@@ -241,8 +241,8 @@ class _Reader(IterableDataset[Any]):
                 yield from self._step(cursor, position)
                 position += self.positions.num_samples(position)
         except TaskError as error:
-            # Yield the problem instead of raising, because a DataLoader would raise another error in its
-            # place.
+            # Yield the problem instead of raising an error, because a DataLoader would replace the error with
+            # another one.
             yield error.problem
 
     def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:
@@ -264,8 +264,8 @@ class _Reader(IterableDataset[Any]):
                 seed_generators(stable_key(seed, "train", "collate", first))
                 ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)
-        # Yield the last microbatch only after the other ranks' samples were read, so that its StreamState
-        # covers them too.
+        # Yield the last microbatch only after the other ranks' samples have been read, so that its
+        # StreamState covers these samples too.
         assert ready is not None
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
 
@@ -278,7 +278,7 @@ def stream_batches(
     takes_state: bool,
     pin_memory: bool,
 ) -> TaskBatches:
-    """Return the batches of a stream; one worker process reads ahead unless `data.num_workers` is 0."""
+    """Return the batches of a stream; a worker process reads ahead unless `data.num_workers` is 0."""
     num_workers = data.config.data.num_workers
     if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
         log.info(f"skipping {saved.samples:,} samples of epoch {saved.epoch} of the stream")

@@ -1,8 +1,8 @@
 """Build the batches of a user's task, whose samples are read by the worker processes of a `DataLoader`.
 
-As in `causal_lm.py`, the samples of a step depend only on the position where the step starts. Random number
-generators are seeded only by the position of an item, so a run that resumes with any number of processes
-reads the same batches.
+As in `causal_lm.py`, the samples of a step depend only on the position at which the step starts. An item's
+position is the only seed for random generators, so a run that resumes with any number of processes reads the
+same batches.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from trainkit.trainer.user_code import TaskError
 
 log = getLogger(__name__)
 PREFETCH = 2
-"""Number of items that each worker reads ahead; each item is one microbatch."""
+"""Number of microbatches that each worker reads ahead."""
 START_S = 30.0
-"""If a worker has not started running after this many seconds, its fork is considered hung."""
+"""If a worker is not running after this many seconds, its fork is considered hung."""
 MAX_STARTS = 3
 POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024
-"""Number of elements of each parameter that are compared between ranks."""
+"""Number of leading elements of each parameter that ranks compare."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ class TaskBatch:
     seed: int
     """Seed for the random number generators during the pass."""
     weight: float = 1.0
-    """Factor for the loss; 0 for a filler batch, with which a rank only takes part in the collectives."""
+    """Factor by which the loss is multiplied; 0 for a filler batch, which makes a rank take part in the
+    collectives."""
     optimizer: str = ""
-    """The optimizer whose loss is computed, if several optimizers take turns (see `Task.turns`)."""
+    """The optimizer whose loss is computed, if optimizers take turns (see `Task.turns`)."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,24 @@ class _Request:
 
     first: int
     stop: int
-    """Position after the last sample; at most `first` if no sample is left for this rank."""
+    """Position after the last sample; at most `first` if no samples are left for this rank."""
     filler: range
-    """Positions of the samples to read instead if no sample is left for this rank."""
+    """Positions of the samples to read instead if no samples are left for this rank."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of this rank's microbatches within the sequence of all samples."""
+    """The positions of this rank's microbatches in the sequence of all samples."""
 
     batch: Batch
     dp_rank: int
     dp_size: int
     start: int
     end: int | None
-    """Position after the last sample; None if only the number of steps ends training."""
+    """Position after the last sample; None if training stops only after a number of steps."""
 
     def __iter__(self) -> Iterator[_Request]:
-        """Iterate over the requests, as `DataLoader` expects of a sampler."""
+        """Iterate over the requests: `DataLoader` uses this object as its sampler."""
         return self.requests(self.start)
 
     def num_samples(self, start: int) -> int:
@@ -90,7 +91,7 @@ class Positions:
         return (stop if self.end is None else min(stop, self.end)) - start
 
     def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the microbatches of all steps from the step at `start` on."""
+        """Yield the microbatches of all steps, starting with the step at `start`."""
         size = self.batch.device_batch_size
         while self.end is None or start < self.end:
             stop = start + self.num_samples(start)
@@ -101,7 +102,7 @@ class Positions:
 
 
 class SampleReader(Dataset[Any]):
-    """Reads microbatches of map-style data in the worker processes."""
+    """Reads microbatches of map-style data; runs in the worker processes."""
 
     def __init__(
         self, samples: Samples, collate: Callable[[list[Any]], Any], seed: int, split: str, shuffle: bool
@@ -136,16 +137,16 @@ def seed_generators(seed: int) -> None:
 
 
 class ForkedLoader:
-    """A DataLoader with forked workers; if one hangs while being forked, all are forked again.
+    """A DataLoader with forked workers; if a worker hangs during its fork, all workers are forked again.
 
-    Before Python 3.12, another thread (such as a Gloo thread at the end of a collective) can hold a lock
-    while a process is forked. The forked process then waits for this lock forever (python/cpython#112275).
+    Before Python 3.12, another thread (such as a Gloo thread that finishes a collective) can hold a lock
+    during the fork. The forked process then waits forever for the lock (python/cpython#112275).
 
-    Workers are nevertheless forked, because samples then need not be pickled and are in memory only once.
+    Workers are forked nevertheless, because samples then need not be pickled and exist only once in memory.
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch: int = PREFETCH, **options: Any):
-        """Take the options of a DataLoader; if `num_workers` is 0, items are read in this process."""
+        """Accept the options of a DataLoader; if `num_workers` is 0, read items in this process."""
         self._dataset = dataset
         self._num_workers = num_workers
         self._options = {"batch_size": None, "collate_fn": unchanged, **options}
@@ -159,14 +160,14 @@ class ForkedLoader:
         self._loader: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate from the first item again, with the same workers as before.
+        """Iterate from the first item again, reusing the workers.
 
         Raises RuntimeError if the workers cannot be started.
         """
         if self._loader is not None:
             return iter(self._loader)
         for _ in range(MAX_STARTS):
-            is_started = mmap.mmap(-1, max(1, self._num_workers))  # memory that is shared with the workers
+            is_started = mmap.mmap(-1, max(1, self._num_workers))  # memory shared with the workers
             loader = DataLoader(self._dataset, worker_init_fn=partial(_note, is_started), **self._options)
             items = iter(loader)
             stuck = _stuck_workers(data_workers(items), is_started)
@@ -176,7 +177,7 @@ class ForkedLoader:
             log.warning(
                 f"{len(stuck)} of {self._num_workers} data workers hung while being forked; restarting them"
             )
-            del items, loader  # a loader would report the death of its workers
+            del items, loader  # otherwise, the loader would report an error when its workers are killed
             for worker in stuck:
                 worker.kill()
                 worker.join()
@@ -184,14 +185,14 @@ class ForkedLoader:
 
 
 def _note(is_started: mmap.mmap, worker_id: int) -> None:
-    """Record that a worker is running; called in the worker."""
+    """Mark a worker as running; called in the worker process."""
     is_started[worker_id] = 1
 
 
 def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> list[BaseProcess]:
-    """Wait until all workers are running or have ended; return the workers that hang."""
+    """Wait until all workers are running or have exited; return the workers that hang."""
     stuck: list[BaseProcess] = []
-    # Count polls instead of seconds, so that time during which the job is suspended is ignored.
+    # Count polls instead of seconds, to ignore time during which the job is suspended.
     for _ in range(round(START_S / POLL_S)):
         started = zip(workers, is_started[:], strict=False)
         stuck = [worker for worker, runs in started if not runs and worker.is_alive()]
@@ -202,7 +203,7 @@ def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> lis
 
 
 class _Calls(Dataset[Any]):
-    """A dataset whose items are return values of a function."""
+    """A dataset whose items are the return values of a function."""
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         self._function = function
@@ -214,17 +215,17 @@ class _Calls(Dataset[Any]):
 def read_in_worker(
     function: Callable[[int], Any], indices: Sequence[int], config: RunConfig
 ) -> Iterator[Any]:
-    """Yield the function's result for each index, from a separate process if the config has data workers."""
+    """Yield the function's result for each index, computed in another process if there are data workers."""
     yield from ForkedLoader(_Calls(function), min(1, config.data.num_workers), sampler=indices)
 
 
 def unchanged(batch: Any) -> Any:
-    """Return a batch unchanged; used as `collate_fn`, because the batch is already collated."""
+    """Return a batch unchanged; used as `collate_fn` for batches that are already collated."""
     return batch
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a tree of values; of a model, only the first elements of each parameter count."""
+    """Return a digest of nested values; of a model's parameters, only the first elements are hashed."""
     digest = hashlib.sha256()
     if isinstance(value, nn.Module):
         value = {
@@ -236,7 +237,7 @@ def digest_of(value: Any) -> str:
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
-    """Add a tree of values to a digest; an object whose content is unknown is represented by its type."""
+    """Add nested values to a digest; objects of unknown classes are represented by their class."""
     digest.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
@@ -266,8 +267,8 @@ def add_to_digest(digest: Any, value: Any) -> None:
 class TaskBatches:
     """Iterates over the steps of a user's task.
 
-    For each microbatch, `loader` yields the arguments of a TaskBatch, and either the state of the stream
-    after the microbatch or None. If the stream has a problem, `loader` yields the problem instead.
+    For each microbatch, `loader` yields the arguments of a TaskBatch, and either the stream's state after the
+    microbatch or None. If the stream has a problem, `loader` yields a description of the problem instead.
     """
 
     def __init__(self, loader: ForkedLoader, positions: Positions) -> None:
@@ -297,5 +298,5 @@ class TaskBatches:
         return StepBatch(microbatches, None, num_samples, state)
 
     def close(self) -> None:
-        """Release the workers, so that they end."""
+        """Shut down the workers."""
         self._iterator = self._loader = None

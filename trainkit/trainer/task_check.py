@@ -1,7 +1,7 @@
 """Check a user's task or architecture before a run is submitted.
 
-``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. Running the module
-imports the task, or checks that the class of an architecture supports the layout. It then prints a line that
+``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. The command then imports
+the task, or checks that an architecture's class supports the layout. Finally, the command prints a line that
 begins with ``problems: ``, followed by a JSON list of ``[key, message, hint]``.
 """
 
@@ -23,11 +23,11 @@ from trainkit.trainer.user_task import load_task
 
 PREFIX = "problems: "
 DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
-"""Errors in the user's code that would occur with any data and on any machine."""
+"""Errors in user code that would occur with any data and on any machine."""
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """Return the problem of a task, model or architecture that definitely cannot be used, or None."""
+    """Return the problem of a task, model or architecture that can never be used, or None."""
     is_task = config.has_user_task
     try:
         if is_task:
@@ -46,18 +46,18 @@ def definite_problem(config: RunConfig) -> Problem | None:
         cause = error.__cause__
         return None if is_task and cause is not None and not isinstance(cause, DEFINITE) else error.problem
     except TrainkitError as error:
-        # For a model without files, the error concerns the data, which another check covers.
+        # If the model does not come from files, the error concerns the data, which another check covers.
         return problem_of(config, error) if is_task or config.model.hf is not None else None
     return None
 
 
 def print_problems(found: Iterable[Problem]) -> None:
-    """Print the problems on a line of their own, because the task may print output too."""
+    """Print the problems on a line of their own, because the task's code may also print output."""
     print("\n" + PREFIX + json.dumps([[item.key, item.message, item.hint] for item in found]))
 
 
 def main() -> None:
-    """Read a config from standard input, and print its problem if it definitely has one."""
+    """Read a config from standard input; print its problem if the task, model or architecture is unusable."""
     values = json.load(sys.stdin)
     problem = definite_problem(config_class(values).model_validate(values))
     print_problems([] if problem is None else [problem])

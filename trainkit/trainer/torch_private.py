@@ -1,7 +1,8 @@
-"""Wrap every private torch API that trainkit uses; say what it is for and what to do if torch removes it.
+"""Wrap every private torch API that trainkit uses.
 
-A test checks that no other file of trainkit names a private API. Slow imports, such as pipelines and the
-memory tracker, are done in the functions that need them.
+The docstring of each wrapper states the purpose of the API and what to do if torch removes it. A test checks
+that no other file of trainkit names a private API. Slow imports, such as those for pipelines and the memory
+tracker, are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from trainkit.formats import JsonObject
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
-except ImportError:  # torch 2.11 and 2.12 use another name
+except ImportError:  # torch 2.11 and 2.12 name this class differently
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 Tensors = Sequence[Tensor]
@@ -55,11 +56,10 @@ ATTENTION_OPS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
-"""Operations of `F.scaled_dot_product_attention` and `flex_attention`; selective checkpointing saves their
-results.
+"""Attention operations; selective checkpointing saves their results instead of recomputing them.
 
-If torch renames an operation, look up the new name in a profile. With the old name, attention would be
-recomputed, which is slow.
+If torch renames an operation, look up its new name in a profile. If this set lacks the current name,
+attention is recomputed in the backward pass, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
@@ -68,37 +68,38 @@ REDUCTION_OPS = frozenset(
         torch.ops._c10d_functional.all_reduce.default,
     }
 )
-"""Operations with which DTensor adds up partial products of tensor-parallel ranks.
+"""Collectives that DTensor uses to sum the partial results of tensor-parallel ranks.
 
-Selective checkpointing saves the results of these operations. If torch renames an operation, it is repeated
-in the recomputation, and the test of the collectives per step fails.
+Selective checkpointing saves the results of these collectives instead of repeating the collectives. If torch
+renames a collective, the backward pass repeats it, and the test that counts the collectives per step fails.
 """
 
 
 def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
     """Return whether torch would choose cuDNN for causal grouped-query attention.
 
-    If torch removes the function, use `torch.backends.cuda.can_use_cudnn_attention` on Hopper and newer GPUs.
+    If torch removes the private function, use `torch.backends.cuda.can_use_cudnn_attention` on Hopper and
+    newer GPUs.
     """
     choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal flash attention with the last query aligned with the last key.
+    """Compute causal flash attention, with the last query aligned to the last key.
 
-    Context parallelism needs this alignment; torch's public function aligns the first query with the first
-    key. If torch removes the operation, use `torch.nn.attention.bias.causal_lower_right`.
+    Context parallelism needs this alignment; `F.scaled_dot_product_attention` aligns the first query to the
+    first key. If torch removes the operation, use `torch.nn.attention.bias.causal_lower_right`.
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """Compute attention with cuDNN.
+    """Compute attention with the cuDNN kernel.
 
     Returns the output [B, H, T, C], the logsumexp of the scores [B, H, T, 1], and the dropout state (2
-    tensors). If torch removes the operation, use `flash_attention_to_last`, which is slower.
+    tensors). If torch removes the operation, use `flash_attention_to_last`, which is slower than cuDNN.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return found[0], found[1], found[6], found[7]
@@ -116,8 +117,8 @@ def cudnn_attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `cudnn_attention` with respect to queries, keys and values.
 
-    `out` and `logsumexp` may be results merged from several calls. If torch removes the operation, use
-    `flash_attention_to_last`.
+    `out` and `logsumexp` may be merged from several calls of `cudnn_attention`. If torch removes the
+    operation, use `flash_attention_to_last`.
     """
     sizes = q.shape[2], k.shape[2]
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -130,9 +131,9 @@ def cudnn_attention_gradients(
 
 
 def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
-    """Return the worker processes behind a DataLoader's iterator; an empty list if there are none.
+    """Return the worker processes of a DataLoader's iterator, or an empty list if the iterator has none.
 
-    If torch removes the attribute, find the workers as new processes in `multiprocessing.active_children()`.
+    If torch removes the attribute, look for new processes in `multiprocessing.active_children()`.
     """
     return [*getattr(items, "_workers", ())]
 
@@ -141,10 +142,10 @@ def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
 
 
 def shard_offset(param: DTensor) -> Sequence[int]:
-    """Return where this rank's shard of a parameter starts in each dimension, to compute its initial values.
+    """Return the index in each dimension at which this rank's shard of a parameter starts.
 
-    If torch removes the function, compute the start from the placements, the mesh and torch's rule for uneven
-    shards.
+    The indices determine the initial values of the shard. If torch removes the function, compute the indices
+    from the placements, the mesh and torch's rule for uneven shards.
     """
     offset: Sequence[int] = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
@@ -153,11 +154,12 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 
 
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
-    """Return a shard as a DTensor that is sharded like `whole`, for optimizer state in a checkpoint.
+    """Return an optimizer state's local shard as a DTensor sharded like `whole`, to save in a checkpoint.
 
-    The result has as many rows as `whole`, but may have a different number of columns, which must be divided
-    evenly. `DTensor.from_local` is not used, because it would copy an offloaded tensor to the device of the
-    mesh. If the constructor changes, use `from_local`, and save offloaded tensors with a CPU mesh.
+    The DTensor has as many rows as `whole`. The number of columns may differ from `whole`, but must be evenly
+    divisible among the ranks. `DTensor.from_local` is not used, because it would copy an offloaded tensor to
+    the mesh's device. If torch changes the constructor, use `from_local`, and a CPU mesh for offloaded
+    tensors.
     """
     spec = whole._spec
     if shard.shape[1:] != whole.to_local().shape[1:]:
@@ -168,40 +170,40 @@ def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
 
 
 with_params = _reparametrize_module
-"""Runs a module with other tensors as its parameters, such as local shards under tensor parallelism.
+"""Context manager that replaces a module's parameters with other tensors, such as local shards.
 
-`torch.func.functional_call` would call the replaced forward of the module again. If torch removes the
-function, set the attributes by hand, and restore them afterwards.
+`torch.func.functional_call` would call the module's replaced `forward` again, which would recurse. If torch
+removes the context manager, set the attributes directly and restore them afterwards.
 """
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the current backward pass, to wait for the last gradient reduction.
+    """Call a function at the end of the current backward pass, for example to wait for gradient reductions.
 
-    If torch removes the method, look in DDP and FSDP, which also use it, for its successor. Until its
-    successor is found, wait before the optimizer step instead.
+    If torch removes the method, look for the replacement in DDP and FSDP, which use the same method. Until a
+    replacement is found, wait before the optimizer step instead.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
 norm_of_each = torch._foreach_norm
-"""Computes the norm of each tensor, with one kernel for many tensors; the norm of order inf is the largest
-absolute value.
+"""Computes the norm of each tensor, using one kernel for many tensors; the inf-norm is the largest absolute
+value.
 
-If torch removes the function, use `torch.linalg.vector_norm`, with one kernel per tensor.
+If torch removes the function, use `torch.linalg.vector_norm`, which launches one kernel per tensor.
 """
 copy_each = torch._foreach_copy_
-"""Copies each source to its target, with one kernel for many tensors.
+"""Copies each source tensor to its target, using one kernel for many tensors.
 
-If torch removes the function, use `Tensor.copy_`, with one kernel per tensor.
+If torch removes the function, use `Tensor.copy_`, which launches one kernel per tensor.
 """
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """Make the next step of the fused kernel divide the gradients, or change nothing if `skip` is 1.
+    """Make the fused kernel divide the gradients by `divisor` in its next step, or do nothing if `skip` is 1.
 
-    GradScaler sets the same attributes of an optimizer. If torch removes the attributes, divide the gradients
-    in a separate pass.
+    The function sets the same optimizer attributes as GradScaler. If torch removes the attributes, divide the
+    gradients in a separate pass.
     """
     fused = cast(Any, optimizer)
     fused.grad_scale = divisor
@@ -209,9 +211,10 @@ def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Ten
 
 
 def any_length(tensor: Tensor) -> Tensor:
-    """Tell torch.compile that a tensor's first size varies and its second is fixed; return the tensor.
+    """Mark a tensor's first dimension as dynamic and its second as static for torch.compile.
 
-    If torch removes these functions, `torch.compile` compiles twice: for the first size, and for all others.
+    Returns the tensor. If torch removes the marking functions, `torch.compile` compiles twice: for the first
+    size, and again for all other sizes.
     """
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     if tensor.dim() > 1:
@@ -223,7 +226,7 @@ def any_length(tensor: Tensor) -> Tensor:
 
 
 def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' tensors concatenated along `dim`; supports torch.compile and gradients.
+    """Return the tensors of all ranks, concatenated along `dim`; supports torch.compile and autograd.
 
     If torch removes the function, write an autograd function around `dist.all_gather_into_tensor` and
     `dist.reduce_scatter_tensor`.
@@ -235,12 +238,12 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def set_gather(
     param: nn.Parameter, before: Callable[[int], Tensor], after: Callable[[Tensor], Tensor]
 ) -> None:
-    """Make `fully_shard` gather `before(number of ranks)` and compute with `after(gathered)`.
+    """Make `fully_shard` gather `before(number of ranks)`, and use `after(gathered)` as the parameter.
 
-    FSDP looks up these functions on the shard in its first pass; torch's own tests also set them there. Call
-    this after memory has been allocated and before the first pass. All passes gather into the same memory, so
-    `after` is called only once. If torch removes these functions, write a subclass of Tensor with these
-    methods, as torchao does.
+    In its first pass, FSDP looks up these two hooks on the shard, where torch's own tests also set them. Call
+    `set_gather` after memory has been allocated and before the first pass. All passes gather into the same
+    memory, so FSDP calls `after` only once. If torch removes the hooks, write a Tensor subclass that defines
+    them, as torchao does.
     """
 
     def fsdp_pre_all_gather(
@@ -259,9 +262,9 @@ def set_gather(
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout for the collectives of a group that the device mesh created with the default timeout.
+    """Set the timeout of collectives in a group that the device mesh created with the default timeout.
 
-    In torch 2.15, the public function `torch.distributed.set_timeout` does the same.
+    From torch 2.15, the public function `torch.distributed.set_timeout` can be used instead.
     """
     public = getattr(dist, "set_timeout", None)
     if public is not None:
@@ -271,11 +274,12 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes], bytes]) -> None:
-    """Make torch `seal` the pickles that ranks exchange, and `unseal` them before unpickling executes code.
+    """Make torch `seal` the pickles that ranks exchange, and `unseal` them before unpickling.
 
-    The pickles contain checkpoint plans and the shapes of pipeline stages. `unseal` raises an error for a
-    pickle that no rank has sealed. If torch removes these names, find another way to protect the pickles:
-    without it, anybody who can reach a port of torch can execute code in this user's ranks.
+    Unpickling can execute code. The pickles contain checkpoint plans and the shapes of pipeline stages.
+    `unseal` raises an error if no rank of this run has sealed the pickle. If torch removes the wrapped
+    functions, find another way to authenticate the pickles: otherwise, anyone who can reach one of torch's
+    ports can execute code as the user of the run.
     """
 
     class Pickler:
@@ -296,29 +300,29 @@ def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Replicate a module for data parallelism, in a way that can be combined with tensor parallelism.
+    """Replicate a module for data parallelism; unlike DDP, this can be combined with tensor parallelism.
 
-    `DistributedDataParallel` would silently compute the gradient norm of local shards only. If torch removes
-    the function, use `fully_shard` with a mesh whose shard dimension has one rank.
+    With `DistributedDataParallel`, the gradient norm would silently cover only the local shards. If torch
+    removes the function, use `fully_shard` with a mesh whose shard dimension has one rank.
     """
     _replicate(module, mesh=mesh, mp_policy=policy)
 
 
 def connect_stage(stage: Any) -> None:
-    """Make a pipeline stage on CPUs connect to its neighbours only when it first sends to them.
+    """Make a CPU pipeline stage connect to its neighbours lazily, when it first sends to them.
 
-    In torch 2.11, each stage sends to its neighbours before the first step. gloo cannot do this if a
-    neighbour is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is no longer
-    supported.
+    In torch 2.11, each stage sends to its neighbours before the first step. With gloo, this fails if a
+    neighbouring stage is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is
+    no longer supported.
     """
     if torch.__version__ < "2.12" and stage.device.type == "cpu":  # compares versions, not strings
         stage._get_init_p2p_neighbors_ops = list
 
 
 class ModuleStyle(ParallelStyle):
-    """Base class for trainkit's ways to parallelize a module; `parallelize_module` calls `apply`.
+    """Base class for trainkit's parallel styles; `parallelize_module` calls the method `apply`.
 
-    torch declares the method as `_apply`. If torch renames the method, rename it here too.
+    torch names the abstract method `_apply`. If torch renames `_apply`, rename it here too.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -330,11 +334,11 @@ class ModuleStyle(ParallelStyle):
 
 
 def flight_record(device_type: str, count: int) -> JsonObject | None:
-    """Return this rank's newest `count` collectives, and any that have not ended, to report a hang.
+    """Return this rank's newest `count` collectives and all unfinished ones, for a hang report.
 
-    The record also contains the newest collective of each group, and the ranks of all groups, which gloo does
-    not record. Returns None if torch does not record collectives. If torch removes the functions, return
-    None, because there is no other source; hang reports then contain only stacks.
+    The result also contains the newest collective of each group, and the member ranks of each group, which
+    gloo does not record. Returns None if torch does not record collectives. If torch removes the functions,
+    return None, because there is no other source; hang reports then contain only stacks.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.distributed_c10d import _world
@@ -371,19 +375,19 @@ PICKLED_IN_METADATA = frozenset(
         ("torch.serialization", "_get_layout"),
     }
 )
-"""Private names in the metadata of a sharded checkpoint that are safe to unpickle.
+"""Private names that occur in the metadata of sharded checkpoints and are safe to unpickle.
 
-If a release of torch adds a name, resuming from its checkpoints fails with an error that shows this name.
-Check what the name does before adding it here. Never remove a name, because checkpoints written by older
-releases contain it.
+If a torch release adds a name to the metadata, resuming from its checkpoints fails with an error that shows
+the name. Check what a class or function does before adding its name. Never remove a name, because checkpoints
+saved with older torch releases contain it.
 """
 
 
 def make_stager(options: StagingOptions) -> DefaultStager:
     """Return a stager that keeps and reuses its buffers across saves until it is closed.
 
-    torch 2.11 and 2.12 release the buffers after every save and cannot stage again afterwards. Once torch
-    2.11 and 2.12 are no longer supported, use `DefaultStager`.
+    In torch 2.11 and 2.12, `DefaultStager` releases its buffers after every save and cannot stage again. Use
+    `DefaultStager` directly once torch 2.11 and 2.12 are no longer supported.
     """
     stager = DefaultStager(options)
     if torch.__version__ < "2.13":  # compares versions, not strings
@@ -399,20 +403,20 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     return stager
 
 
-# Memory of a GPU
+# GPU memory
 
 
 def fix_segments() -> None:
-    """Make CUDA's allocator reserve segments of fixed size, regardless of PYTORCH_ALLOC_CONF.
+    """Make the CUDA allocator use segments of fixed size, regardless of PYTORCH_ALLOC_CONF.
 
-    If torch removes both functions, set PYTORCH_ALLOC_CONF without ``expandable_segments`` in `launch.env`.
+    If torch removes both functions, set PYTORCH_ALLOC_CONF in `launch.env`, without ``expandable_segments``.
     """
     found: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (found or cast(Any, torch.cuda.memory)._set_allocator_settings)("expandable_segments:False")
 
 
 def compiled_anew() -> bool:
-    """Return whether this process has compiled a graph that no cache contained.
+    """Return whether this process has compiled a graph that was not in the compile cache.
 
     If torch removes the counters, omit ``compiled`` from the ``first_step`` event.
     """
@@ -425,7 +429,8 @@ def compiled_anew() -> bool:
 def record_memory_history(enabled: bool) -> None:
     """Start or stop recording the stack of every CUDA allocation.
 
-    If torch removes the function, remove `profiler.memory`; the peak remains available in the metrics.
+    If torch removes the function, remove the config key `profiler.memory`; the metrics still contain the peak
+    memory.
     """
     torch.cuda.memory._record_memory_history("all" if enabled else None)
 
@@ -433,34 +438,34 @@ def record_memory_history(enabled: bool) -> None:
 def dump_memory_history(file: str) -> None:
     """Write the recorded allocations to a file for pytorch.org/memory_viz.
 
-    If torch removes the function, remove `profiler.memory`, as for `record_memory_history`.
+    If torch removes the function, remove the config key `profiler.memory`.
     """
     torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
 
-# Simulation of one rank: tensors without values, collectives without other ranks
+# Simulating one rank: tensors have no values, and collectives have no other ranks
 
 FakeTensors = FakeTensorMode
-"""The mode where tensors have shapes but no values.
+"""Mode for tensors that have shapes but no values.
 
-If torch removes the mode, use the meta device without the memory tracker, so that only `plan` estimates the
+If torch removes the mode, use the meta device without the memory tracker; then only `plan` can estimate the
 memory.
 """
 
 DispatchMode = TorchDispatchMode
-"""Base class for a mode that sees every operation, used to count collectives.
+"""Base class for modes that intercept every operation, used to count collectives.
 
-If torch removes the class, count the collectives in a profile instead.
+If torch removes the class, count the collectives in a profile.
 """
 
 _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 
 
 def collective_kind(op: Any) -> str | None:
-    """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
+    """Return the collective's kind (``all_gather``, ``reduce_scatter`` or ``all_reduce``), or None otherwise.
 
-    If a release of torch renames an operation, the test of the collectives per step fails until the new name
-    is added here.
+    If torch renames a collective, the test of the collectives per step fails until the new name is added
+    here.
     """
     namespace, _, name = str(op.name()).partition("::")
     if namespace not in ("c10d", "_c10d_functional"):
@@ -469,9 +474,9 @@ def collective_kind(op: Any) -> str | None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process one rank of a simulated world, whose collectives all return at once.
+    """Make this process one rank of a simulated world, where all collectives return at once.
 
-    If torch removes the fake store, keep a copy of it, because no documented backend does the same.
+    If torch removes the fake store, keep a copy of its code in trainkit: no public backend can replace it.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -479,10 +484,10 @@ def join_fake_world(rank: int, world_size: int) -> None:
 
 
 class _NoModuleTracker(nullcontext[None]):
-    """Stands in for the module tracker inside torch's memory tracker, which installs hooks on modules.
+    """Replaces the module tracker inside torch's memory tracker, which installs hooks on modules.
 
-    The hooks would allow only one call per step, and would not work if a pipeline schedule splits a backward
-    pass in two.
+    The hooks allow only one forward pass per step, and fail if a pipeline schedule splits a backward pass in
+    two.
     """
 
     parents: frozenset[str] = frozenset()
@@ -497,10 +502,9 @@ class _NoModuleTracker(nullcontext[None]):
 
 
 def memory_tracker() -> Any:
-    """Return torch's memory tracker, without per-module statistics, for a simulated rank's peak memory.
+    """Return torch's memory tracker, without per-module statistics, for measuring a rank's peak memory.
 
-    If a release of torch drops `MemTracker`, replace it with a `TorchDispatchMode` that sums the sizes of
-    live storages.
+    If torch removes `MemTracker`, replace it with a `TorchDispatchMode` that sums the sizes of live storages.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -513,10 +517,10 @@ def memory_tracker() -> Any:
 def shapes_untracked() -> Iterator[None]:
     """Hide DTensor's shape propagation from the memory tracker.
 
-    The propagation creates tensors of the global shape, such as logits over the whole vocabulary, which no
-    rank ever allocates. The tracker ignores tensors of other fake modes, but here all tensors belong to the
-    same fake mode. If torch renames the method, look in `ShardingPropagator` for the method that enters a
-    fake mode.
+    Shape propagation creates fake tensors with the global shape, such as logits over the whole vocabulary,
+    which no rank ever allocates. The tracker would ignore tensors of another fake mode, but a simulated rank
+    has only one fake mode. If torch renames the method, look in `ShardingPropagator` for the method that
+    enters a fake mode.
     """
     kind: Any = ShardingPropagator
     propagate = kind._propagate_tensor_meta_non_cached
@@ -533,16 +537,16 @@ def shapes_untracked() -> Iterator[None]:
 
 
 _StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-"""Returns the input, on the meta device, of a pipeline stage that is not the first.
+"""Returns a meta tensor with the shape of a pipeline stage's input; not called for the first stage.
 
 The arguments are the stage's module and the keyword arguments of one microbatch.
 """
 
 
 def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
-    """Set the input shapes of a schedule's stages, which would otherwise exchange shapes in the first step.
+    """Set the input shapes of a schedule's stages, so that ranks need not exchange shapes in the first step.
 
-    If torch removes the method, pass `input_args` and `output_args` to the stages.
+    If torch removes the method, pass `input_args` and `output_args` when creating the stages.
     """
     if not hasattr(schedule, "_initialize_pp_stages"):
         _set_stage_shapes_2_11(schedule, stream_of)
@@ -572,7 +576,7 @@ def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
 
 
 def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
-    """Set the stage shapes in torch 2.11, which has different schedules for one and for several stages."""
+    """Set the stage shapes in torch 2.11, where schedules for one and for several stages per rank differ."""
 
     def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         for stage in stages:
@@ -581,7 +585,7 @@ def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
             stream = (stream_of(stage.submod, kwargs),)
             stage.inputs_meta = tuple(arg.to("meta") for arg in args) if stage.is_first else stream
             stage._configure_outputs_meta(stream)
-            # The output of the last stage has a different shape, but no stage receives it.
+            # The last stage's output has a different shape, but no stage receives that output.
             stage._validate_fwd_outputs = lambda outputs: None
             stage._prepare_forward_infra(schedule._n_microbatches, ())
             stage._prepare_backward_infra(schedule._n_microbatches)

@@ -1,4 +1,4 @@
-"""Import the class of a user's task, and report why a task cannot be trained, with file and line."""
+"""Import a user's task class, and report why a task cannot be trained, with file and line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACEBACK_HINT = "run the code in a Python shell to see the traceback"
 
 
 class TaskError(FatalError):
-    """An error in a task that makes training impossible."""
+    """An error in a task that prevents training."""
 
     def __init__(self, key: str, message: str, hint: str = "") -> None:
         super().__init__(f"{key} {message}", hint)
@@ -33,13 +33,13 @@ class TaskError(FatalError):
 
 
 def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
-    """Return the error for a task or `model.hf` that cannot be trained; `message` follows the word "but"."""
+    """Return an error for a task or `model.hf` that cannot be trained; `message` follows the word "but"."""
     key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
     return TaskError(key, f"is {value}, but {message}", hint)
 
 
 def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
-    """Convert an error in a task or a model to a problem with a config key."""
+    """Convert an error in a task or model to a problem with a config key."""
     if isinstance(error, TaskError):
         return error.problem
     key, _, message = error.message.partition(" ")
@@ -54,9 +54,9 @@ def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
 def errors_of_user(
     config: RunConfig, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turn any exception of the user's code into a TaskError with file and line.
+    """Convert any exception in user code to a TaskError with file and line.
 
-    Exceptions of the types in `but` are not converted, because a restart may help.
+    Exceptions whose type is in `but` are not converted, because a restart may help.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def errors_of_user(
 
 
 def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
-    """Import a file; with `as_script`, it can import files next to it, like a script that Python runs."""
+    """Import a file; with `as_script`, it can import neighbouring files, like a script that Python runs."""
     name = f"trainkit_task_{path.stem}"
     if as_script:
         name = path.stem if path.stem not in sys.modules else name
@@ -79,14 +79,15 @@ def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Data workers unpickle instances of the module's classes by name, and dataclasses look up their module.
+    # Data workers unpickle instances of the module's classes by name, and dataclasses look up their module by
+    # name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as text, with its innermost line in a file outside installed packages."""
+    """Return an exception as text, with the innermost line that is not in an installed package."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{text} ({error.filename}:{error.lineno})"
@@ -103,16 +104,17 @@ def line_of(function: object) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, joined, and the number of names left out."""
+    """Join the first `most` names, and append how many names were omitted."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
-    """Return the class specified by ``task``, as FILE.py:CLASS or MODULE:CLASS.
+    """Return the class that ``task`` specifies, as FILE.py:CLASS or MODULE:CLASS.
 
-    In a run, the class is imported from the code snapshot, so later edits have no effect. Raises TaskError if
-    the class cannot be imported, is not a complete Task, or does not accept ``task_args``.
+    In a run, the class is imported from the run's code snapshot, so that later edits have no effect. Raises
+    TaskError if the class cannot be imported, does not implement all of Task, or does not accept
+    ``task_args``.
     """
     shipped = TASKS.get(config.task)
     module_name, _, class_name = (config.task if shipped is None else shipped.place).rpartition(":")
@@ -142,7 +144,7 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the task's module exists, but imports a missing module
+                raise  # the task's module exists, but imports another module that is missing
             hint = f"use a module in {folder} or an installed one, or a file: FILE.py:CLASS"
             raise refusal(config, f"there is no module {error.name}", hint) from None
     path = Path(name).absolute() if run is None else copied_file(run, name)
@@ -152,7 +154,7 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
 
 
 def _check(config: RunConfig, found: type[Task]) -> None:
-    """Raise TaskError if a class does not accept `task_args` or does not support the layout."""
+    """Raise TaskError if the task's class does not accept `task_args` or does not support the layout."""
     tp = config.parallel.tp
     if tp > 1 and found.tensor_plan is Task.tensor_plan:
         message = f"is {tp}, but {found.__name__} does not define tensor_plan"

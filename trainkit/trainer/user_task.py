@@ -1,4 +1,4 @@
-"""Prepare a user's task for training: open its data and build its model."""
+"""Prepare a user's task for training by opening its data and building its model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user,
 
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the task of a config; raise TaskError if it cannot be imported or created."""
+    """Create the config's task; raise TaskError if the task cannot be imported or created."""
     if config.uses_transformers:
         module, _, name = TRANSFORMERS_TASK.partition(":")
         task: Task = getattr(import_module(module), name)(config)
@@ -51,12 +51,12 @@ def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
 
 
 class UserTask:
-    """A user's task, with its data and its model."""
+    """A user's task with its data and model."""
 
     def __init__(self, config: RunConfig, run: RunDir | None, *, opens_data: bool = True) -> None:
         self.config = config
         self.num_params = 0
-        """Number of parameters; 0 until the model has been built."""
+        """Number of model parameters; 0 until the model has been built."""
         if config.model.lora is not None:
             require("peft", "model.lora", "peft")
         seed_generators(stable_key(config.seed, "task"))
@@ -78,17 +78,17 @@ class UserTask:
 
     @property
     def flops_per_sample(self) -> float | None:
-        """Return the FLOPs of training on one sample; call this after the model has been built."""
+        """Return the FLOPs of a training step per sample; call this after the model has been built."""
         with errors_of_user(self.config, "flops_per_sample failed"):
             return self.task.flops_per_sample
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Let the task write its model to an empty folder."""
+        """Let the task export its model to an empty folder."""
         with errors_of_user(self.config, "export() failed"):
             self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
-        """Return the values that determine the sample at each position, which must not change on resume."""
+        """Return the values that determine the order of samples, which must not change on resume."""
         config = self.config
         identity = {
             "fingerprint": self.train_data.fingerprint,
@@ -101,9 +101,9 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """Return this rank's batches of a split, starting at `state`; with `end`, stop at that position.
+        """Return this rank's batches of a split, starting at `state` and ending at position `end`, if given.
 
-        The batches of the validation split can be iterated over repeatedly.
+        The validation batches can be iterated over repeatedly.
         """
         config, collate, uses_gpu = self.config, self.task.collate, world.device.type == "cuda"
         positions = Positions(batch, world.dp_rank, world.layout.dp, state.samples_seen, end)
@@ -114,7 +114,7 @@ class UserTask:
         loader = ForkedLoader(
             SampleReader(data.samples, collate, config.seed, split, split == TRAIN and config.data.shuffle),
             config.data.num_workers,
-            sampler=positions,  # each item of the sampler is a whole microbatch
+            sampler=positions,  # each item of the sampler is a microbatch
             pin_memory=uses_gpu,
         )
         return TaskBatches(loader, positions)
@@ -124,7 +124,7 @@ class UserTask:
         return data.describe() if isinstance(data, StreamData) else f"{data.num_samples:,} training samples"
 
     def build_model(self) -> nn.Module:
-        """Return the model, in float32 on the CPU, with the same values on every rank."""
+        """Return the model in float32 on the CPU, with the same values on every rank."""
         seed_generators(stable_key(self.config.seed, "model"))
         with errors_of_user(self.config, "build_model() failed"):
             model = self.task.build_model()
@@ -147,14 +147,14 @@ class UserTask:
             message = "build_model() added no adapters for model.lora"
             raise refusal(self.config, message, "call trainkit.task.add_adapters in build_model()")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        for name, layer in quantized_layers(model).items():  # the quantized weights are not parameters
+        for name, layer in quantized_layers(model).items():  # quantized weights are not in `parameters()`
             self._shapes[f"{name}.weight"] = tuple(layer.shape)
         self.num_params = sum(math.prod(shape) for shape in self._shapes.values())
         return model
 
     @torch.no_grad()
     def build_whole_model(self, without: Collection[str] = ()) -> nn.Module:
-        """Return the model on the CPU with all its initial values, except for the parameters in `without`."""
+        """Return the model on the CPU with its initial values, except for the parameters in `without`."""
         model = self.build_model()
         on_meta = [name for name, param in model.named_parameters() if param.is_meta]
         allocate(model, torch.device("cpu"))
@@ -165,7 +165,7 @@ class UserTask:
         return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
-        """Read a slice of the initial value of a parameter."""
+        """Read a slice of a parameter's initial value."""
         rows, *rest = index or (slice(0, 1),)
         with errors_of_user(self.config, f"read_weight({name!r}) failed", but=OSError):
             value = self.task.read_weight(name, rows)
@@ -180,7 +180,7 @@ class UserTask:
 
 
 class _Data:
-    """A user's dataset and its fingerprint."""
+    """A user's dataset with its fingerprint."""
 
     def __init__(self, samples: Samples, method: str, config: RunConfig) -> None:
         for name in ("__len__", "__getitem__"):
@@ -195,10 +195,10 @@ class _Data:
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
     def _fingerprint(self, method: str, config: RunConfig) -> str:
-        """Return a digest of the dataset's length and a few of its items.
+        """Return a digest of the dataset's length and some of its items.
 
-        The items are read in a separate process. A dataset may open a file when its first item is read, and
-        forked processes that inherit the file would share its position.
+        The items are read in a separate process. If the dataset opens a file to read the first item, worker
+        processes forked afterwards would share the file's position.
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
@@ -218,5 +218,5 @@ def digest_of_item(samples: Samples, seed: int, index: int) -> tuple[str, str]:
     seed_generators(stable_key(seed, "fingerprint", index))
     try:
         return digest_of(samples[index]), ""
-    except Exception as error:  # the user's code may raise any exception
+    except Exception as error:  # user code may raise any exception
         return "", describe(error)

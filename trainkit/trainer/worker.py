@@ -1,4 +1,4 @@
-"""Run one worker: determine its rank, build the model and train it."""
+"""Run a worker: determine its rank, build the model and train it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLL_S = 0.02
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
-    """Train as one rank of an attempt; return the worker's exit code."""
+    """Train as one rank of an attempt; return the exit code of the worker."""
     joined = join_and_build(attempt, plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
@@ -47,7 +47,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 def join_and_build(
     attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress
 ) -> Trainer | None:
-    """Join the other ranks and build the trainer; return None if any rank gets a stop signal meanwhile."""
+    """Join the other ranks and build the trainer; return None if a rank receives a stop signal meanwhile."""
     config, env = read_effective(attempt.config_file), find_rank_env()
     if env.world_size != plan.world_size:
         raise FatalError(f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}")
@@ -61,8 +61,8 @@ def join_and_build(
     if device.type == "cuda" and config.precision.tf32:
         torch.set_float32_matmul_precision("high")
     # Build the task before the startup barrier: tokenising the data may take long, and the barrier has a
-    # timeout. Rank 0 checks the shards on behalf of all ranks, so that thousands of ranks do not query
-    # thousands of files.
+    # timeout. Only rank 0 checks the data shards, so that thousands of ranks do not access thousands of
+    # files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
     task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
@@ -88,9 +88,10 @@ def join_and_build(
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
     """Run `work` in a thread on a device; return its result, or None as soon as a stop signal arrives.
 
-    Exceptions of `work` are raised here. Abandoned work continues in its thread until the process ends.
+    Exceptions raised by `work` are raised again in the calling thread. If a stop signal arrives, `work`
+    continues in its thread until the process exits.
     """
-    # In a new thread, the default device is the first GPU.
+    # A new thread uses the first GPU unless a device is set.
     selects = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     future = ThreadPoolExecutor(1, initializer=selects).submit(work)
     while not future.done():
@@ -100,23 +101,24 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 
 
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
-    """Choose kernels independently of their speed; with `deterministic`, use only deterministic kernels.
+    """Select kernels without benchmarking; with `deterministic`, select only deterministic kernels.
 
-    Two equal runs on GPUs then differ only by rounding, because sums may be in a different order. With
-    `deterministic`, equal runs are bit-identical. Call this before anything is compiled and before the first
-    collective. Environment variables that are already set are not changed.
+    Two identical runs on GPUs then differ only by rounding, because sums may be computed in a different
+    order. With `deterministic`, identical runs have bit-identical results. Call this function before anything
+    is compiled and before the first collective. Environment variables that are already set keep their values.
     """
     if plan.device == "cuda":
         # Without this variable, Inductor benchmarks several kernels for large reductions and could choose a
-        # different one after a restart.
+        # different kernel after a restart.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return
     torch.use_deterministic_algorithms(True)  # Operations without a deterministic kernel raise an error.
-    # Filling new memory would reveal reads of uninitialised memory, but would also write every buffer that
-    # FSDP gathers into.
+    # Do not fill new memory: filling would reveal reads of uninitialised memory, but would also write every
+    # buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     if plan.world_size > 1:
-        # A ring adds in rank order, and ranks are numbered host by host. NVLS adds in an arbitrary order.
+        # With a ring, NCCL adds values in rank order, and ranks are numbered host by host. NVLS would add
+        # values in an arbitrary order.
         os.environ.setdefault("NCCL_ALGO", "Ring")

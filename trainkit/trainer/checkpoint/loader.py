@@ -42,20 +42,20 @@ from trainkit.trainer.user_code import listed
 
 log = getLogger(__name__)
 SETTLE_S = 65.0
-"""Seconds for which a host may see a stale listing of a folder on a network filesystem."""
+"""How long a host may see a stale listing of a folder on a network filesystem, in seconds."""
 RETRY_S = 1.0
 
 
 def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Manifest] | None:
-    """Return the newest intact published checkpoint with its manifest, or None if there never was one.
+    """Return the newest intact published checkpoint and its manifest, or None if none was ever published.
 
-    Rank 0 proposes a candidate, and all ranks share the work of verifying it. If any rank finds damage, the
-    checkpoint counts as damaged. A damaged checkpoint is logged and set aside; the next older checkpoint is
-    tried.
+    Rank 0 proposes a checkpoint, and each rank verifies a part of its files. If any rank finds damage, the
+    checkpoint is considered damaged. A damaged checkpoint is logged and renamed, and the next older
+    checkpoint is tried.
 
-    Raises CheckpointError if a checkpoint is currently unreadable, was written by a newer trainkit version,
-    or if all checkpoints are missing or damaged. The exit code is 78 if a newer version is needed or no
-    intact checkpoint is left, because only the user may decide to start over at step 0.
+    Raises CheckpointError if a checkpoint cannot be read at the moment, was written by a newer trainkit
+    version, or if all checkpoints are missing or damaged. The exit code is 78 if a newer trainkit version is
+    needed or no intact checkpoint is left, because only the user may decide to start over at step 0.
     """
     run = attempt.run
     listed: list[tuple[str, int]] = []
@@ -92,9 +92,9 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """Return the published checkpoints, oldest first; wait up to `SETTLE_S` s until the newest is visible.
+    """Read and write checkpoint files; hash data while writing, and unpickle only metadata.
 
-    A host may see a stale listing of a folder on a network filesystem for a while. Without the wait, the run
+    On a network filesystem, a host may see a stale listing of a folder for a while. Without waiting, the run
     could resume from an older checkpoint and later publish a step that already exists.
     """
     deadline_s, warned = time.monotonic() + SETTLE_S, False
@@ -102,7 +102,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # Accept a newer checkpoint too: the process that wrote it may have died before recording the event.
+        # Also accept a newer checkpoint: the process that wrote it may have died before recording the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed
@@ -116,7 +116,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
 
 
 def _newest_committed_step(run: RunDir) -> int | None:
-    """Return the newest step that events.jsonl records as published and not as rejected, or None."""
+    """Return the newest step recorded in events.jsonl as published and not as rejected, or None."""
     newest: list[int] = []
     for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
         if event.name == "checkpoint_rejected":
@@ -127,8 +127,8 @@ def _newest_committed_step(run: RunDir) -> int | None:
 
 
 def _remove_leftovers(run: RunDir) -> None:
-    # Refresh first: a stale listing could still contain the temporary name of a save that has since been
-    # published.
+    # Refresh the listing first: a stale one could still contain the temporary name of a checkpoint that has
+    # since been published.
     refresh_listing(run.checkpoints_dir)
     for leftover in partials(run.checkpoints_dir):
         try:
@@ -140,7 +140,7 @@ def _remove_leftovers(run: RunDir) -> None:
 
 
 def _describe_lost(run: RunDir) -> str:
-    """Return why a run without a published checkpoint must not start over, or "" if it never had one."""
+    """Return why a run without checkpoints must not start over, or "" if the run never published one."""
     num_damaged = len(rejects(run.checkpoints_dir))
     if num_damaged:
         return f"{num_damaged} set aside as damaged"
@@ -150,7 +150,7 @@ def _describe_lost(run: RunDir) -> str:
 
 
 def _restore_best_link(checkpoint: Checkpoint) -> None:
-    """Point `best` at the best step in the manifest; a crash may have prevented the save from doing so."""
+    """Point `best` at the manifest's best step; a crash may have prevented the save from doing so."""
     step = checkpoint.manifest().progress.get("best_step")
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
@@ -163,9 +163,9 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
 def agree_on_damage(candidate: Checkpoint, world: World) -> str:
     """Verify a checkpoint on all ranks together; return a description of the damage, or "" if it is intact.
 
-    Retries for `SETTLE_S` seconds until the ranks agree. Raises CheckpointError if a rank cannot read the
-    checkpoint or sees different files than rank 0, so that one bad node cannot cause an intact checkpoint to
-    be set aside.
+    Retries for up to `SETTLE_S` seconds until all ranks agree. Raises CheckpointError if a rank cannot read
+    the checkpoint or sees different files than rank 0, so that one bad node cannot make the run reject an
+    intact checkpoint.
     """
     deadline_s = time.monotonic() + SETTLE_S
     while True:
@@ -187,7 +187,10 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return (damage found without hashing, hash mismatch in this rank's share, read error), "" for none."""
+    """Return the damage found without hashing, the hash mismatch in this rank's share, and the read error.
+
+    Each of the three is "" if there is none.
+    """
     try:
         plain = plain_damage(candidate)
         return plain, "" if plain else hash_damage(candidate, world.rank, world.size), ""
@@ -196,9 +199,9 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
-    """Fill the tensors in place from a checkpoint, which may have been written with another layout.
+    """Fill the tensors in place from a checkpoint, which may have been saved with a different layout.
 
-    Raises FatalError if tensor names or shapes differ from those in the checkpoint.
+    Raises FatalError if the names or shapes of the tensors differ from the names or shapes in the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
@@ -213,14 +216,14 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
 
 
 PARTS = ("model.", "buffer.")
-"""Name prefixes of weights and buffers in a checkpoint."""
+"""Name prefixes of weights and of buffers in a checkpoint."""
 
 
 @torch.no_grad()
 def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
-    """Fill weights from the model's files; in a resumed run, fill only weights that checkpoints omit.
+    """Fill weights from the model's files; in a resumed run, only weights that checkpoints do not contain.
 
-    Raises FatalError if a tensor has different shapes in the file and in the model.
+    Raises FatalError if a tensor's shape in the file differs from its shape in the model.
     """
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
@@ -238,12 +241,12 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
 def load_initial_weights(
     tensors: Mapping[str, Tensor], config: ModelConfig, world: World, base: object = None
 ) -> None:
-    """Fill the weights and buffers in `tensors` that match `model.init_include`, in place.
+    """Fill the weights and buffers that match `model.init_include`, in place, from another run's checkpoint.
 
-    `base` is the fingerprint of the model files that contain the initial weights. Raises FatalError if the
-    checkpoint lacks one of the selected tensors or has it in another shape. A tensor may be missing only if
-    it was frozen in a run with the same `base`, because the model files still contain its value. Without
-    `init_include`, the checkpoint must not contain additional tensors.
+    `base` is the fingerprint of the model files that provide the initial weights. Raises FatalError if one of
+    the selected tensors is missing in the checkpoint or has a different shape. A tensor may be missing only
+    if it was frozen in a run with the same `base`, because the model files still contain its value. Without
+    `init_include`, the checkpoint must not contain any other tensors.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)
@@ -280,7 +283,7 @@ def load_initial_weights(
 
 
 def _find(path: Path) -> tuple[str, int] | None:
-    """Return the checkpoint at a path; for a run folder, its best or else its newest checkpoint."""
+    """Return the path and step of the checkpoint at a path; for a run folder, of its best or newest one."""
     if (path / MANIFEST_NAME).is_file():
         try:
             step = Checkpoint(path, 0).manifest().step
@@ -290,7 +293,7 @@ def _find(path: Path) -> tuple[str, int] | None:
     folder = RunDir(path).checkpoints_dir
     if (folder / BEST_LINK / MANIFEST_NAME).is_file():
         return _find(folder / BEST_LINK)
-    # Check only file sizes here; the ranks verify the hashes together later.
+    # Check only file sizes here; the ranks later verify the hashes together.
     whole = [
         checkpoint for checkpoint in published(folder) if not find_damage(checkpoint, reads_tensors=False)
     ]
@@ -311,7 +314,7 @@ def _saved_shapes(reader: SafeReader) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of all ranks; a pipeline rank has only the tensors of its own stages."""
+    """Return the tensor shapes on all ranks; a pipeline rank has only the tensors of its own stages."""
     found: dict[str, tuple[int, ...]] = {}
     for part in gather_from_all({name: list(tensor.shape) for name, tensor in tensors.items()}, world):
         found |= {name: tuple(shape) for name, shape in part.items()}
@@ -321,7 +324,7 @@ def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[st
 def _problem(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool = False
 ) -> str:
-    """Return why the tensors do not fit the checkpoint, or ""; `is_part` allows additional saved tensors."""
+    """Return why the tensors do not match the checkpoint, or ""; `is_part` allows extra saved tensors."""
     wrong = [
         f"{name} {saved[name]} -> {own[name]}" for name in own if saved.get(name, own[name]) != own[name]
     ]

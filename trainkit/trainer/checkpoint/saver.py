@@ -1,4 +1,4 @@
-"""Save checkpoints: stage tensors in memory, write files in the background, publish with one rename."""
+"""Save checkpoints: stage tensors in memory, write files in the background, and publish by renaming."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ log = getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One checkpoint to write; `record` is added to its manifest."""
+    """A request to save a checkpoint; `record` is added to the checkpoint's manifest."""
 
     step: int
     record: Mapping[str, object]
     is_best: bool
     reason: str
     wait_for_logs: Callable[[], None] | None = None
-    """Waits until everything logged up to this step is on disk; called before the checkpoint is published.
+    """Blocks until all logs up to this step are on disk; called before the checkpoint is published.
 
-    A run that resumes from the checkpoint does not repeat the steps before it, so their log records must not
-    be lost.
+    A run that resumes from the checkpoint does not repeat earlier steps, so their log records must not be
+    lost.
     """
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one attempt; every method must be called on all ranks at the same step."""
+    """Saves the checkpoints of one attempt; all ranks must call every method, at the same step."""
 
     def __init__(
         self, attempt: AttemptDir, world: World, tensors: dict[str, Tensor], keep_last: int | None
@@ -75,9 +75,9 @@ class CheckpointSaver:
         self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
-        """Step of the newest checkpoint known to be published; None if there is none."""
+        """Step of the newest checkpoint known to be published; None if no checkpoint is."""
         self._problem = ""
-        """Reason why the newest save failed; empty if it succeeded."""
+        """Why the newest save failed; empty if the save succeeded."""
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as later ones."""
@@ -86,9 +86,9 @@ class CheckpointSaver:
         self._allocating = allocating
 
     def save(self, request: SaveRequest, blocking: bool) -> None:
-        """Write a checkpoint; if `blocking`, return only after it is published.
+        """Save a checkpoint; if `blocking`, return only after the checkpoint is published.
 
-        A failed save is only logged: training continues, and earlier checkpoints are kept.
+        A failed save is only logged: training continues, and earlier checkpoints are not deleted.
         """
         self.finish()
         if request.step == self.last_step:
@@ -117,8 +117,8 @@ class CheckpointSaver:
                 future.set_exception(error)
         else:
             if self._world.device.type == "cuda":
-                # Wait for the optimizer's kernels, because the stager copies the tensors on a stream of its
-                # own.
+                # Wait for the optimizer's kernels, because the stager copies the tensors on a separate
+                # stream.
                 torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(
                 self.tensors,
@@ -139,7 +139,7 @@ class CheckpointSaver:
     ) -> None:
         """Publish a checkpoint: write the manifest with the files of all ranks, then rename the folder.
 
-        The coordinator publishes in the thread that writes the files, so that no training step waits.
+        The coordinator publishes in the thread that writes the files, so that training does not wait.
         """
         if request.wait_for_logs is not None:
             request.wait_for_logs()
@@ -160,22 +160,22 @@ class CheckpointSaver:
             for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
                 remove(old.path)
         except OSError as error:
-            # The checkpoint is published despite this error.
+            # The checkpoint is already published, so only log this error.
             log.error(f"cannot clean up after checkpoint {target.name}: {error}")
 
     @property
     def is_staging(self) -> bool:
-        """Return whether copying the state may still be in progress; equal on all ranks before a step."""
+        """Return whether the state may still be being copied; equal on all ranks before a step."""
         return self._staging is not None
 
     def wait_until_staged(self) -> None:
-        """Wait until the state has been copied and may be changed; call this before each optimizer step."""
+        """Wait until the state has been copied and may be modified; call this before each optimizer step."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
 
     def poll(self) -> None:
-        """Report the result of the save in progress if the save has ended; never wait for it."""
+        """Report the result of the save in progress if the save has finished; never block."""
         if self._pending is not None and self._pending[2].done():
             self.finish()
 
@@ -199,7 +199,7 @@ class CheckpointSaver:
             fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
             record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
             return
-        # Remove the incomplete files: they are useless, and the save may have failed because the disk is
+        # Remove the incomplete files: they cannot be used, and the save may have failed because the disk is
         # full.
         shutil.rmtree(unfinished, ignore_errors=True)
         log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
@@ -225,12 +225,12 @@ class CheckpointSaver:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
     def close(self) -> None:
-        """Release the staging buffers and the staging thread; call this after the last save has finished."""
+        """Release the staging buffers and stop the staging thread, after the last save has finished."""
         if "stager" in vars(self):
             self.stager.close()
 
     def _can_stage(self) -> bool:
-        """Return whether all ranks could allocate staging buffers; a collective before the first save."""
+        """Return whether all ranks could allocate staging buffers; every rank must call this."""
         if self._allocating is not None:
             error, self._allocating = self._allocating.exception(), None
             missing = torch.tensor(int(error is not None))
@@ -246,7 +246,7 @@ class CheckpointSaver:
 
     @cached_property
     def stager(self) -> DefaultStager:
-        """Return the stager, which is shared by all saves so that its buffers are reused."""
+        """Return the stager; all saves share it, so that its buffers are reused."""
         cuda = self._world.device.type == "cuda"
         return make_stager(
             StagingOptions(
@@ -259,7 +259,7 @@ class CheckpointSaver:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the error of the lowest rank that failed, on one line."""
+    """Return the error of the lowest failed rank as a single line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())
@@ -268,7 +268,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the directory entries of a folder to disk."""
+    """Flush a folder's directory entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Define the state in a checkpoint: tensors with layout-independent names, counters and object states."""
+"""Define a checkpoint's state: tensors with layout-independent names, counters and the state of objects."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainkit.trainer.step_sync import copy_from_main
 
 
 class StateTensors:
-    """The shards of weights and optimizer state on this rank."""
+    """This rank's shards of the weights and of the optimizer state."""
 
     def __init__(
         self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
-        """Pairs of tensors with equal values; the checkpoint contains only the first tensor of each pair.
+        """Pairs of tensors with equal values; a checkpoint contains only the first tensor of each pair.
 
-        A pair is a weight and its cast to the compute dtype, or tied weights on a rank with the first and the
-        last pipeline stage.
+        Each pair is either a weight and its cast to the compute dtype, or two tied weights on a rank that has
+        both the first and the last pipeline stage.
         """
         for name, buffer in ({} if buffers is None else buffers.tensors).items():
             self._add(f"buffer.{name}", buffer)
@@ -47,18 +47,18 @@ class StateTensors:
 
     @torch.no_grad()
     def copy_duplicates(self) -> None:
-        """Copy each loaded tensor to its duplicate."""
+        """Copy each loaded tensor to the second tensor of its pair."""
         for loaded, duplicate in self.duplicates:
             local_tensor(duplicate).copy_(local_tensor(loaded))
 
 
 class StateBuffers:
-    """The persistent buffers of a model, which a forward pass may change or replace."""
+    """The persistent buffers of a model; a forward pass may modify or replace them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self.tensors: dict[str, Tensor] = {}
-        """The buffers that a checkpoint contains, by name."""
+        """Maps names to the buffers that a checkpoint contains."""
         state = model.state_dict()
         for name, buffer in model.named_buffers():
             if name in state:
@@ -67,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Put replaced buffers back, with their new values, and copy rank 0's values to all ranks."""
+        """Restore replaced buffers, keeping their new values, and copy rank 0's values to all ranks."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:
@@ -78,38 +78,40 @@ class StateBuffers:
 
 @dataclass(frozen=True)
 class StreamState:
-    """The position of a stream just before the last sample of a step, and a digest of that sample.
+    """The position of a stream before the last sample of a step, and a digest of that sample.
 
-    A resumed run reads the sample again to check that the stream is at the right position.
+    A resumed run rereads the sample to check that the stream is at the right position.
     """
 
     epoch: int
     samples: int
-    """Number of samples read in the epoch before the last sample of this step."""
+    """Number of samples read in the epoch before the step's last sample."""
     state: Any
-    """The result of ``state_dict()`` at this position; None if a resumed run must reread earlier samples."""
+    """Result of the stream's ``state_dict()`` at this position; None if a resumed run must reread earlier
+    samples."""
     digest: str
 
 
 @dataclass
 class TrainingState:
-    """The counters of a training run, equal on all ranks; saved in the manifest under `progress`."""
+    """The counters of a training run, equal on all ranks; a manifest contains them under `progress`."""
 
     step: int = 0
     samples_seen: int = 0
-    """Position in the data: samples consumed so far, over all epochs."""
+    """Position in the data: number of samples consumed so far, over all epochs."""
     tokens_seen: int = 0
     last_eval_step: int = -1
     best_value: float | None = None
     best_step: int | None = None
     best_metric: str | None = None
-    """Metric of `best_value` and whether lower or higher is better; None without a best metric."""
+    """Name of the metric of `best_value`, and whether lower or higher is better; None if no best metric is
+    configured."""
     nonfinite_in_a_row: int = 0
     has_updated_weights: bool = False
-    """True if any step has changed the weights; steps are skipped as long as fp16 gradients overflow."""
+    """True once any step has updated the weights; steps are skipped as long as fp16 gradients overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: StreamState | None = None
-    """Position of a stream, on rank 0 only."""
+    """Position of the data stream; set only on rank 0."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainingState:
@@ -118,7 +120,7 @@ class TrainingState:
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Convert a state to JSON with each tensor replaced by its path; add the tensors to `tensors`.
+    """Convert a state to JSON, adding its tensors to `tensors` and replacing each by its path.
 
     Raises FatalError if the state contains a value that JSON cannot represent.
     """
@@ -144,7 +146,7 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def tensor_paths(value: object) -> Iterator[str]:
-    """Yield the paths of the tensors in a state that was converted by `encode`."""
+    """Yield the paths of all tensors in a state converted by `encode`."""
     if isinstance(value, dict):
         [(kind, content)] = value.items()
         if kind == "tensor":
@@ -154,7 +156,7 @@ def tensor_paths(value: object) -> Iterator[str]:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild a state from its JSON, as converted by `encode`, and its tensors."""
+    """Rebuild a state from its tensors and the JSON returned by `encode`."""
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()

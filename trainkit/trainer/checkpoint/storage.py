@@ -1,4 +1,4 @@
-"""Read and write checkpoint files, with hashes computed while writing; only metadata is unpickled."""
+"""Read checkpoint files, unpickling only metadata, and write them, hashing the data."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainkit.run.files import open_file
 from trainkit.run.manifest import FileSum, file_hash
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
-# torch warns if there is no process group, but a single process saves without one on purpose. Warning filters
-# apply to all threads.
+# torch warns if there is no process group, but a single process intentionally saves without one. Warning
+# filters apply to all threads, so set the filter once, on import.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
-"""Number of bytes copied ahead from the device while earlier data is being written."""
+"""Number of bytes copied from the device ahead of time, while earlier data is being written."""
 _OF_METADATA = (
     "Metadata",
     "MetadataIndex",
@@ -48,13 +48,13 @@ _SAFE_NAMES = {
 
 
 class HashedResults(list[WriteResult]):
-    """The write results that a rank sends to the coordinator, with the size and hash of each file."""
+    """The write results that a rank sends to the coordinator, plus the size and hash of each file."""
 
     files: dict[str, FileSum]
 
 
 class _HashingStream(io.BufferedWriter):
-    """A file that hashes the data as it is written."""
+    """A file that hashes data while writing it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
@@ -72,7 +72,7 @@ class _HashingFileSystem(FileSystem):
         self.files: dict[str, FileSum] = {}
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        # Do not create missing parent folders: the run folder may have been moved or deleted.
+        # Do not create missing parent folders, because the run folder may have been moved or deleted.
         ensure_folder(Path(path).parent)
         ensure_folder(Path(path))
 
@@ -88,10 +88,10 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes a sharded checkpoint and calls `publish` with the size and hash of every file.
+    """Writes a sharded checkpoint and calls `publish` with the size and hash of each file.
 
-    Afterwards, `files` on the coordinator contains the sizes and hashes of all ranks' files. Set
-    `from_device` if the tensors are on a GPU, which must be the current device of the writing thread.
+    After a save, `files` on the coordinator contains the sizes and hashes of all ranks' files. Set
+    `from_device` if the tensors are on a GPU; this GPU must be the writing thread's current device.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class HashingWriter(FileSystemWriter):
             single_file_per_rank=True,
             sync_files=True,
             overwrite=False,
-            # Copy ahead only in the calling thread: in a thread started by torch, the copy would use a stream
-            # of that thread's device, the first GPU.
+            # Copy ahead only in the calling thread: a thread started by torch would copy on a stream of its
+            # own current device, the first GPU.
             per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
         )
         self._hashing = _HashingFileSystem()
@@ -123,8 +123,8 @@ class HashingWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._is_coordinator:
             return super().prepare_local_plan(plan)
-        # torch makes every rank look for the metadata file, which the coordinator writes only later. The
-        # host's NFS client would then cache for a minute that the file is missing.
+        # In torch's implementation, every rank looks for the metadata file, which the coordinator writes only
+        # later. The host's NFS client would then cache for a minute that the metadata file does not exist.
         self.fs.mkdir(self.path)
         return plan
 
@@ -141,17 +141,18 @@ class HashingWriter(FileSystemWriter):
             self.files.update(cast(HashedResults, part).files)
         path = Path(self.path) / METADATA_NAME
         with path.open("rb") as stream:
-            # torch calls fsync before it flushes the buffer, when the file is still empty, so sync again.
+            # torch calls fsync before it flushes the buffer, when the file is still empty, so call fsync
+            # again.
             os.fsync(stream.fileno())
         self.files[METADATA_NAME] = FileSum(path.stat().st_size, file_hash(path))
         self._publish(self.files)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes that checkpoint metadata consists of; raises UnpicklingError for others."""
+    """Unpickles only classes that occur in checkpoint metadata; raises UnpicklingError for others."""
 
     def find_class(self, module: str, name: str) -> object:
-        if module == "pathlib._local":  # Python 3.13 defines path classes in this module
+        if module == "pathlib._local":  # Python 3.13 defines the path classes in pathlib._local
             module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:
@@ -160,7 +161,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a sharded checkpoint without executing code that may be hidden in its pickled metadata."""
+    """Reads a sharded checkpoint without executing any code hidden in its pickled metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open_file(Path(self.path) / METADATA_NAME) as stream:

@@ -1,4 +1,4 @@
-"""Load a model architecture, built-in or defined by the user, and check that it supports the layout."""
+"""Load a built-in or user-defined model architecture, and check that it supports the layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
-    """Return the class specified by `model.architecture`: a built-in name, or FILE.py:CLASS.
+    """Return the class that `model.architecture` specifies, either as a built-in name or as FILE.py:CLASS.
 
-    In a run, the file is loaded from the code snapshot, so later edits have no effect. Raises TaskError if
-    the file or class does not exist, or if the class is not a complete `Model`.
+    In a run, the file is loaded from the run's code snapshot, so that later edits have no effect. Raises
+    TaskError if the file or class does not exist, or if the class is not a complete subclass of `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -35,8 +35,8 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     found = getattr(import_file(path, as_script=False), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
-    # `Model` cannot be an ABC, because `nn.Module` has a different metaclass, so check for missing methods
-    # here.
+    # `Model` cannot be an ABC, because `nn.Module` has a different metaclass, so look for unimplemented
+    # methods here.
     missing = [key for key in dir(Model) if getattr(getattr(found, key), "__isabstractmethod__", False)]
     if missing:
         raise _unknown(name, f"{class_name} does not define {', '.join(missing)}")
@@ -49,7 +49,7 @@ def _unknown(name: str, reason: str) -> TaskError:
 
 
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
-    """Raise TaskError for context or pipeline parallelism that an architecture does not support."""
+    """Raise TaskError for context or pipeline parallelism that the architecture does not support."""
     name, parallel, seq_len = config.model.architecture, config.parallel, config.data.seq_len
     if name in ARCHITECTURES or parallel.cp == parallel.pp == 1:
         return
@@ -57,8 +57,8 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
     with torch.device("meta"):
         whole = architecture(shape, seq_len, None)
         if parallel.cp > 1:
-            # Without an `attend` method to replace, a rank would attend only to its own slice of the
-            # sequence.
+            # Context parallelism replaces the `attend` method; without this method, a rank would attend only
+            # to its own slice of the sequence.
             replaced = {item for item in whole.attentions if callable(getattr(item, "attend", None))}
             hint = "define `attend`, which context parallelism replaces, or use parallel.cp 1"
             for index, layer in enumerate(whole.layers):
@@ -74,7 +74,7 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
         counts: Counter[str] = Counter()
         for index, layers in enumerate(stage_layers(shape.num_layers, stages)):
             part = architecture(shape, seq_len, StageSpec(layers, index == 0, index == stages - 1))
-            # Count tied parameters under all their names, because these may be in two different stages.
+            # Count tied parameters under all their names, because two names may belong to different stages.
             counts.update(parameter for parameter, _ in part.named_parameters(remove_duplicate=False))
         expected = Counter(parameter for parameter, _ in whole.named_parameters(remove_duplicate=False))
     wrong = min((counts - expected) + (expected - counts), default=None)

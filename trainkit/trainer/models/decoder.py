@@ -1,6 +1,6 @@
-"""A Llama-style decoder: RMSNorm, rotary position embeddings, grouped-query attention, SwiGLU.
+"""A Llama-style decoder with RMSNorm, rotary position embeddings, grouped-query attention and SwiGLU.
 
-Shapes: B samples, T positions, D model width, H query heads, K key/value heads, C = D / H.
+Dimensions in shapes: B samples, T positions, D model width, H query heads, K key/value heads, C = D / H.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
 MASK_BLOCK = 128
-"""Number of positions per block of the mask that `document_blocks` creates."""
+"""Number of positions per block in the mask created by `document_blocks`."""
 Mask = Tensor | BlockMask
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Return cosines and sines of the rotation angles, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
+    """Return the cosines and sines of RoPE angles (arXiv 2104.09864) as float32 [2, T, C / 2]."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
     if scaling is not None:
@@ -38,9 +38,10 @@ def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScal
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Adapt frequencies to a longer context, as Llama 3.1 does.
+    """Adapt RoPE frequencies to a longer context, as in Llama 3.1.
 
-    Low frequencies are divided by a factor, high frequencies are kept, and those in between are interpolated.
+    Low frequencies are divided by a factor, high frequencies are kept, and frequencies in between are
+    interpolated.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -56,9 +57,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute causal attention of queries [B, H, T, C] over keys and values [B, K, T, C].
+    """Compute causal attention between queries [B, H, T, C] and keys and values [B, K, T, C].
 
-    A `mask` [B, 1, T, T] is added to the scores and must itself be causal.
+    A `mask` [B, 1, T, T] is added to the scores; the mask itself must be causal.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
@@ -68,9 +69,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
     """Return the mask [B, 1, T, T] for causal attention within each document of tokens [B, T].
 
-    The token `eos_id` ends a document. The mask is 0 where a position may attend, and -inf elsewhere. A
-    boolean mask would be converted to this form in every layer, and each converted mask would be kept for the
-    backward pass.
+    The token `eos_id` ends a document. The mask is 0 where a position may attend to another, and -inf
+    elsewhere. PyTorch would convert a boolean mask to this form in every layer, and keep each converted mask
+    for the backward pass.
     """
     documents = _documents(tokens, eos_id)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()
@@ -79,10 +80,10 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
 
 
 def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
-    """Return the same mask as `document_mask`, as a BlockMask for `block_attention`.
+    """Return the mask of `document_mask` as a BlockMask for `block_attention`.
 
-    The attention kernel computes this mask on the fly and skips blocks that contain only other documents.
-    Document numbers increase with the position, so the first and last document of each block determine which
+    The attention kernel computes the BlockMask on the fly and skips blocks that contain only other documents.
+    Document indices increase with the position, so the first and last index in each block determine which
     blocks can be skipped.
     """
     documents, length = _documents(tokens, eos_id), tokens.shape[1]
@@ -95,7 +96,7 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
         return (query >= key) & (documents[sample, query] == documents[sample, key])
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of selected blocks per row, and block indices with the selected ones first."""
+        """Return the number of selected blocks in each row, and block indices with selected blocks first."""
         marks = blocks[:, None].byte()
         return marks.sum(-1).int(), marks.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -104,18 +105,18 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Compute attention with a mask from `document_blocks`; unless compiled, this materializes all scores."""
+    """Compute attention with a BlockMask; unless compiled, attention materializes all scores."""
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def _documents(tokens: Tensor, eos_id: int) -> Tensor:
-    """Return the index of each token's document, int64 [B, T]; end tokens are part of their document."""
+    """Return the document index of each token, int64 [B, T]; an end token belongs to the document it ends."""
     is_end = tokens == eos_id
     return is_end.cumsum(1) - is_end.long()
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several query heads per key/value head."""
+    """Causal grouped-query self-attention."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -126,22 +127,21 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
         self.attend: Callable[..., Tensor] = causal_attention
-        """Function that computes the attention; replaced for context parallelism, or to repeat keys and
-        values."""
+        """Function that computes the attention; replaced, for example, for context parallelism."""
 
     def forward(self, x: Tensor, rope: Tensor, mask: Mask | None = None) -> Tensor:
-        # The number of heads is -1, because with tensor parallelism a rank has only some of them.
+        # Infer the number of heads, because with tensor parallelism a rank has only some of them.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
         v = self.wv(x).view(heads)
-        masks = () if mask is None else (mask,)  # the attention used in context parallelism takes no mask
+        masks = () if mask is None else (mask,)  # attention for context parallelism takes no mask
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: a gated two-layer perceptron (arXiv 2002.05202)."""
+    """SwiGLU feed-forward network: a gated two-layer perceptron (arXiv 2002.05202)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm layer: attention, then feed-forward, each added to its input."""
+    """A pre-norm transformer layer: attention, then feed-forward, each added to its input."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -182,31 +182,31 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The projection to logits, or directly to the loss, so that the logits never fill the memory."""
+    """Projects hidden states to logits, or computes the loss directly without materializing all logits."""
 
     def forward(self, x: Tensor, loss: HeadLoss | None = None) -> Tensor:
         return super().forward(x) if loss is None else loss(x, self.weight)
 
 
 class Decoder(Model):
-    """A decoder from token ids to logits, or one pipeline stage of such a decoder.
+    """A decoder that maps token ids to logits, or one pipeline stage of such a decoder.
 
     `forward(tokens, sample_keys)` takes tokens, int64 [B, T], and sample_keys, int32 [B], and returns logits
-    [B, T, vocab]. A stage without the embedding takes the residual stream [B, T, D] as input, and a stage
-    without the head returns it. If `loss` is given, the head returns the loss (0-dim, float32) instead of the
-    logits.
+    [B, T, vocab]. A stage without the embedding takes the residual stream [B, T, D] instead of tokens, and a
+    stage without the head returns the residual stream. If `loss` is given, the head returns the loss (0-dim,
+    float32) instead of the logits.
     """
 
     rope: Tensor
     positions: Tensor
     site_keys: Tensor
     eos_id: int | None = None
-    """If set, this token ends a document, and tokens attend only to their own document.
+    """If set, this token ends a document, and tokens attend only within their own document.
 
-    With `eos_id`, the embedding and the whole sequence must be on the same rank.
+    If `eos_id` is set, the embedding and the whole sequence must be on the same rank.
     """
     masks_blocks: bool = False
-    """True if the attention modules take a mask from `document_blocks`; see `attend_in_blocks`."""
+    """True if the attention modules take a BlockMask from `document_blocks`; set by `attend_in_blocks`."""
 
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
         "embedding": "embedding",
@@ -232,7 +232,7 @@ class Decoder(Model):
         stage = stage or StageSpec.whole(shape.num_layers)
         self.position_slice = PositionSlice.all(seq_len)
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if stage.has_embedding else None
-        # Layers of other stages are None in the list, so that parameter names do not depend on the stage.
+        # Use None for layers of other stages, so that parameter names do not depend on the stage.
         self.blocks = nn.ModuleList()
         for layer in range(shape.num_layers):
             self.blocks.add_module(str(layer), Block(shape) if layer in stage.layers else None)
@@ -264,7 +264,7 @@ class Decoder(Model):
         return len(self.positions), self.shape.dim
 
     def attend_in_blocks(self) -> None:
-        """Let the attention kernels compute the document mask; useful only if the blocks are compiled."""
+        """Let the attention kernels compute the document mask; worthwhile only if the blocks are compiled."""
         self.masks_blocks = True
         for attention in self.attentions:
             cast(Attention, attention).attend = block_attention
@@ -279,9 +279,9 @@ class Decoder(Model):
         return rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def make_site_keys(self) -> Tensor:
-        """Return one int32 key for each place in the model where dropout is applied, [1 + 2 x layers].
+        """Return an int32 key [1 + 2 x layers] for each place in the model that applies dropout.
 
-        The keys are in a tensor, because torch.compile would specialise each block on Python integers.
+        The keys are tensor elements, because torch.compile would specialise each block on Python integers.
         """
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
@@ -310,9 +310,9 @@ class Decoder(Model):
         self.tie()
 
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial values; None for ones (norm weights).
+        """Return the standard deviation of a parameter's initial values, or None for norm weights (ones).
 
-        Projections into the residual stream get smaller values in deeper models, as in GPT-2.
+        In deeper models, the initial values of projections into the residual stream are smaller, as in GPT-2.
         """
         if "norm" in name:
             return None
@@ -339,7 +339,7 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def llama_name(name: str) -> str:
-    """Translate a parameter name of trainkit's decoder to that in transformers' Llama and Qwen2 models."""
+    """Translate a decoder parameter's name to its name in transformers' Llama and Qwen2 models."""
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:
@@ -348,7 +348,7 @@ def llama_name(name: str) -> str:
 
 
 def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
-    """Read a slice of a parameter of trainkit's decoder from the files of a Llama or Qwen2 model.
+    """Read a slice of a decoder parameter from the files of a Llama or Qwen2 model.
 
     Raises FatalError if the files do not contain the parameter.
     """

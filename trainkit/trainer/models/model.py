@@ -1,6 +1,6 @@
-"""Define the interface through which every layout can split a model, and access parameters by name.
+"""Define the interface that lets any layout split a model, and access parameters by name.
 
-An architecture is one file with a subclass of `Model`.
+An architecture is a single file that defines a subclass of `Model`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
-"""The ways that tensor parallelism can treat a module.
+"""Roles that determine how tensor parallelism splits a module or its inputs.
 
-``column`` and ``row`` split a matrix by its outputs and by its inputs. ``whole_input`` gathers the whole
-sequence. Modules with the roles ``norm`` and ``stream`` work on each position separately and get only this
-rank's slice of the sequence. Every module with its own parameters needs a role other than ``whole_input``.
+``column`` splits a weight matrix by its outputs, and ``row`` by its inputs. ``whole_input`` gathers the whole
+sequence before the module is called. Modules with the role ``norm`` or ``stream`` process each position
+separately, and receive only this rank's slice of the sequence. Every module with parameters of its own needs
+a role other than ``whole_input``.
 """
 
 
 DEFAULT_OPTIONS = ParameterOptions()
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
-"""Computes the loss (0-dim, float32) from hidden states [B, T, D] and the head's weight [vocab, D]."""
+"""Computes the loss (0-dim, float32) from hidden states [B, T, D] and the head's weight matrix [vocab, D]."""
 
 
 ReadWeight = Callable[[str, Sequence[slice]], Tensor]
-"""Returns a slice of the initial value of a parameter, given its name and one slice per dimension."""
+"""Returns a slice of a parameter's initial value, given the parameter's name and one slice per dimension."""
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The modules that belong to one pipeline stage."""
+    """The parts of a model that belong to one pipeline stage."""
 
     layers: range
     has_embedding: bool = True
@@ -52,33 +53,33 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class PositionSlice:
-    """The positions of a sequence that this rank processes, as int64 tensors."""
+    """The positions in a sequence that this rank processes, as int64 tensors."""
 
     attention: Tensor
-    """Positions for which this rank computes attention queries."""
+    """Positions whose attention queries this rank computes."""
     stream: Tensor
-    """Positions of this rank's residual stream; fewer than in `attention` with sequence parallelism."""
+    """Positions in this rank's residual stream; with sequence parallelism, fewer than in `attention`."""
 
     @classmethod
     def all(cls, seq_len: int) -> PositionSlice:
-        positions = torch.arange(seq_len, device="cpu")  # stays on the CPU even if the default device is meta
+        positions = torch.arange(seq_len, device="cpu")  # the default device may be meta
         return cls(positions, positions)
 
 
 class Model(nn.Module):
     """A model, or one pipeline stage of a model.
 
-    A parameter has the same name in every stage. `forward(x, sample_keys)` takes token ids [B, T] if the
-    stage has the embedding, else the residual stream [B, T, D]. `forward` returns logits [B, T, vocab] if the
-    stage has the head, else the residual stream.
+    A parameter has the same name in every pipeline stage that contains it. If the stage has the embedding,
+    `forward(x, sample_keys)` takes token ids [B, T], otherwise the residual stream [B, T, D]. If the stage
+    has the head, `forward` returns logits [B, T, vocab], otherwise the residual stream.
     """
 
     TENSOR_PLAN: ClassVar[dict[str, Role]]
-    """Maps module names to roles; ``*`` matches one component of a dotted name."""
+    """Maps module names to roles; ``*`` matches one component of a dotted module name."""
     TIED: ClassVar[dict[str, str]]
-    """For tied embeddings: maps the second name of a shared parameter to its first name."""
+    """For tied embeddings, maps the second name of each shared parameter to its first name."""
     COMPUTES_LOSS: ClassVar[bool] = False
-    """True if `forward` accepts a `HeadLoss` as `loss` and returns the loss, which saves the memory of the
+    """True if `forward` accepts a `HeadLoss` as `loss` and returns the loss, which saves the memory for the
     logits."""
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
@@ -90,21 +91,21 @@ class Model(nn.Module):
     @staticmethod
     @abstractmethod
     def num_params(shape: ModelShape) -> int:
-        """Return the number of parameters; tied parameters are counted once."""
+        """Return the number of parameters, counting tied parameters once."""
 
     @staticmethod
     @abstractmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-        """Return the FLOPs per token of a training step (forward and backward), without recomputation."""
+        """Return the FLOPs per token in a training step (forward and backward), excluding recomputation."""
 
     @property
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """Return the repeated layers in order; each is compiled, recomputed and sharded as a unit."""
+        """Return the repeated layers in order; each layer is compiled, recomputed and sharded as a unit."""
 
     @property
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the modules before and after the `layers`; large ones are sharded as separate units.
+        """Return the modules before and after the `layers`; large modules are sharded as separate units.
 
         Modules in neither list are gathered and reduced together with the root module.
         """
@@ -113,27 +114,27 @@ class Model(nn.Module):
     @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
-        """Return the modules whose `attend(q, k, v)` is replaced for context parallelism."""
+        """Return the modules whose `attend(q, k, v)` method context parallelism replaces."""
 
     @property
     @abstractmethod
     def stream_shape(self) -> tuple[int, int]:
-        """Return (positions, width) of this rank's residual stream for one sample."""
+        """Return the number of positions and the width of this rank's residual stream for one sample."""
 
     @abstractmethod
     def set_positions(self, position_slice: PositionSlice) -> None:
-        """Restrict the model to the given positions of each sequence."""
+        """Make the model process only the given positions of each sequence."""
 
     @abstractmethod
     def rebuild_buffers(self) -> None:
-        """Recompute the buffers and tie the weights again, because `to_empty` discards both."""
+        """Recompute the buffers and retie the weights, because `to_empty` discards both."""
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial values; None for ones (norm weights)."""
+        """Return the standard deviation of a parameter's initial values, or None for norm weights (ones)."""
 
     def tie(self) -> None:
-        """Tie shared parameters that are both in this stage; call this again after replacing parameters."""
+        """Tie shared parameters that are both in this stage; call this whenever parameters are replaced."""
         if not self.is_tied:
             return
         params = dict(self.named_parameters(remove_duplicate=False))
@@ -142,7 +143,7 @@ class Model(nn.Module):
                 set_tensor(self, later, params[first])
 
     def canonical(self, name: str) -> str:
-        """Return the name under which a parameter is saved: for tied parameters, the first name."""
+        """Return the name under which a parameter is saved; for a tied parameter, this is its first name."""
         return self.TIED.get(name, name) if self.is_tied else name
 
     @property
@@ -153,26 +154,26 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter, or this rank's shard of a parameter."""
+    """A parameter, or this rank's shard of it."""
 
     name: str
     param: nn.Parameter
-    """The float32 parameter, which is updated by the optimizer and saved in checkpoints."""
+    """The float32 parameter that the optimizer updates and that checkpoints contain."""
     is_copy: bool = False
-    """True if the parameter is tied to a parameter in another stage, which counts the weight instead."""
+    """True if the parameter is tied to a parameter in another stage, where the shared weight is counted."""
     cast: nn.Parameter | None = None
-    """The model's own parameter if it is a cast of `param` to the compute dtype, else None."""
+    """The model's own parameter if it is a cast of `param` to the compute dtype, otherwise None."""
     options: ParameterOptions = DEFAULT_OPTIONS
     is_read: bool = False
-    """True if `BuiltModel.read_weight` reads the initial value from files."""
+    """True if `BuiltModel.read_weight` reads the parameter's initial value from files."""
     is_reread: bool = False
-    """True if the parameter gets the same value at every start, as long as nothing changes it."""
+    """True if the parameter has the same initial value at every start."""
     is_changed: bool = False
     """True if code other than the optimizer may change the parameter."""
 
     @property
     def is_saved(self) -> bool:
-        """Return whether checkpoints contain the parameter; fixed values are instead read from files."""
+        """Return whether checkpoints contain the parameter; fixed parameters need not be saved."""
         may_change = self.param.requires_grad or self.is_changed
         return may_change or not (self.is_read or self.is_reread)
 
@@ -182,7 +183,7 @@ def weights_of(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     is_read: bool = False,
 ) -> list[Weight]:
-    """Return the weights of this rank's model parts; `masters` maps a cast to its float32 master weight."""
+    """Return the weights of this rank's model parts; `masters` maps casts to float32 master weights."""
     found = []
     for model in model_parts:
         for name, param in model.named_parameters():
@@ -194,7 +195,7 @@ def weights_of(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers of a model, but not its parameters, in place."""
+    """Move a model's buffers, but not its parameters, to a device in place."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -202,7 +203,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory for the parameters on the meta device; all other tensors keep their values."""
+    """Allocate memory for parameters on the meta device; all other tensors keep their values."""
     if not any(param.is_meta for param in module.parameters()):
         return
     values = {name: param for name, param in module.named_parameters() if not param.is_meta}
@@ -210,7 +211,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     names = shared_names(module)
     module.to_empty(device=device)
-    for first, *others in names.values():  # `to_empty` has untied the parameters
+    for first, *others in names.values():  # `to_empty` unties the parameters, so tie them again
         for other in others:
             set_tensor(module, other, module.get_parameter(first))
     for name, param in module.named_parameters():
@@ -221,7 +222,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def shared_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter; tied parameters have several names."""
+    """Return a mapping from each parameter to all its names; tied parameters have several names."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
         names[param].append(name)
@@ -229,25 +230,26 @@ def shared_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter or buffer that has this name in a model."""
+    """Replace the parameter or buffer with this name in a model."""
     owner, _, key = name.rpartition(".")
     setattr(model.get_submodule(owner), key, tensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
+    """Return this rank's shard if the tensor is a DTensor, otherwise the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_index(param: Tensor) -> list[slice]:
-    """Return the position of this rank's shard in the full tensor, as one slice per dimension."""
+    """Return the position of this rank's shard within the full tensor, as one slice per dimension."""
     offset = shard_offset(param) if isinstance(param, DTensor) else (0,) * param.dim()
     return [slice(start, start + size) for start, size in zip(offset, local_tensor(param).shape, strict=True)]
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
-    """Return a shard as a DTensor sharded like `whole`, or unchanged if `whole` is not a DTensor.
+    """Return a shard as a DTensor that is sharded like `whole`, or unchanged if `whole` is not a DTensor.
 
-    The number of columns may differ from `whole` if each rank has the same fraction of the columns.
+    Shard and `whole` may differ in the number of columns if each rank has the same fraction of columns in
+    both.
     """
     return shard_like(shard, whole) if isinstance(whole, DTensor) else shard

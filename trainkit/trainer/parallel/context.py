@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a slice of the sequence and gathers the keys and values of all ranks.
 
-Llama 3 (arXiv 2407.21783) was trained with the same scheme. If there are few key/value heads, the all-gather
-is cheap compared with the attention, and any attention kernel can be used. Each rank gets one chunk from the
-front of the sequence and one from the back, which balances the work of causal attention.
+Llama 3 (arXiv 2407.21783) was trained with the same scheme. With few key/value heads, the all-gather is cheap
+compared with the attention, and any attention kernel can be used. Each rank gets one chunk from the front and
+one from the back of the sequence, which balances the work for causal attention.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from trainkit.trainer.torch_private import (
 )
 
 Attend = Callable[..., Tensor]
-"""Computes attention of queries [B, H, T, C] over keys and values [B, K, S, C], with or without a mask."""
+"""Computes attention between queries [B, H, T, C] and keys and values [B, K, S, C], with or without a
+mask."""
 FLASH_MULTIPLE = 8
-"""Flash attention requires the head dimension to be a multiple of this number."""
+"""Flash attention requires a head dimension that is a multiple of this number."""
 FLASH_CAPABILITY = (8, 0)
-"""Compute capability of Ampere, the first GPU generation with flash attention."""
+"""Compute capability of Ampere, the first GPU generation that supports flash attention."""
 
 
 def context_positions(cp_rank: int, cp: int, seq_len: int) -> Tensor:
@@ -41,13 +42,13 @@ def context_positions(cp_rank: int, cp: int, seq_len: int) -> Tensor:
 
 
 def position_slice(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> PositionSlice:
-    """Return the positions that a rank processes; pass `tp` = 1 without sequence parallelism."""
+    """Return the positions that a rank processes; without sequence parallelism, `tp` must be 1."""
     attention = context_positions(cp_rank, cp, seq_len) if cp > 1 else torch.arange(seq_len, device="cpu")
     return PositionSlice(attention, attention.chunk(tp)[tp_rank])
 
 
 def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup, to_last: Attend) -> None:
-    """Make attention modules gather all ranks' keys and values, for queries at `context_positions`."""
+    """Make attention modules gather the keys and values of all ranks, for queries at `context_positions`."""
     for attention in attentions:
         attention.attend = partial(all_gather_attention, group=group, to_last=to_last)  # type: ignore[assignment]
 
@@ -55,10 +56,10 @@ def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup
 def all_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, to_last: Attend
 ) -> Tensor:
-    """Compute causal attention of this rank's queries [B, H, T, C] over the keys and values of all ranks.
+    """Compute causal attention between this rank's queries [B, H, T, C] and the keys and values of all ranks.
 
-    `k` and `v` are this rank's keys and values [B, K, T, C]. `to_last` computes causal attention for queries
-    at the last positions of the keys.
+    `k` and `v` are this rank's keys and values [B, K, T, C]. `to_last` computes causal attention if the
+    queries are at the last positions of the keys.
     """
     cp, cp_rank = group.size(), group.rank()
     keys, values = _gather(torch.stack((k, v)), group, cp)
@@ -71,7 +72,7 @@ def all_gather_attention(
 
 
 def attention_to_last(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attend:
-    """Return causal attention for queries at the last key positions, with the kernel of other layouts."""
+    """Return a function that computes causal attention for queries at the last key positions."""
     if not has_flash_attention(device, dtype) or head_dim % FLASH_MULTIPLE:
         return masked_attention_to_last
     queries = torch.empty(1, 2, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
@@ -79,18 +80,18 @@ def attention_to_last(device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 
 def masked_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention for queries at the last key positions, with a materialized mask."""
+    """Compute causal attention for queries at the last key positions, using a materialized mask."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     mask = mask.tril(k.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def cudnn_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention for queries at the last key positions with two calls of cuDNN.
+    """Compute causal attention for queries at the last key positions, using two cuDNN calls.
 
-    The queries attend separately to the keys before their own positions and to the keys at these positions,
-    and the two results are merged, as in ring attention (arXiv 2310.01889). On long sequences, the two calls
-    take 50 to 67 % of the time of flash attention.
+    One call computes attention to the keys before the query positions, and the other to the keys at the query
+    positions; the results are merged as in ring attention (arXiv 2310.01889). On long sequences, the two
+    calls together take 50 to 67 % of the time of flash attention.
     """
     if q.shape[2] == 1:  # cuDNN does not support causal attention with a single key
         return flash_attention_to_last(q, k, v)
@@ -133,17 +134,17 @@ def _gather(local: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
 
 
 def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention supports this dtype on the device."""
+    """Return whether torch's flash attention supports a dtype on a device."""
     if device.type != "cuda" or dtype == torch.float32 or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def repeat_kv_heads(attentions: list[nn.Module]) -> None:
-    """Make attention modules repeat keys and values for every query head.
+    """Make attention modules repeat keys and values, so that each query head has its own.
 
-    Use `repeat_kv_heads` where flash attention does not support the device or the mask. If query heads shared
-    keys and values there, torch would choose a kernel that materializes all scores [B, H, T, S].
+    Use repeated keys and values where flash attention does not support the device or the mask. With
+    grouped-query attention, torch would then choose a kernel that materializes all scores [B, H, T, S].
     """
     for attention in attentions:
         attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]

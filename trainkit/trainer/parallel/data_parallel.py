@@ -1,8 +1,9 @@
 """Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if the model is sharded.
 
-Replicas on CPUs are not wrapped: instead, `HostReduction` averages their gradients during the backward pass.
-`replicate` relies on device streams for overlap. A CPU has no streams, so the backward pass would block on
-the network. The threads of gloo, which `HostReduction` uses, overlap with the backward pass.
+Replicas on CPUs are not wrapped; `HostReduction` averages their gradients during the backward pass.
+`replicate` uses device streams to overlap communication with the backward pass. CPUs have no streams, so with
+`replicate` the backward pass would block on the network. `HostReduction` uses gloo's threads, which
+communicate during the backward pass.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.torch_private import after_backward, replicate
 
-# Under tensor parallelism, a block's output is a view of its DTensor. The warning is harmless, because no
-# code modifies the output in place.
+# With tensor parallelism, a block's output is a view of a DTensor. torch's warning about such a view is
+# harmless, because no code modifies the output in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-# Newer releases of torch have renamed the collectives that FSDP calls, and warn about this on each rank.
+# Newer torch releases have renamed the collectives that FSDP calls, and warn on each rank about the old
+# names.
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
 )
 
 T = TypeVar("T")
 MIN_UNIT_BYTES = 25 * 2**20
-"""Minimum size of a sharding unit; for smaller units, latency costs more than overlap gains."""
+"""Minimum size of a sharding unit in bytes; for smaller units, latency costs more than overlap gains."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
-    """Split consecutive blocks into groups with at least `min_bytes` of parameters each.
+    """Group consecutive blocks into sharding units, each with at least `min_bytes` of parameters.
 
-    Leftover blocks at the end form no group. Leftover blocks stay in the root module, with the embedding and
-    the head.
+    Leftover blocks at the end of the list belong to no unit. Leftover blocks stay in the root module,
+    together with the embedding and the head.
     """
     return [
         unit for unit in _groups(blocks, _num_bytes, min_bytes) if sum(map(_num_bytes, unit)) >= min_bytes
@@ -51,7 +53,7 @@ def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn
 
 
 def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -> list[list[T]]:
-    """Split consecutive items into groups of at least `min_bytes`; the last group may be smaller."""
+    """Split items into consecutive groups of at least `min_bytes`; the last group may be smaller."""
     groups: list[list[T]] = []
     size = min_bytes
     for item in items:
@@ -64,10 +66,10 @@ def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -
 
 
 def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules in the model's `ends` to shard as separate units; none if small or tied.
+    """Return the modules in the model's `ends` to shard as separate units, without small and tied ones.
 
-    An embedding in its own unit need not stay gathered while the blocks compute. The gradient of a head in
-    its own unit is reduced during the backward pass of the blocks.
+    With an embedding in its own unit, its parameters need not stay gathered while the blocks compute. With a
+    head in its own unit, its gradient is reduced during the backward pass of the blocks.
     """
     params = [param for modules in model.ends for module in modules for param in module.parameters()]
     if len(params) != len(set(params)):
@@ -83,7 +85,7 @@ def _num_bytes(module: nn.Module) -> int:
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return a policy that computes in `dtype` and reduces gradients in float32.
 
-    Inputs are not cast, because activations already have this dtype and rotation tables must stay float32.
+    The policy casts no inputs, because activations already have this dtype and RoPE tables must stay float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -101,12 +103,12 @@ def apply_data_parallel(
     zero: int = 3,
     offload: bool = False,
 ) -> None:
-    """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
+    """Wrap the model in place, so that gradients are averaged over data-parallel ranks.
 
-    The average includes context-parallel ranks, because each of them has only the gradient of its slice of
-    the sequence. A model is wrapped even if there is nothing to average, because the wrapper also casts the
-    parameters. `layers` are grouped into sharding units; the default is the layers and ends of a `Model`. The
-    modules in `float32` are not cast.
+    The average includes context-parallel ranks, because each has only the gradient for its slice of the
+    sequence. Even a model on a single rank is wrapped, because the wrapper also casts the parameters.
+    `layers` are grouped into sharding units; by default, these are a `Model`'s layers and ends. Modules in
+    `float32` are not cast.
     """
     policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
     first: list[nn.Module] = []
@@ -123,7 +125,7 @@ def apply_data_parallel(
             for block in unit:
                 replicate(block, replicate_mesh, policy)
         for module in (*first, *last):
-            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a small module such as a norm stays in the root module
+            if _num_bytes(module) >= MIN_UNIT_BYTES:  # small modules such as norms stay in the root module
                 replicate(module, replicate_mesh, policy)
         replicate(model, replicate_mesh, policy)
         return
@@ -131,7 +133,7 @@ def apply_data_parallel(
         fully_shard,
         mesh=mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
         mp_policy=policy,
-        # Do not reshard in a pipeline, which would gather the parameters again for every microbatch.
+        # Do not reshard in a pipeline, because the parameters would be gathered again for every microbatch.
         reshard_after_forward=zero == 3 and layout.pp == 1,
     )
     if offload:
@@ -140,7 +142,7 @@ def apply_data_parallel(
         shard(module, mp_policy=whole)
     for unit in [first, *units] if first else units:
         shard(unit)
-    # Keep the head and the root's parameters gathered, because the backward pass needs them right after the
+    # Keep the head's and the root's parameters gathered, because the backward pass needs them right after the
     # forward pass.
     if last:
         shard(last, reshard_after_forward=False)
@@ -148,7 +150,7 @@ def apply_data_parallel(
 
 
 def reduces_on_host(world: World) -> bool:
-    """Return whether `HostReduction` averages the gradients; if so, the model is not wrapped."""
+    """Return whether `HostReduction` averages the gradients, so that the model must not be wrapped."""
     layout = world.layout
     return (
         world.device.type == "cpu"
@@ -166,11 +168,11 @@ def gradient_switch(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     local_gradient: LocalGradient | None = None,
 ) -> GradientSwitch:
-    """Return a callable that enables or disables gradient reduction; installs `HostReduction` without FSDP.
+    """Return a callable that enables or disables gradient reduction; without FSDP, install `HostReduction`.
 
-    `masters` maps every parameter to its float32 master if the model computes in another dtype.
-    `local_gradient` receives the gradients of this rank, except those that `replicate` reduces. A single
-    process with offloading moves its gradients to the host after every microbatch.
+    `masters` maps every parameter to its float32 master weight if the model computes in another dtype.
+    `local_gradient` receives this rank's gradients, except gradients that `replicate` reduces. A single
+    process with CPU offloading moves its gradients to the host after every microbatch.
     """
     if world.mesh is None:
         return lambda enabled: None
@@ -182,7 +184,7 @@ def gradient_switch(
     reduce: GradientSwitch = model.set_requires_gradient_sync
     if is_sharded or (parallel.offload and world.size == 1):
         # Disable only the all-reduce: the reduce-scatter must run after every microbatch, because unsharded
-        # gradients would fill the memory of every rank.
+        # gradients would fill each rank's memory.
         reduce = model.set_requires_all_reduce
         if local_gradient is not None and is_sharded:
             observe_reduce_scatter(model, local_gradient)
@@ -190,8 +192,7 @@ def gradient_switch(
         return reduce
 
     def reduce_and_reshard(enabled: bool) -> None:
-        # Parameters that stay gathered until the backward pass can also stay gathered for the next
-        # microbatch.
+        # Parameters that stay gathered for the backward pass can also stay gathered for the next microbatch.
         reduce(enabled)
         model.set_reshard_after_backward(enabled)
 
@@ -199,7 +200,7 @@ def gradient_switch(
 
 
 class ObservedReduceScatter:
-    """A reduce-scatter for FSDP that first adds the gradient to a `LocalGradient`."""
+    """Reduce-scatter for FSDP that first adds each gradient to a `LocalGradient`."""
 
     def __init__(self, local_gradient: LocalGradient) -> None:
         self._local_gradient = local_gradient
@@ -223,22 +224,23 @@ class ObservedReduceScatter:
 
 
 def observe_reduce_scatter(model: nn.Module, local_gradient: LocalGradient) -> None:
-    """Add each gradient of a sharded model to `local_gradient` before the gradient is reduced."""
+    """Add each gradient of a sharded model to `local_gradient` before reducing the gradient."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(ObservedReduceScatter(local_gradient))  # type: ignore[arg-type]
 
 
 MIN_BUCKET_BYTES = 4 * 2**20
-"""Minimum size of a bucket: small enough to start reducing early, large enough to amortise the latency."""
+"""Minimum size of a bucket in bytes: small enough to start reducing early, large enough to amortise
+latency."""
 
 
 class HostReduction:
-    """Averages the gradients of a model over a process group, before `backward` returns.
+    """Averages a model's gradients over a process group before `backward` returns.
 
-    Each bucket is reduced as soon as the last of its gradients is ready. All ranks reduce the buckets in the
-    same order, regardless of which gradients are ready first. If there are float32 master
-    weights, their gradients are averaged.
+    Each bucket is reduced as soon as all its gradients are ready. All ranks reduce the buckets in the same
+    order, regardless of which gradients are ready first. If there are float32 master weights, the gradients
+    of the master weights are averaged.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class HostReduction:
             cast(Any, param).register_post_accumulate_grad_hook(self._on_gradient)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Set whether the next backward pass averages gradients or only accumulates them."""
+        """Set whether the next backward pass averages gradients or only accumulates them locally."""
         self._enabled = enabled
 
     def _on_gradient(self, param: Tensor) -> None:
@@ -283,12 +285,12 @@ class HostReduction:
         self._works.append(self._group.allreduce_coalesced(grads, self._options))
 
     def _owner(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the parameter whose ``grad`` is averaged: the float32 master of `param`, if any."""
+        """Return the parameter whose ``grad`` is averaged: the float32 master of `param`, or else `param`."""
         return self._masters.get(param, param)
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # This rank has no gradient for this bucket, but other ranks may have one.
+            # This rank has no gradient for some of these parameters, but other ranks may have one.
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
@@ -300,5 +302,5 @@ class HostReduction:
 
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Split parameters into groups of at least `min_bytes`, last first, as gradients become ready."""
+    """Split parameters into buckets of at least `min_bytes`, ordered by when gradients become ready."""
     return _groups(reversed(params), lambda param: param.nbytes, min_bytes)

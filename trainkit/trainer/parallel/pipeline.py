@@ -1,4 +1,4 @@
-"""Pipeline parallelism: microbatches pass through stages of consecutive layers on different ranks."""
+"""Pipeline parallelism: microbatches pass through stages, which are consecutive layers on different ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
         self._shapes: dict[int, Tensor] = {}
-        """Maps each stage that sends to this rank in validation to a meta tensor with the shape of its
-        output."""
+        """Maps each stage that sends to this rank in validation to a meta tensor with the stage's output
+        shape."""
         self._announced: set[int] = set()
         """Stages that have already sent the dtype and shape of their output to the receiving rank."""
         stages = [
@@ -69,8 +69,8 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         self.schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-            # Run the schedule once per step, regardless of the number of accumulation steps, so that each
-            # step has only one pipeline bubble.
+            # Run the schedule once per step, not once per accumulation step, so that each step has only one
+            # pipeline bubble.
             n_microbatches=num_microbatches * batch.accumulation_steps,
             loss_fn=self._scaled_loss,
             scale_grads=False,
@@ -104,8 +104,9 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return self._share(losses)
 
     def _join(self, microbatches: Sequence[Microbatch]) -> Microbatch:
-        """Join all microbatches of a step into one batch on the device, which the schedule splits again."""
-        # Copy the microbatches one by one from pinned memory; if joined first, the batch would not be pinned.
+        """Join a step's microbatches into one batch on the device, which the schedule splits again."""
+        # Copy the microbatches one by one from pinned memory, because a batch joined on the host would not be
+        # pinned.
         local = [self._context.local_batch(micro) for micro in microbatches]
         return Microbatch(
             torch.cat([micro.tokens for micro in local]),
@@ -114,16 +115,16 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         )
 
     def _share(self, losses: list[Tensor]) -> Tensor:
-        """Return this rank's share of the loss; only the last stage computes a loss."""
+        """Return this rank's share of the loss; only the last stage computes the loss."""
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last stage's output per input, without gradient; empty if the stage is on another rank.
+        """Return the last stage's output for each input, without gradient, or [] on ranks of other stages.
 
-        torch's schedules are not used, because they support passes without a gradient only with one stage per
-        rank.
+        torch's schedules are not used here, because they support passes without gradient only with one stage
+        per rank.
         """
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):
@@ -167,24 +168,24 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> list[StageSpec]:
-    """Return the specs of the stages of a pipeline rank."""
+    """Return the specs of a rank's pipeline stages."""
     last = num_stages(pp, schedule) - 1
     layers = stage_layers(num_layers, last + 1)
     return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
 
 
 def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
-    """Sum the gradients of a tied embedding and head in different stages; `params` are those on this rank.
+    """Sum the gradients of a tied embedding and head that are in different stages.
 
-    The embedding and the head each have their own gradient, and the sum is the gradient of the shared weight.
-    The embedding and the head both get the sum, so their updates are identical. Call this after the last
-    backward pass of a step.
+    `params` are the tied parameters on this rank. The embedding and the head each have their own gradient,
+    and the gradient of the shared weight is the sum. Both parameters get the sum, so that their updates are
+    identical. Call this function after the last backward pass of a step.
     """
     grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
     if not grads:
         return
     if len(grads) == 2:
-        # The first and the last stage are both on this rank.
+        # Both the first and the last stage are on this rank.
         grads[0].add_(grads[1])
         grads[1].copy_(grads[0])
         return

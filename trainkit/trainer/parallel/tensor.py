@@ -1,8 +1,8 @@
-"""Tensor parallelism: split a model's matrices over ranks, by `Model.TENSOR_PLAN` or `Task.tensor_plan`.
+"""Tensor parallelism: split a model's matrices over ranks, according to a plan.
 
-In Megatron's scheme (arXiv 1909.08053, 2205.05198), a column-wise matrix followed by a row-wise matrix needs
-only one reduction. With sequence parallelism, each rank has only a slice of the residual stream between these
-pairs of matrices.
+The plan is `Model.TENSOR_PLAN` or `Task.tensor_plan`. In Megatron's scheme (arXiv 1909.08053, 2205.05198), a
+column-wise matrix followed by a row-wise matrix needs only one reduction. With sequence parallelism, each
+rank has only a slice of the residual stream between such pairs of matrices.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEQUENCE_DIM = 1
 
 
 class VocabularyParallel(ModuleStyle):
-    """Splits an embedding by rows (the vocabulary), so that a tied head can share the shards.
+    """Splits an embedding by rows (the vocabulary), so that a tied head can use the same shards.
 
-    Each rank looks up the tokens in its own rows, and the sum over the ranks is the embedding.
+    Each rank looks up the tokens that are in its own rows, and the sum over the ranks is the embedding.
     """
 
     def __init__(self, output: Placement) -> None:
@@ -69,9 +69,9 @@ def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tens
 
 
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
-    """Split the modules of a model that its plan contains; ``*`` matches one component of a name.
+    """Split the modules that the model's plan contains; ``*`` matches one component of a name.
 
-    With `loss_parallel`, the logits are a DTensor split over the vocabulary.
+    With `loss_parallel`, the logits are a DTensor sharded over the vocabulary.
     """
     plan, sequence_parallel = model.TENSOR_PLAN, parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
@@ -97,9 +97,9 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
 
 
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise FatalError if the plan lacks a module that has parameters.
+    """Raise FatalError if a module with parameters is missing in the plan.
 
-    Without a role, the gradients of such a module would silently cover only one rank's slice of the sequence.
+    Without a role, a module's gradients would silently cover only one rank's slice of the sequence.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
@@ -111,7 +111,7 @@ def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
 
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
-    """Return the role of a module in the plan, or None if the plan does not contain the module."""
+    """Return a module's role in the plan, or None if the plan does not contain the module."""
     return next((role for pattern, role in plan.items() if matches(pattern, name)), None)
 
 
@@ -122,7 +122,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 class SumsGradients(ModuleStyle):
-    """Sums the gradients of a module's parameters over the tensor-parallel ranks."""
+    """Sums the gradients of a module's parameters over tensor-parallel ranks."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False)):
@@ -141,10 +141,10 @@ def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **k
 
 
 class _WholeInput(ModuleStyle):
-    """Gathers a module's first argument on every rank; other arguments are passed unchanged.
+    """Gathers a module's first argument on every rank and passes other arguments unchanged.
 
-    The argument stays a DTensor, so that the gradients from several matrices are added locally and reduced
-    over the ranks only once.
+    The argument stays a DTensor, so that the gradients from several matrices are first added locally and then
+    reduced over the ranks only once.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -166,14 +166,14 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise": RowwiseParallel(),
     "replicated_with_grad_allreduce": SumsGradients(),
 }
-"""The styles that `Task.tensor_plan` can use; their names are those in transformers."""
+"""Styles allowed in `Task.tensor_plan`; the names are the same as in transformers."""
 
 
 def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dict[nn.Module, ParallelStyle]:
-    """Return the style of each module that the task's plan for `tp` ranks contains.
+    """Return the parallel style of each module in the task's plan for `tp` ranks.
 
-    Raises TaskError if a pattern matches no module, if a style does not fit its module, or if a width is not
-    divisible by `tp`.
+    Raises TaskError if a pattern matches no module, if a style does not fit its module, or if a module's
+    width is not divisible by `tp`.
     """
     with errors_of_user(config, "tensor_plan() failed"):
         plan = task.tensor_plan(model)
@@ -197,7 +197,7 @@ def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dic
 
 
 def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: int) -> ParallelStyle:
-    """Return the style of one module; raise TaskError if the style does not fit the module."""
+    """Return the parallel style of one module; raise TaskError if the style does not fit the module."""
     style = STYLES.get(value) if isinstance(value, str) else value
     if not isinstance(style, ParallelStyle):
         hint = f"use one of {', '.join(STYLES)}, or a ParallelStyle from torch.distributed.tensor.parallel"
@@ -230,7 +230,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
                 f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() does not support"
             )
             raise refusal(config, message, "use colwise_gather_output")
-        # torch's own style for embeddings cannot be compiled: the gradient would be wrong.
+        # torch's own style for embeddings cannot be compiled: the compiled gradient would be wrong.
         return VocabularyParallel(style.output_layouts[0])
     return style
 
@@ -242,11 +242,11 @@ def _shown(value: object) -> str:
 def split_model(
     config: RunConfig, model: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh
 ) -> dict[str, Tensor]:
-    """Split a model over the ranks of `mesh`, and leave its parameters on the meta device.
+    """Split a model over the ranks of `mesh`, leaving its parameters on the meta device.
 
-    Returns the full (unsharded) tensors, by name, of the parameters that were not on the meta device.
-    `fill_shards` copies a slice of each tensor, so that no device ever receives more than its shard. Raises
-    TaskError if a shared parameter is split in two ways.
+    Returns the full (unsharded) tensors, by name, of parameters that were not on the meta device.
+    `fill_shards` then copies only a slice of each tensor, so that no device receives more than its shard.
+    Raises TaskError if a shared parameter would be split in two different ways.
     """
     values = {path: param.detach() for path, param in model.named_parameters() if not param.is_meta}
     paths = shared_names(model)
@@ -257,7 +257,7 @@ def split_model(
     for module, style in styles.items():
         parallelize_module(module, mesh, style)
     for param, same in paths.items():
-        # Applying a style replaces a module's parameters. The new parameters are no longer shared or frozen,
+        # Applying a style replaces a module's parameters. The new parameters are neither shared nor frozen,
         # so share and freeze them again.
         first, *others = (model.get_parameter(path) for path in same)
         for path, other in zip(same[1:], others, strict=True):
@@ -279,7 +279,7 @@ def _placements(param: nn.Parameter) -> object:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy this rank's slice of each full tensor to the parameter's shard."""
+    """Copy this rank's slice of each full tensor to the parameter's local shard."""
     for name, param in model.named_parameters():
         if name in values:
             local_tensor(param).copy_(values[name][tuple(shard_index(param))])
