@@ -246,11 +246,12 @@ INFINIBAND = Path("/sys/class/infiniband")
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
     """Return the variables for a network preset or interface name, and a sentence explaining the choice.
 
-    `peer` is another host of the job, or None if all ranks are on this host. gloo gets the interface on the
-    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL is therefore left to choose
-    its interfaces itself, unless the config names one or this host has only one.
+    `peer` is another host of the job, or None if all ranks are on this host. gloo uses the interface on the
+    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL therefore chooses its
+    interfaces itself, unless the config names an interface or this host has only one.
 
-    Raises UsageError if this host has no interface `preset`, or no InfiniBand device for the preset ``ib``.
+    Raises UsageError if this host has no interface named `preset`, or no InfiniBand device for the preset
+    ``ib``.
     """
     if preset not in PRESETS:
         names = [name for _, name in socket.if_nameindex()]
@@ -276,35 +277,36 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
 
 
 def _nccl(name: str) -> dict[str, str]:
-    # NCCL treats an interface name as a prefix. Without the equals sign, eth1 would also match eth10.
+    # NCCL treats an interface name as a prefix unless the name begins with an equals sign. Without the equals
+    # sign, eth1 would also match eth10.
     return {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def interface_to(host: str) -> str | None:
-    """Return the interface on the route to a host; None if unknown."""
+    """Return the interface on the route to a host, or None if unknown."""
     return addresses().get(address_towards(host) or "")
 
 
 def address_towards(host: str) -> str | None:
-    """Return this host's IPv4 address on the route to another host; None if unknown."""
+    """Return this host's IPv4 address on the route to another host, or None if unknown."""
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # looks up a route, but sends nothing
+            probe.connect(found[0][4])  # connecting a UDP socket looks up the route without sending anything
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def addresses() -> Mapping[str, str]:
-    """Map each IPv4 address of this host to its interface."""
+    """Return a mapping from each IPv4 address of this host to its interface."""
     names = [name for _, name in socket.if_nameindex()]
     found = {name: _ask(SIOCGIFADDR, name) for name in names}
     return {socket.inet_ntoa(answer[20:24]): name for name, answer in found.items() if answer is not None}
 
 
 def usable_interfaces() -> list[str]:
-    """Return the interfaces that can reach other hosts: up, with IPv4, neither loopback nor virtual."""
+    """Return the interfaces that can reach other hosts: up, with an IPv4 address, not loopback or virtual."""
     return [
         name
         for name in addresses().values()
@@ -319,7 +321,7 @@ def _flags(name: str) -> int:
 
 
 def _ask(request: int, name: str) -> bytes | None:
-    """Return the kernel's answer to a request about an interface (a struct ifreq); None without an answer."""
+    """Return the kernel's reply (a struct ifreq) to a request about an interface, or None on an error."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
