@@ -29,7 +29,7 @@ from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
-"""For a command that saves no checkpoints, an attempt is considered progress if it ran for at least this many
+"""For a run without checkpoints, an attempt is considered progress if it ran for at least this many
 seconds."""
 LATE_RECORDS = 1000
 """Number of the newest metrics records to search for the last step of an attempt. The search must look past

@@ -93,13 +93,13 @@ class Observed:
     killed_node: int | None = None
     """The node rank of the agent that was killed before any other process exited, or None."""
     step_may_still_run: bool = False
-    """True if srun had to be killed, in which case Slurm may still consider the step running."""
+    """True if srun had to be killed; Slurm may then still consider the step running."""
     moved_to: str | None = None
     """The new path of the run folder if it was moved, which ends the run; else None."""
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code, in the order in which the agents exited."""
+    """Pairs of node rank and exit code; the agent that exited first comes first."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -111,7 +111,7 @@ class Outcome:
     """The outcome of an attempt, including what the supervisor observed; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code, in the order in which the agents exited."""
+    """Pairs of node rank and exit code; the agent that exited first comes first."""
     stop_signal: str | None = None
     """The signal that asked the job to stop, or None."""
     cause: str | None = None

@@ -19,7 +19,7 @@ SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
 """The signals that can ask a command to save, in order of priority."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
-"""Seconds after Slurm's signal in which a parent process may still forward the same signal."""
+"""Seconds after Slurm's signal during which a parent process may still forward the same signal."""
 FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
 """Signals that a non-interactive shell sets to ignored for its background jobs (``&``)."""
 

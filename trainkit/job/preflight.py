@@ -88,9 +88,7 @@ def require_gpus(
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
-            with contextlib.suppress(
-                nvml.NVMLError
-            ):  # if the GPU fails now, the rank will report the failure
+            with contextlib.suppress(nvml.NVMLError):  # if the GPU fails now, the rank will report this
                 gpu = gpu_handle(nvml, name)
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
                 found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))

@@ -461,7 +461,7 @@ class ProcessGroup:
         return False
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether an exited member must not be reaped yet, for example while its children are saving."""
+        """Return whether an exited member must not be reaped yet, for example while its children save."""
         return False
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:

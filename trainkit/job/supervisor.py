@@ -216,7 +216,7 @@ class Supervisor:
         return judge(attempt, self.allocation.restart_options(attempt))
 
     def _restart(self, attempt: Attempt, decision: Decision) -> Attempt | Decision:
-        """Open the next attempt in this allocation, or return a Decision if a signal or an error prevents this."""
+        """Open the next attempt in this allocation; return a Decision after a signal or an error."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
             if received is not None:
@@ -255,7 +255,7 @@ class Supervisor:
             self.allocation.cancel_pending(attempt.job)
 
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Record the end of the run, unless `trainkit requeue` was called before; return the decision.
+        """Record the end of the run, unless a user requested another attempt; return the decision.
 
         The run's lock prevents commands from changing job.json in the meantime. Commands that take the lock
         later see that the run has ended.

@@ -207,7 +207,7 @@ def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Return whether srun aborted the step, in which case its exit code ignores tasks it lost contact with.
+    """Return whether srun aborted the step; its exit code then ignores tasks it lost contact with.
 
     If srun has lost contact with all tasks, for example because their host is disconnected, the exit code of
     srun is 0.

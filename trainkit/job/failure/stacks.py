@@ -184,7 +184,7 @@ REPLY_S = 3.0
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The torch source file, as named in stack frames, in which a rank waits for the lock of an extension build.
+"""The torch source file that contains the wait for the lock of an extension build, as named in stack frames.
 """
 
 STATE_PROBLEMS = {

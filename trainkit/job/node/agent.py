@@ -103,7 +103,7 @@ class Agent(ProcessGroup):
         """True if the only child is a launcher such as torchrun, which itself starts the node's ranks."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
-        """The exit codes of the workers, in the order in which the workers exited."""
+        """The exit codes of the exited workers, first to exit first."""
         self.received: signal.Signals | None = None
         """The most recent stop signal, or None if none has arrived."""
         self._notice = CommandNotice(plan)

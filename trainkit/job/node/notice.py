@@ -228,7 +228,7 @@ class CommandNotice:
     def _signal(
         self, rank: int, numbers: Mapping[int, signal.Signals], below: Mapping[int, Iterable[int]]
     ) -> None:
-        """Stop the processes `below` processes that only wait; then send the signals in `numbers`."""
+        """Stop the processes in `below`, then send each process in `numbers` its signal."""
         relays = []
         for pid in numbers.keys() & below.keys():
             handled = {saver: _first_handled(saver, self._numbers) for saver in below[pid]}

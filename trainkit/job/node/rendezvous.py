@@ -168,7 +168,7 @@ class Rendezvous:
     """A random value by which ranks recognize rank 0 of their own attempt, in case another job uses the same
     address."""
     task: Task | None = None
-    """The role of the agent; None in a local run, in which the supervisor starts and signals all agents."""
+    """The role of the agent; None in a local run, where the supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
@@ -220,7 +220,7 @@ def new_nonce() -> str:
 
 
 def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: str = "") -> Rendezvous:
-    """Return the rendezvous for one agent of a local run, in which every node is this machine."""
+    """Return the rendezvous for one agent of a local run, where every node is this machine."""
     ranks = tuple(range(plan.workers_of(node_rank)))
     return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 
