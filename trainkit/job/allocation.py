@@ -1,8 +1,8 @@
 """The interface of an allocation: the machine or the hosts of a job on which a run's attempts execute.
 
 An allocation claims attempts, starts their processes and lists the ways to restart the run. If the run
-continues in another allocation, the current allocation is released. An `AttemptWatch` follows the processes
-of one attempt. The supervisor uses the same interface for local and Slurm allocations.
+continues in another allocation, the current allocation is released. An `AttemptWatch` starts and monitors the
+processes of one attempt. The supervisor uses the same interface for local and Slurm allocations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DELETED_AFTER_S = 10.0
 """Seconds that an attempt's folder must be missing before it is considered deleted; longer than a filesystem
 remount takes."""
 SIGNAL_RECORD_S = 2.0
-"""Seconds to wait for the first agent to record a signal from Slurm."""
+"""Seconds to wait for the first agent to record a stop signal that Slurm has sent."""
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
@@ -74,10 +74,10 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
 
 
 class Allocation:
-    """The machine or the hosts on which one start of a run executes its attempts.
+    """The machine, or the hosts of a job, where a supervisor runs attempts of a run.
 
-    Methods whose return type includes `Decision` return one if no further attempt should run. The defaults
-    are the behaviour on a single machine; SlurmAllocation overrides them.
+    Methods whose return type includes `Decision` return one if no further attempt should run. The default
+    implementations are for a single machine; SlurmAllocation overrides them.
     """
 
     lock_timeout_s: ClassVar[float]
@@ -111,7 +111,7 @@ class Allocation:
         return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
-        """Add a restarted attempt to job.json and return its job id; called with the run's lock held."""
+        """Add a restarted attempt to job.json and return its job id; the caller must hold the run's lock."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
@@ -143,7 +143,7 @@ class Allocation:
         return {}
 
     def watch(self, attempt: Attempt) -> AttemptWatch:
-        """Return the watch that starts the processes of an attempt (`AttemptWatch.run`) and polls them."""
+        """Return the `AttemptWatch` that starts and polls the processes of an attempt."""
         raise NotImplementedError
 
     def outcome(self, attempt: Attempt) -> Outcome:
@@ -262,7 +262,7 @@ class AttemptWatch(ProcessGroup):
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _poll_processes(self) -> None:
-        """Poll the processes; called by `poll` unless the attempt was deleted."""
+        """Poll the attempt's processes; called by `poll` unless the attempt's folder was deleted."""
 
     def _requested_signal(self) -> str | None:
         """Return the stop signal for a request in job.json, or None if there is no request."""
@@ -272,7 +272,7 @@ class AttemptWatch(ProcessGroup):
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
 
     def _is_deleted(self) -> bool:
-        """Return whether the attempt's folder was replaced, or has been missing for DELETED_AFTER_S.
+        """Return whether the attempt's folder was replaced or has been missing for `DELETED_AFTER_S` seconds.
 
         Raises OSError.
         """

@@ -1,4 +1,4 @@
-"""An attempt as seen by its supervisor, and the capabilities of its plan."""
+"""An attempt as seen by its supervisor, and the capabilities that take part in the attempt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Attempt:
         return self.folder.number
 
     def update(self) -> None:
-        """Read job.json again, because commands write their requests to it."""
+        """Read job.json again, because commands such as `trainkit cancel` write requests to it."""
         self.job = read_job(self.run)
 
     @property
@@ -79,7 +79,7 @@ def _polled(watch: Watch) -> PlannedStop | None:
 class AttemptCapabilities:
     """The capabilities that take part in one attempt.
 
-    Raises UsageError if the package of a capability is not installed.
+    Raises UsageError if a capability's package is not installed.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
@@ -93,7 +93,7 @@ class AttemptCapabilities:
         self._events.position = self._events.size()
 
     def begin(self, hosts: Hosts) -> None:
-        """Start the watches of an attempt that is about to start."""
+        """Start the capabilities' watches for an attempt that is about to start."""
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
     def poll(self, *, is_stopping: bool) -> PlannedStop | None:

@@ -2,8 +2,8 @@
 
 A rank that has made a call waits for the members of the process group that have not made the call. Ranks that
 wait for no other rank are blocking the waiting ranks. If ranks call the same collective with different
-arguments, the minority is at fault. If the records show no rank at fault, no rank is named. This module does
-not read files of the run.
+arguments, the minority is at fault. If the records show no rank at fault, the result names no rank. This
+module does not read files of the run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Blame:
     """The ranks that block the other ranks, and a description of what they did wrong."""
 
     ranks: tuple[int, ...]
-    """All ranks at fault; empty if they cannot be determined."""
+    """All ranks at fault; empty if the ranks at fault cannot be determined."""
     text: str
     """A description of the fault. If exactly one rank is at fault, the description lacks a subject, and the
     caller prepends the rank."""
     differs: bool = False
-    """True if ranks make different calls; the error is then in the program, and no host is at fault."""
+    """True if ranks made different calls, which is a bug in the program and not the fault of a host."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
     """Return the ranks whose collective differs from the majority's; empty if no majority is clear.
 
     gloo raised an error in rank `ended` because of unexpected data, so rank `ended` left no flight record.
-    If all other ranks agree on their last common collective, `ended` must have made the differing call.
+    If all other ranks agree on their last common collective, rank `ended` must have made the differing call.
     """
     calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
     for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
@@ -401,7 +401,7 @@ def _describe(wait: _Wait) -> str:
 
 
 def _verb(ranks: Collection[int], verb: str) -> str:
-    """Return a verb in the singular or plural form, depending on the number of ranks."""
+    """Return the verb in the form that matches the number of ranks."""
     return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
 
 

@@ -24,7 +24,7 @@ from trainkit.run.tracebacks import is_quit
 from trainkit.shipped import restart_cause
 
 RESTART_SIGNAL = "SIGUSR2"
-"""The signal that asks a supervisor to save, stop and restart the run."""
+"""The signal that asks a supervisor to save the state, stop the ranks and restart the run."""
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
@@ -88,7 +88,7 @@ class Observed:
     planned_stop: PlannedStop | None = None
     """The stop that the supervisor planned, or None."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks. Hang reports are read before the ranks are killed: killing a peer
+    """The hang reports of the ranks. Hang reports are read before the ranks are killed: killing a peer
     unblocks a hanging rank, which then deletes its report."""
     killed_node: int | None = None
     """The node rank of the agent that was killed before any other process exited, or None."""
@@ -108,7 +108,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt, including what the supervisor observed; created by `job/outcome.py`."""
+    """The outcome of an attempt, including the supervisor's observations; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
     """Pairs of node rank and exit code; the agent that exited first comes first."""
@@ -169,7 +169,7 @@ class Standing:
     is_total_used: bool = False
     """True if the run has used up its total time limit."""
     workload: Workload = TRAINER
-    """The kind of program that the workers ran."""
+    """The kind of program run by the workers."""
     attended_in: str | None = None
     """The capability through which a user may have controlled a rank in a terminal, or None."""
     is_done: bool = False
@@ -208,7 +208,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return `summary` and `details` as one sentence."""
+        """Return `summary` and `details` joined into one sentence."""
         return "; ".join(filter(None, (self.summary, self.details)))
 
     @property
@@ -238,7 +238,7 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     # A command may exit with any code if the stop signal killed one of its ranks.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    # True if every worker saved, was killed by the signal, or exited because it was stuck.
+    # Otherwise, every worker must have saved, been killed by the signal, or exited because it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
@@ -258,7 +258,7 @@ def decide_no_start(
 
     `in_place` means that the retry happens in the current allocation.
 
-    `starts` are the previous attempts, including those that could not start.
+    `starts` contains the previous attempts, including attempts that could not start.
     """
     count = len(list(takewhile(lambda attempt: attempt.cause == "not_started", reversed(starts))))
     if count + 1 >= MAX_STARTS:

@@ -1,8 +1,8 @@
 """torch's flight records, which list the collectives, sends and receives that each rank has called.
 
 If a rank of the built-in trainer hangs, it writes its flight record itself (`trainer/progress.py`). For a
-script, torch writes the flight record when a collective times out or the agent requests a record. `blame.py`
-uses flight records to find the ranks that block the others.
+script, torch writes the flight record when a collective times out or the agent requests a record. The module
+`blame` uses flight records to find the ranks that block the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ MAX_BYTES = 32 << 20
 MAX_TENSORS = 8
 """Maximum number of tensors per call to compare and show."""
 Group = tuple[str, str, tuple[int, ...]]
-"""Backend, name and ranks of a process group. Groups created by splitting another group share its name."""
+"""The backend, name and ranks of a process group. Groups created by splitting another group share its
+name."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Call:
     is_done: bool = False
     is_p2p: bool = False
     has_started: bool = False
-    """True if the device has started the call. Only NCCL reports whether a device has started a call, and
-    only if call timing is enabled."""
+    """True if the rank's device has started the call. Only NCCL reports whether a device has started a call,
+    and only if call timing is enabled."""
     place: str = ""
     """The line of user code that made the call."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Return the values that must be equal on all ranks."""
+        """Return the values that must match on all ranks that make this call."""
         return self.op, tuple(map(prod, self.sizes)), self.dtypes
 
     @property
@@ -143,7 +144,7 @@ def read_dump(path: Path) -> dict[str, object]:
 
 
 def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
-    """Read the flight records of an attempt's ranks; logs and skips a damaged record."""
+    """Read the flight records of an attempt's ranks; log and skip damaged records."""
     found = {}
     for folder in (attempt.stacks_dir, attempt.flight_dir):
         refresh_listing(folder)

@@ -20,7 +20,7 @@ from trainkit.run.rundir import AttemptDir
 
 @dataclass(frozen=True)
 class HangRecord:
-    """The hang report of a rank that has made no progress for too long."""
+    """The report of a rank that has made no progress for too long."""
 
     rank: int
     node_rank: int
@@ -31,7 +31,7 @@ class HangRecord:
     beat: int
     """The number of phases that the rank had entered in its step; used to compare ranks in the same step."""
     waited_s: float
-    """Seconds without progress."""
+    """Seconds since the rank last made progress."""
     limit_s: float
     """Seconds without progress after which the rank is considered hung."""
     usual_s: float | None
@@ -42,7 +42,7 @@ class HangRecord:
 
     @property
     def summary(self) -> str:
-        """Return the report as one sentence."""
+        """Return the hang report as one sentence."""
         usual = "" if self.usual_s is None else f"; a step usually takes {self.usual_s:.2g} s"
         return f"no progress for {self.waited_s:.0f} s, in {self.phase}{usual}"
 

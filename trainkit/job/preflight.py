@@ -1,6 +1,6 @@
 """Checks a node before a job's ranks start; `trainkit doctor` runs the same checks.
 
-The supervisor checks the run folder before the step starts, and every agent checks its own node. If a node
+The supervisor checks the run folder before the step starts; each agent then checks its own node. If a node
 fails a check that is specific to the node, the run stops using the node.
 """
 
@@ -31,7 +31,7 @@ from trainkit.run.rundir import AttemptDir
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """The result of one preflight check."""
 
     name: str
     state: Literal["ok", "warning", "failure"]
@@ -101,7 +101,7 @@ def _missing_gpu(
 ) -> PreflightFailed:
     """Return the failure for a rank whose GPU `name` is missing, or that has no GPU (`name` is None).
 
-    `count` is the number of GPUs that NVML sees on this host.
+    `count` is the number of GPUs on this host according to NVML.
     """
     host = socket.gethostname()
     limits = {"CUDA_VISIBLE_DEVICES": visible}

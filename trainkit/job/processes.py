@@ -252,7 +252,7 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
         kill(pid, number)
     except ProcessLookupError:
         return
-    except PermissionError:  # the process was started with sudo
+    except PermissionError:  # this user may not signal a process started with sudo
         log_line(f"cannot send {number.name} to process {pid}, which belongs to another user")
 
 
@@ -268,7 +268,7 @@ def end_descendants() -> None:
 
 
 def ranks_below(pid: int) -> list[int]:
-    """Return the pids of the ranks that a launcher has started.
+    """Return the pids of the ranks started by a launcher.
 
     A descendant is considered a rank if its environment contains RANK and its parent's does not.
     """
@@ -323,7 +323,7 @@ def exit_code_of(handle: int, pid: int) -> int | None:
         return code
     info = bytearray(64)
     struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
-    with contextlib.suppress(OSError):  # the kernel may be older than Linux 6.15
+    with contextlib.suppress(OSError):  # fails on kernels older than Linux 6.15
         fcntl.ioctl(handle, PIDFD_GET_INFO, info)
         mask, status = struct.unpack_from("Q52xi", info)
         if mask & PIDFD_INFO_EXIT:
@@ -334,8 +334,8 @@ def exit_code_of(handle: int, pid: int) -> int | None:
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
     """Return the signal for asking a command to save: `configured` or, for ``auto``, the one it handles.
 
-    Most scripts handle SIGTERM. A script that handles none of the signals gets SIGTERM, which kills the
-    script.
+    Most scripts that save on a signal handle SIGTERM. A script that handles none of the signals gets SIGTERM,
+    which kills the script.
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
@@ -345,7 +345,7 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process ignores a signal."""
+    """Return whether a process has set a signal to be ignored."""
     return number in signal_mask(pid, "SigIgn")
 
 
@@ -379,7 +379,7 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process.
+    """Return the pids of a process's children.
 
     If a child exits during the call, the result may lack that child and the next one in the list.
     """
@@ -391,7 +391,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def tree_of(pid: int) -> dict[int, list[int]]:
-    """Return the children of a process and of each of its descendants, as found by `children_of`."""
+    """Return the children of a process and of all its descendants, as found by `children_of`."""
     children, found = dict[int, list[int]](), [pid]
     for parent in found:
         children[parent] = children_of(parent)
@@ -449,7 +449,7 @@ class ProcessGroup:
             os.kill(member.pid, received)  # Popen.send_signal would reap a member that has just exited
 
     def on_signal(self, received: signal.Signals) -> None:
-        """React to a stop signal that has been forwarded."""
+        """React to a stop signal after it has been forwarded to the members."""
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:

@@ -21,7 +21,7 @@ FOLDER = __file__.rpartition("/")[0]
 
 
 def load(name: str, folder: str = FOLDER) -> ModuleType:
-    """Load a module of `trainkit.job`, or of the capability folder `folder`."""
+    """Load a module from the folder of `trainkit.job`, or from a capability's `folder`."""
     own_name = f"trainkit_{folder.rpartition('/')[2]}_{name}"
     if (loaded := sys.modules.get(own_name)) is not None:
         return loaded

@@ -113,8 +113,8 @@ _DEVICE_NAME = re.compile(r"\d+|(?:GPU|MIG)-.+")
 def visible_gpus(listed: str | None) -> list[str] | None:
     """Return the entries (indices or UUIDs) of a CUDA_VISIBLE_DEVICES value, or None if it is not set.
 
-    As in CUDA, the list ends before the first entry that is not a GPU. For example, Slurm sets ``NoDevFiles``
-    for a task without GPUs.
+    As in CUDA, the list ends before the first entry that is not a GPU. For example, Slurm sets
+    CUDA_VISIBLE_DEVICES to ``NoDevFiles`` for a task without GPUs.
     """
     if listed is None:
         return None

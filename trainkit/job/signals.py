@@ -24,7 +24,7 @@ NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """The signals that ask a job to stop.
 
 SIGTERM means that the job is being preempted, was cancelled or has run out of time. SIGUSR2 is either the
-warning before the time limit or a request to restart. SIGINT means Ctrl-C.
+warning before the time limit or a request to restart. SIGINT means that the user pressed Ctrl-C.
 
 SIGUSR1 is not used, because NCCL has been observed to catch it.
 """

@@ -5,11 +5,11 @@ DataLoader workers, which would raise an error in the rank during its save. Ther
 a rank gets a filter in front of every stop signal's default action or inherited handler. The filter drops
 signals sent by Slurm, but passes on signals from other senders, such as the rank's ``Process.terminate()``.
 
-The filter is a signal handler in machine code, for two reasons. Unlike a blocked or ignored signal, the
-filter does not survive `exec`, so other programs do not inherit it. Unlike a Python handler, the filter also
-sees which process sent the signal. The filter is otherwise invisible; for example, `getsignal` returns the
-same value as without the filter. A process that installs its own handler for a signal, or that blocks and
-waits for the signal, receives it unfiltered.
+The filter is a signal handler in machine code, not in Python, for two reasons. Unlike a blocked or ignored
+signal, the filter does not survive `exec`, so other programs do not inherit it. Unlike a Python handler, the
+filter also sees which process sent the signal. The filter is otherwise invisible; for example, `getsignal`
+returns the same value as without the filter. A process that installs its own handler for a signal, or that
+blocks and waits for the signal, receives it unfiltered.
 
 This module imports only the standard library, because `trainkit.job.startup` loads it in the interpreter of
 any script. This module keeps its imports few, because every Python interpreter in a job loads it.
@@ -240,7 +240,7 @@ class Filter:
     def _before(self, handler: int) -> int:
         """Return the address of a filter in front of a handler.
 
-        Raises OSError if this process is not allowed to add executable memory.
+        Raises OSError if this process may not allocate executable memory.
         """
         from ctypes import c_long, c_void_p, memmove
 

@@ -123,7 +123,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, refusal)
         for dead in unended:
-            # The supervisor of the dead attempt could not report its end.
+            # The supervisor of the dead attempt could not report the end of its attempt.
             self._report_end(Attempt(dead), read_end(dead) or AttemptEnd())
         while True:
             decision = self._run_attempt(attempt)

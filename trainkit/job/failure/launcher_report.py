@@ -2,8 +2,7 @@
 
 torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. torchrun, accelerate and DeepSpeed exit
 with 1 or with the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL).
-Because the exit code of a launcher can be ambiguous, an agent also watches the ranks that its launcher
-started.
+Because a launcher's exit code can be ambiguous, the agent also watches the ranks started by its launcher.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SPAWN = re.compile(
     r"|.*ProcessExitedException: process (?P<killed>\d+) terminated with signal (?P<name>SIG\w+))",
     re.MULTILINE,
 )
-"""Matches the error report of torch.multiprocessing.spawn."""
+"""Matches the error report printed by torch.multiprocessing.spawn."""
 _DEEPSPEED = re.compile(r"exits with return code = -(?P<number>\d+)")
 """Matches DeepSpeed's error report, which always names the command of the last rank, even if another rank
 failed."""
@@ -50,14 +49,14 @@ after 30 s."""
 
 @dataclass(frozen=True)
 class RankExit:
-    """The exit of a rank that a launcher started."""
+    """The exit of a rank that was started by a launcher."""
 
     code: int
     """The exit code; negative if a signal killed the process."""
     rank: int | None = None
     """The global rank, or None if the launcher's output does not contain the rank."""
     index: int = 0
-    """The line number of the exit report in the launcher's output."""
+    """The line number, in the launcher's output, where the exit is reported."""
     host: str = ""
     time: str = ""
 
@@ -72,7 +71,7 @@ class RankExit:
 
 
 def first_exit(lines: Sequence[str]) -> RankExit | None:
-    """Return the rank that failed first.
+    """Return the first failed rank according to a launcher's output.
 
     Returns None if the launcher reports no failed rank, or only a rank that the launcher itself terminated.
     """
@@ -117,7 +116,7 @@ def _line(text: str, position: int) -> int:
 
 
 class LaunchedRanks:
-    """The processes of the ranks that a launcher started.
+    """The processes of ranks that were started by a launcher.
 
     Each process is watched by a thread, because only the parent of a process can wait for it with `waitpid`.
     """
@@ -147,7 +146,7 @@ class LaunchedRanks:
         return EXIT_STOPPED in codes and codes <= {EXIT_OK, EXIT_STOPPED}
 
     def watch(self, ranks: Mapping[int, int]) -> None:
-        """Watch more processes; `ranks` maps their pids to ranks."""
+        """Start watching the processes in `ranks`, which maps pids to ranks."""
         for pid, rank in ranks.items():
             if pid not in self._watched:
                 self._watched[pid] = None

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
-"""Matches the message of a C++ exception that aborted a process, such as an exception in NCCL's watchdog
-thread."""
+"""Matches the message of a C++ exception that aborted a process, for example in NCCL's watchdog thread."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 """Types of exceptions that a restart cannot avoid."""
 
@@ -149,7 +148,7 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
     """Write the failure record for a rank that could not start because of `error`."""
     kind, code = type(error).__name__, error.exit_code
-    # The run may still work on another node.
+    # The check may pass on another node.
     node = True if isinstance(error, PreflightFailed) and error.is_node else None
     _write(
         attempt,
@@ -219,7 +218,7 @@ _NOT_HARDWARE = re.compile(
     re.IGNORECASE,
 )
 """Matches CUDA errors that are caused by the program rather than the hardware. Examples are an invalid device
-index, a wrong tensor index, missing kernels for this GPU, and too little GPU memory."""
+index, an out-of-range tensor index, kernels not built for this GPU, and insufficient GPU memory."""
 
 
 def find_first_failure(
@@ -232,7 +231,7 @@ def find_first_failure(
     """Return the first failure: a lost host, else the rank blocking a hang, else the first failed rank.
 
     `launch_error` is the error message of srun if Slurm could not start the step. Returns None if nothing
-    failed, or if the failure is unknown.
+    failed or if the failure is unknown.
     """
     if all(code in (EXIT_OK, EXIT_STOPPED) for code in observed.exit_codes):
         return None
@@ -275,8 +274,8 @@ def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailur
     """Return the failure for a collective that timed out, naming the ranks that the other ranks waited for.
 
     When a collective times out, torch makes every rank write its flight record. A rank without a flight
-    record is considered at fault if most of the other ranks have one. Returns `first` if the flight records
-    do not show which ranks are at fault.
+    record is considered at fault if most of the other ranks have one. Returns `first` unchanged if the flight
+    records do not show which ranks are at fault.
     """
     if not _TIMED_OUT.search("\n".join([str(first.message), *first.log_tail])):
         return first

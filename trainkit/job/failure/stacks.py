@@ -1,8 +1,9 @@
 """Collects the stacks of a running attempt's ranks, exchanging requests and replies as files.
 
-A request is ``attempts/NNN/stacks/requests/ID.json``, a reply ``…/requests/ID/rank-NNNN.json``. Each agent
-reads the request and signals its ranks, which write the replies. If a rank cannot reply, its agent replies
-for it, and adds any lock file of an extension build that the rank may be waiting for.
+A request is stored as ``attempts/NNN/stacks/requests/ID.json``, and a reply as
+``…/requests/ID/rank-NNNN.json``. Each agent reads the request and signals its ranks, which write the replies.
+If a rank cannot reply, its agent replies for it, and adds any lock file of an extension build that the rank
+may be waiting for.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Reply:
     """The source of the stacks: ``asked`` if the rank itself replied, ``py-spy``, or empty if there are no
     stacks."""
     threads: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The frames of each thread, innermost first; the training thread comes first."""
+    """Maps each thread to its frames, innermost first; the training thread comes first."""
     step: int | None = None
     phase: str | None = None
     since_s: float | None = None
@@ -80,18 +81,18 @@ class Request:
         return rank if isinstance(rank, int) else None
 
     def with_flights(self) -> bool:
-        """Return whether torch must also write flight records of the ranks' collectives."""
+        """Return whether the request also asks for the flight records that torch keeps."""
         return read_json(self.file).get("flights") is True
 
     def reply_file(self, rank: int) -> Path:
         return self.replies_dir / f"rank-{rank:04d}.json"
 
     def reply(self, reply: Reply) -> None:
-        """Write a rank's reply."""
+        """Save a rank's reply to the request's folder."""
         write_json(self.reply_file(reply.rank), asdict(reply))
 
     def replies(self) -> list[Reply]:
-        """Return the replies received so far, by rank."""
+        """Return the replies received so far, ordered by rank."""
         return read_each(Reply, self.replies_dir)
 
     def withdraw(self) -> None:
@@ -103,14 +104,14 @@ class Request:
 
 
 def find_requests(attempt: AttemptDir) -> list[Request]:
-    """Return the open requests of an attempt."""
+    """Return the attempt's requests that have not been withdrawn."""
     return [Request(path) for path in sorted(attempt.stacks_dir.glob("requests/*.json"))]
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = False) -> Request:
     """Request the stacks of one rank, or of all ranks if `rank` is None.
 
-    If `flights` is set, also requests the flight records of a command's ranks. Raises OSError if the folder
+    If `flights` is set, also requests the flight records of a command's ranks. Raises OSError if the request
     cannot be written.
     """
     request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
@@ -257,7 +258,7 @@ def spy_on(rank: int, pid: int) -> Reply:
     if spy is None:
         problem = problem or "py-spy, which could read the stacks of the rank, is not installed"
         return Reply(rank, host, pid, "", problem=problem, lock=find_lock(pid))
-    for candidate in (pid, *processes.descendants(pid)):  # the rank may be a child of a shell
+    for candidate in (pid, *processes.descendants(pid)):  # the pid may belong to a shell that runs the rank
         try:
             threads = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
@@ -269,7 +270,7 @@ def spy_on(rank: int, pid: int) -> Reply:
 
 
 def _spy(spy: str, pid: int) -> dict[str, list[str]]:
-    """Return the frames of each thread of a Python process by running `py-spy dump`, main thread first."""
+    """Run `py-spy dump` on a Python process; return each thread's frames, starting with the main thread."""
     argv = [spy, "dump", "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
@@ -308,7 +309,7 @@ class LockFile:
 def find_lock(pid: int, stack: Sequence[str] = ()) -> LockFile | None:
     """Return the newest lock file that a process may be waiting for.
 
-    If `stack` is given, return None unless it shows that the process is waiting for a lock.
+    If `stack` is given, returns None unless the stack shows a wait for a lock.
     """
     if stack and not any(WAITS_FOR_LOCK in frame for frame in stack[:3]):
         return None

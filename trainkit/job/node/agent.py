@@ -5,7 +5,7 @@ On a single machine, an agent runs as ``python -m trainkit.job.node.agent RUN_DI
 its node and ranks from Slurm's variables. `trainkit run` calls `run_task` directly, both in a Slurm step and
 as a rank of another launcher.
 
-`trainkit.job.signals.combine_exit_codes` combines the workers' exit codes.
+The agent's exit code combines the exit codes of its workers (`trainkit.job.signals.combine_exit_codes`).
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Agent(ProcessGroup):
             self.kill_within(PEER_EXIT_S)
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
-            return  # this agent or the stop signal killed the worker, so the worker has not failed
+            return  # the worker succeeded or saved, or was killed by this agent or the stop signal
         with contextlib.suppress(OSError):  # stop the other workers even if the disk is full
             which = rank if dead is None else "?" if dead.rank is None else dead.rank
             print(f"rank {which} ended with {describe_exit(code)}", flush=True)

@@ -65,7 +65,7 @@ def takers(
 
 
 def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the topmost programs below a process that handle a stop signal."""
+    """Yield the topmost processes below a process that handle a stop signal."""
     for child in children.get(pid, []):
         if not _is_multiprocessing(child) and _handled(child) & {*SAVES_ON}:
             yield child
@@ -125,7 +125,7 @@ def was_signalled(pid: int) -> bool:
 
 @dataclass
 class _Relay:
-    """A process that received the stop signal, and the processes below it to which it may forward the signal.
+    """A process that received the stop signal, and the processes below that may get the signal forwarded.
 
     The processes below are stopped (SIGSTOP) until the signal has been forwarded.
     """
@@ -178,7 +178,7 @@ class CommandNotice:
     def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
         """Ask processes to save that a member, such as a shell loop, started again after the signal.
 
-        Processes that were started again are recognized by their command line.
+        Restarted processes are recognized by their command line.
         """
         if not self._asked:
             return
@@ -204,7 +204,7 @@ class CommandNotice:
             if not has_ended and not handlers:
                 handlers = {root: processes.signal_handled_by(root, configured)}
             found |= handlers
-        if not roots and not has_ended:  # the launcher has not started a rank yet
+        if not roots and not has_ended:  # the launcher has not started any ranks yet
             os.kill(member.pid, signal.SIGTERM)
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
         # Find all processes before sending the signal, which may kill a shell between two of them.

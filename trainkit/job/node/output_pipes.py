@@ -89,7 +89,10 @@ def _append(pipe: _Pipe) -> bool:
     """Append a pipe's content to the log; return whether more content may follow."""
     with contextlib.suppress(BlockingIOError):
         while read := os.read(pipe.reader, 65536):
-            with contextlib.suppress(OSError), pipe.log.open("ab") as log:  # the disk may be full
+            with (
+                contextlib.suppress(OSError),
+                pipe.log.open("ab") as log,
+            ):  # writing fails on a full disk
                 log.write(read)
         return False
     return True

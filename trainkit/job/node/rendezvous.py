@@ -91,7 +91,7 @@ class NotATask(TrainkitError):
 
 
 class Listener(Protocol):
-    """Records the stop signals that arrive at the ranks of an agent."""
+    """Records the stop signals received by an agent's ranks."""
 
     def has_heard(self, number: signal.Signals) -> bool:
         """Return whether the ranks have also received the signal that the agent just received."""
@@ -108,7 +108,7 @@ class Task(ABC):
     local_task: int
     """The index of this task among the tasks on its node."""
     tasks: tuple[int, ...]
-    """The number of tasks on each node."""
+    """The number of tasks on each node of the step."""
 
     @property
     def num_tasks(self) -> int:
@@ -120,7 +120,7 @@ class Task(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the first task of the step, which acts for all tasks."""
+        """Return whether this is the first task of the step, which acts on behalf of all tasks."""
         return self.task == 0
 
     @property

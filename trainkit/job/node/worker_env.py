@@ -1,6 +1,6 @@
 """The environment variables and command lines of the workers started by an agent.
 
-The environment variables include the network interfaces for gloo and NCCL.
+The environment variables of a worker include the network interfaces for gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: Attempt
     # torchrun waits this long for its ranks after SIGTERM; torchrun's default is 30 s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
     if plan.workload.launcher == "accelerate" and plan.device == "cpu":
-        # Without this variable, accelerate on a host without GPUs treats every rank as a single process.
+        # Without ACCELERATE_USE_CPU, accelerate on a host without GPUs treats every rank as a single-process
+        # run.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
@@ -277,8 +278,8 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
 
 
 def _nccl(name: str) -> dict[str, str]:
-    # NCCL treats an interface name as a prefix unless the name begins with an equals sign. Without the equals
-    # sign, eth1 would also match eth10.
+    # NCCL treats an interface name as a prefix unless the name begins with an equals sign. For example, the
+    # name eth1 without an equals sign would also match eth10.
     return {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
