@@ -254,7 +254,7 @@ class AttemptWatch(ProcessGroup):
     def collect(self) -> None:
         """Read the records that the attempt's processes left in the run folder into `observed`.
 
-        Raises OSError; can be called again after an error.
+        Raises OSError; the caller may then call `collect` again.
         """
 
     def kill_after_grace(self) -> None:

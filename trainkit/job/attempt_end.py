@@ -32,8 +32,8 @@ LONG_ATTEMPT_S = 1800.0
 """For a run without checkpoints, an attempt is considered progress if it ran for at least this many
 seconds."""
 LATE_RECORDS = 1000
-"""Number of the newest metrics records to search for the last step of an attempt. The search must look past
-records that the next attempt may already have written."""
+"""Number of the newest metrics records to search for the last step of an attempt. The newest records may
+already belong to the next attempt."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
@@ -65,7 +65,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Return whether a user requested another attempt and has neither cancelled nor superseded this one."""
+    """Return whether a user requested another attempt; False if this one was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 

@@ -3,7 +3,7 @@
 A rank that has made a call waits for the members of the process group that have not made the call. Ranks that
 wait for no other rank are blocking the waiting ranks. If ranks call the same collective with different
 arguments, the minority is at fault. If the records show no rank at fault, the result names no rank. This
-module does not read files of the run.
+module reads no files of the run; callers pass in the records.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def find_blame(
 
 
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
-    """Return the ranks whose collective differs from the majority's; empty if no majority is clear.
+    """Return the ranks whose collective differs from the majority's; empty if there is no clear majority.
 
     gloo raised an error in rank `ended` because of unexpected data, so rank `ended` left no flight record.
     If all other ranks agree on their last common collective, rank `ended` must have made the differing call.
@@ -121,7 +121,7 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
 
 
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
-    """Find the ranks whose innermost frame is not a wait while all other ranks wait; None if unclear.
+    """Find the ranks that, by their innermost frames, do not wait while all others do; None if unclear.
 
     Searching by stacks requires no flight records, but only works on CPUs: a rank on a GPU may block on its
     device in any frame.
@@ -252,9 +252,9 @@ SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|bar
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
     """Return the ranks with several open collectives that have already completed on other ranks.
 
-    A collective can complete on other ranks only if this rank's device took part, so a device on which it
-    stays open no longer reports completions. A single open collective does not indicate a failed device,
-    because it may still be in progress.
+    If a collective completed on other ranks, this rank's device took part, so the device no longer reports
+    completions. A single open collective does not indicate a failed device, because it may still be in
+    progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}

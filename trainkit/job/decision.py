@@ -56,10 +56,10 @@ _BY_CHANCE = re.compile(
 """Matches exception messages that suggest a problem with the network, a peer or the hardware."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 FIRST_STEP_S = 600.0
-"""Seconds after which a command is assumed to have possibly made progress that trainkit cannot see."""
+"""Seconds after which trainkit assumes that a command may have made progress."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
-"""Number of consecutive failures of Slurm to start the step after which the run fails. The delays between ten
+"""Number of times in a row that Slurm may fail to start the step before the run fails. The delays between ten
 start attempts add up to four minutes."""
 
 
@@ -99,7 +99,7 @@ class Observed:
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code; the agent that exited first comes first."""
+    """Pairs of node rank and exit code, in order of the agents' exits."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -111,7 +111,7 @@ class Outcome:
     """The outcome of an attempt, including the supervisor's observations; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code; the agent that exited first comes first."""
+    """Pairs of node rank and exit code, in order of the agents' exits."""
     stop_signal: str | None = None
     """The signal that asked the job to stop, or None."""
     cause: str | None = None
@@ -299,7 +299,7 @@ def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decisi
 
 
 def not_again(why: str) -> str:
-    """Return the `details` of a decision against restarting the run."""
+    """Return the `details` for a decision not to restart the run."""
     return f"not started again: {why}"
 
 
@@ -404,7 +404,7 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
 
 
 def is_of_capability(cause: str | None) -> bool:
-    """Return whether a capability defined this restart cause, which is then not a failure."""
+    """Return whether a restart's cause is defined by a capability, so that the cause is not a failure."""
     return cause is not None and cause not in get_args(Cause)
 
 

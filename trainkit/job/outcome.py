@@ -70,7 +70,7 @@ def dead_outcome(failure: RankFailure, lost_host: str | None) -> Outcome:
 
 
 def without_cause(outcome: Outcome) -> Outcome:
-    """Return the outcome without a cause, because a user has cancelled the run."""
+    """Return the outcome with its cause removed, because a user has cancelled the run."""
     return replace(outcome, cause=None)
 
 

@@ -176,7 +176,7 @@ def store_file(nonce: str) -> Path | None:
 
 
 def _store_prefix() -> str:
-    """Return the prefix of the store files created in this container, whose processes are visible here."""
+    """Return the name prefix for store files of this container, identified by its PID namespace."""
     return f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 

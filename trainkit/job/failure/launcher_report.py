@@ -64,7 +64,7 @@ class RankExit:
     def killed_outside_launcher(self) -> bool:
         """Return whether a signal that the launcher did not send killed the rank.
 
-        SIGTERM and SIGABRT are ignored, because launchers send SIGTERM themselves, and a rank may abort
+        Returns False for SIGTERM and SIGABRT, because launchers send SIGTERM themselves, and a rank may abort
         itself.
         """
         return self.code < 0 and self.code not in (-signal.SIGTERM, -signal.SIGABRT)
@@ -195,7 +195,7 @@ def launch_error(text: str) -> str | None:
 
 
 def hosts_without_launch(text: str) -> tuple[str, ...]:
-    """Return the hosts on which srun could not start a task, according to its error messages."""
+    """Return the hosts on which srun could not start a task, according to srun's error messages."""
     return tuple(dict.fromkeys(match["host"] for match in _LAUNCH_FAILED.finditer(text)))
 
 
@@ -206,7 +206,7 @@ def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Return whether srun aborted the step; its exit code then ignores tasks it lost contact with.
+    """Return whether srun aborted the step; srun's exit code then ignores lost tasks.
 
     If srun has lost contact with all tasks, for example because their host is disconnected, the exit code of
     srun is 0.

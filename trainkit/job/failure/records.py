@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
 """Matches the message of a C++ exception that aborted a process, for example in NCCL's watchdog thread."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
-"""Types of exceptions that a restart cannot avoid."""
+"""Types of exceptions that would be raised again after a restart."""
 
 
 LOG_TAIL_LINES = 20
@@ -122,7 +122,7 @@ def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
 
 
 def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
-    """Infer the failure of a worker that left no failure record from its exit code and log."""
+    """Return the failure of a worker that left no failure record, inferred from its exit code and log."""
     description = describe_exit(exit_code)
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
@@ -176,7 +176,7 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
-    """Return the failure that reports lost hosts, which also explains errors of ranks on other hosts."""
+    """Return the failure for lost hosts, which also cause errors of ranks on other hosts."""
     hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
@@ -321,7 +321,7 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int 
 
 
 def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
-    """Return the host that a failure makes suspect, and the kind of suspicion.
+    """Return the host suspected of causing a failure, and the kind of suspicion.
 
     Returns None if the program itself failed or was terminated.
     """

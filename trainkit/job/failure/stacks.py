@@ -216,7 +216,7 @@ class StackCollector:
     def poll(self, ranks: Callable[[], Mapping[int, int]]) -> None:
         """Reply to new requests, each in its own thread.
 
-        `ranks` returns the running ranks and their pids.
+        `ranks` returns a mapping from the running ranks to their pids.
         """
         for request in find_requests(self._attempt):
             if request.file not in self._handled:

@@ -103,7 +103,7 @@ class Agent(ProcessGroup):
         """True if the only child is a launcher such as torchrun, which itself starts the node's ranks."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
-        """The exit codes of the exited workers, first to exit first."""
+        """The exit codes of the exited workers, in order of exit."""
         self.received: signal.Signals | None = None
         """The most recent stop signal, or None if none has arrived."""
         self._notice = CommandNotice(plan)
@@ -308,7 +308,7 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank whose death stopped the launcher, or None if there is none or it is unknown."""
+        """Return the rank whose death stopped the launcher, or None if no rank died or it is unknown."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)

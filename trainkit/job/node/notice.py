@@ -125,7 +125,7 @@ def was_signalled(pid: int) -> bool:
 
 @dataclass
 class _Relay:
-    """A process that received the stop signal, and the processes below that may get the signal forwarded.
+    """A process that received the stop signal, and the processes below, to which it may forward the signal.
 
     The processes below are stopped (SIGSTOP) until the signal has been forwarded.
     """
@@ -176,7 +176,7 @@ class CommandNotice:
             self._send(rank, member)
 
     def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """Ask processes to save that a member, such as a shell loop, started again after the signal.
+        """Ask processes to save if a member, such as a shell loop, started them again after the signal.
 
         Restarted processes are recognized by their command line.
         """
@@ -207,13 +207,14 @@ class CommandNotice:
         if not roots and not has_ended:  # the launcher has not started any ranks yet
             os.kill(member.pid, signal.SIGTERM)
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
-        # Find all processes before sending the signal, which may kill a shell between two of them.
+        # Find all processes before sending the signal, which may kill a shell that lies between two of the
+        # processes.
         below = {pid: {*savers_below(pid, children)} for pid in found}
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
-            # If Slurm killed a shell in the meantime, it also signalled the processes that the shell left
-            # behind.
+            # If Slurm killed a shell in the meantime, Slurm has also signalled the processes that the shell
+            # left behind.
             kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
@@ -310,7 +311,7 @@ class CommandNotice:
         """Return whether a process started by an exited member is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # This includes make: if a signal kills its recipe, make exits with 2.
+        # Any other exit code is a failure; for example, make exits with 2 if a signal kills its recipe.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)

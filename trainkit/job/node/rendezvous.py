@@ -126,12 +126,12 @@ class Task(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The rank of the task or, with one task per node, of the node's first worker."""
+        """The rank of the task; with one task per node, the rank of the node's first worker."""
 
     @property
     @abstractmethod
     def first(self) -> str:
-        """The first task, which announces the run, as named in messages."""
+        """The name, in messages, of the first task, which announces the run."""
 
     @property
     @abstractmethod

@@ -148,7 +148,7 @@ def worker_environ(
 
 
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
-    """Keep Git from using a repository above `folders`, or one set in the submitting shell's environment.
+    """Keep Git from using a repository above `folders` or one set in the submitting shell's environment.
 
     Otherwise, Git commands in a run folder inside the project would show the project's current state.
     """
@@ -165,7 +165,8 @@ def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: Attempt
         # Slurm's variables. If Lightning used Slurm's variables, it would also ignore SIGTERM.
         environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
-    # torchrun waits this long for its ranks after SIGTERM; torchrun's default is 30 s.
+    # TORCH_ELASTIC_SHUTDOWN_TIMEOUT is how long torchrun waits for its ranks after SIGTERM; the default is 30
+    # s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
     if plan.workload.launcher == "accelerate" and plan.device == "cpu":
         # Without ACCELERATE_USE_CPU, accelerate on a host without GPUs treats every rank as a single-process
