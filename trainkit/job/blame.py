@@ -252,9 +252,9 @@ SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|bar
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
     """Return the ranks with several open collectives that have already completed on other ranks.
 
-    If a collective completed on other ranks, this rank's device took part, so the device no longer reports
-    completions. A single open collective does not indicate a failed device, because it may still be in
-    progress.
+    If a collective that is open on a rank has completed on other ranks, the rank's device took part but no
+    longer reports completions. A single open collective does not indicate a failed device, because it may
+    still be in progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
@@ -294,7 +294,7 @@ def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
-    """Find the first unfinished collective whose arguments differ between ranks, and blame the minority."""
+    """Find the first unfinished collective that ranks called differently, and blame the minority."""
     pending = {
         (call.group, call.number)
         for own in calls.values()

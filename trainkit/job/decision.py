@@ -1,8 +1,6 @@
 """Decides whether to restart, requeue or end a run after an attempt that ran, died or could not start.
 
 This module neither reads nor writes files.
-
-If a user cancelled the run, or a newer attempt has taken over, this module is not called.
 """
 
 from __future__ import annotations
