@@ -1,8 +1,8 @@
-"""The interface of the machine, or of a job's hosts, on which the attempts of a run execute.
+"""The interface of an allocation: the machine or the hosts of a job on which a run's attempts execute.
 
-An allocation claims attempts, starts their processes and lists the ways to restart the run. When a run
-continues in another allocation, this one is released. An `AttemptWatch` follows the processes of one attempt.
-The supervisor treats all kinds of allocation alike.
+An allocation claims attempts, starts their processes and lists the ways to restart the run. If the run
+continues in another allocation, the current allocation is released. An `AttemptWatch` starts and monitors the
+processes of one attempt. The supervisor uses the same interface for local and Slurm allocations.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from trainkit.trust import open_trusted
 CANCELLED = "cancelled before the ranks started"
 CANCELLED_AGAIN = "cancelled before the restart"
 DELETED_AFTER_S = 10.0
-"""Seconds that the attempt's folder must be missing to count as deleted; longer than remounting the
-filesystem takes."""
+"""Seconds that an attempt's folder must be missing before it is considered deleted; longer than a filesystem
+remount takes."""
 SIGNAL_RECORD_S = 2.0
-"""Seconds to wait for the first agent to record a signal from Slurm."""
+"""Seconds to wait for the first agent to record a stop signal that Slurm has sent."""
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
-    """Return the decision that refuses to start if the run folder differs from what was submitted, else None.
+    """Return a decision that ends the run if its folder differs from what was submitted, else None.
 
-    After a refusal, nothing but the end of the attempt is written to the run folder. `entry` is the job.json
-    entry of the attempt that would run; None without such an attempt.
+    If the run is ended, only the attempt's end record is written to the run folder. `entry` is the attempt's
+    entry in job.json, or None if job.json has no such entry.
     """
     try:
         read_submitted(attempt)
@@ -68,33 +68,32 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
                 write_end(attempt, entry, NOT_RUN, decision)
         return decision
     except (OSError, ValueError) as error:
-        # Running the attempt will report the same error, with a hint.
+        # Running the attempt reports the same error again, together with a hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
 
 class Allocation:
-    """The machine or the hosts on which one start of a run executes its attempts.
+    """The machine, or the hosts of a job, where a supervisor runs attempts of a run.
 
-    The methods return the next attempt or a `Decision`. The defaults are the behaviour on a single machine;
-    SlurmAllocation overrides them.
+    Methods whose return type includes `Decision` return one if no further attempt should run. The default
+    implementations are for a single machine; SlurmAllocation overrides them.
     """
 
     lock_timeout_s: ClassVar[float]
-    """Seconds to wait for a lock of the run; the usual reason to wait is that the previous supervisor is
-    exiting."""
+    """Seconds to wait for a lock of the run, which the previous supervisor may still hold while it exits."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
     def begin(self) -> None:
-        """Prepare the allocation; called first, before an attempt is claimed."""
+        """Prepare the allocation; called before the first attempt is claimed."""
 
     def end(self) -> None:
-        """Clean up; called last, when this start of the run has ended."""
+        """Clean up the allocation; called last, before the supervisor exits."""
 
     def claim(self) -> AttemptDir | Decision:
-        """Claim the first attempt to run; return a decision if no attempt can or need be run."""
+        """Claim the first attempt to run; return a decision if there is no attempt to run."""
         raise NotImplementedError
 
     def claim_next(self, attempt: Attempt) -> Attempt | Decision:
@@ -112,26 +111,26 @@ class Allocation:
         return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
-        """Add a restarted attempt to job.json and return its job id; called with the run's lock held."""
+        """Add a restarted attempt to job.json and return its job id; the caller must hold the run's lock."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
-        """Write the ends of earlier attempts whose host died.
+        """Write end records for earlier attempts whose host died.
 
-        Returns the decision that ends `attempt` like the last dead attempt if the failures of the dead
-        attempts forbid a restart; else None.
+        Returns a decision that ends `attempt` if the failures of the dead attempts do not allow a restart,
+        else None.
         """
         return None
 
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
-        """Wait for the run's turn in this machine's queue; return a decision if the run ends instead.
+        """Wait for the run's turn in this machine's queue; return a decision if the run is stopped.
 
-        A restart does not wait for its turn again.
+        A restarted attempt does not queue again.
         """
         return None
 
     def fitted(self, attempt: Attempt) -> LaunchPlan:
-        """Return the plan that fits the available nodes; it becomes the plan of the attempt."""
+        """Adapt the attempt's plan to the available nodes, store it in the attempt, and return it."""
         return attempt.plan
 
     @property
@@ -140,17 +139,17 @@ class Allocation:
         return Hosts()
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
-        """Return what Slurm chose for this start, for example the partition, for the event log."""
+        """Return the resources that Slurm assigned to this job, such as the partition, for the event log."""
         return {}
 
     def watch(self, attempt: Attempt) -> AttemptWatch:
-        """Return the watch that starts the processes of an attempt (`AttemptWatch.run`) and polls them."""
+        """Return the `AttemptWatch` that starts and polls the processes of an attempt."""
         raise NotImplementedError
 
     def outcome(self, attempt: Attempt) -> Outcome:
-        """Return the outcome of an attempt whose processes have ended.
+        """Return the outcome of an attempt whose processes have all exited.
 
-        The state of the job and its hosts in Slurm is taken into account.
+        The outcome takes into account the state of the job and its hosts in Slurm.
         """
         observed, cause = attempt.observed, None
         if observed.stop_signal == RESTART_SIGNAL:
@@ -158,43 +157,43 @@ class Allocation:
         return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Record the host that a failure implicates; return whether the run must continue without it."""
+        """Record a failure's suspect host; return whether the run must continue without that host."""
         return False
 
     def restart_options(self, attempt: Attempt) -> RestartOptions:
-        """Return the ways to restart the run now, based on the last read of job.json."""
+        """Return the currently available ways to restart the run, based on the last read of job.json."""
         return RestartOptions(restart=True)
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        """Decide what follows a stop signal that arrived during the delay before a restart."""
+        """Return the decision for a stop signal that arrived during the delay before a restart."""
         return Decision("stopped", CANCELLED_AGAIN, EXIT_STOPPED)
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
-        """Decide what to do if a lock of the run could not be obtained in time."""
+        """Return the decision for an attempt that could not acquire a lock of the run in time."""
         return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
-        """Return the decision that ends a start which could not claim an attempt.
+        """Return the decision to exit without having claimed an attempt.
 
-        Writes nothing to the run folder, because another process holds the lock.
+        Nothing is written to the run folder, because another process holds the lock.
         """
         if locked.stopped:
             return Decision("stopped", locked.message, EXIT_STOPPED)
         return Decision("failed", locked.message, EXIT_FAILED)
 
     def release(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Leave the allocation as `decision` says.
+        """Requeue, resubmit or end the job according to `decision`.
 
-        Returns `decision`, or a different decision if `decision` cannot be carried out.
+        Returns `decision`, or another decision if `decision` could not be carried out.
         """
         return decision
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the pending jobs that would continue an ended run; `job` is the run's job.json."""
+        """Cancel pending jobs of a run that has ended; `job` is the content of the run's job.json."""
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `observed` contains how they ended."""
+    """The processes of one attempt, from their start until their exits are recorded in `observed`."""
 
     poll_interval_s = 1.0
 
@@ -203,14 +202,14 @@ class AttemptWatch(ProcessGroup):
         self.live = live
         self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
-        """The job.json entry of a newer attempt that has taken over the run; if it is set, this attempt saves
-        and ends."""
+        """The job.json entry of a newer attempt that has taken over the run; if set, this attempt saves and
+        exits."""
         self._hangs = HangWatch(live.folder)
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
 
     def poll(self) -> None:
-        """End the attempt if its folder was moved or deleted, or if its ranks hang."""
+        """Stop the attempt if its folder was moved or deleted, or if its ranks hang."""
         if self._follow() and self.observed.stop_signal is None:
             self.stop_ranks()
         if self._is_deleted():
@@ -228,7 +227,7 @@ class AttemptWatch(ProcessGroup):
             self.capabilities.pass_on_events()
 
     def _follow(self) -> bool:
-        """Return whether the run folder was moved since the last call, and use its new path from now on."""
+        """Return whether the run folder has been moved since the last call; if so, switch to its new path."""
         is_moved = self.attempt.run.follow()
         if is_moved:
             self.observed.moved_to = str(self.attempt.run.path)
@@ -236,15 +235,15 @@ class AttemptWatch(ProcessGroup):
         return is_moved
 
     def end_all(self) -> None:
-        """End every process of the attempt immediately."""
+        """Kill all processes of the attempt immediately."""
         raise NotImplementedError
 
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
-        """Have the ranks save and exit as if they had received the signal `as_if`; SIGTERM stops the run."""
+        """Make the ranks save and exit as if they had received the signal `as_if`; SIGTERM stops the run."""
         raise NotImplementedError
 
     def leave(self, planned_stop: PlannedStop) -> None:
-        """Have the ranks save and exit for a restart; do nothing if they are already stopping."""
+        """Make the ranks save and exit before a restart; do nothing if they are already stopping."""
         if self.observed.stop_signal is None and self.running:
             log_line(f"attempt {self.attempt.number}: {planned_stop.why}")
             try:
@@ -253,27 +252,27 @@ class AttemptWatch(ProcessGroup):
                 self.observed.planned_stop = planned_stop
 
     def collect(self) -> None:
-        """Read what the attempt left in the run folder into `observed`.
+        """Read the records that the attempt's processes left in the run folder into `observed`.
 
-        Raises OSError; can be called again after an error.
+        Raises OSError; the caller may then call `collect` again.
         """
 
     def kill_after_grace(self) -> None:
-        """Kill the remaining processes after the grace time; agents kill theirs somewhat earlier."""
+        """Kill the remaining processes after the grace time; agents kill their workers slightly earlier."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _poll_processes(self) -> None:
-        """Poll the processes; called by `poll` unless the attempt was deleted."""
+        """Poll the attempt's processes; called by `poll` unless the attempt's folder was deleted."""
 
     def _requested_signal(self) -> str | None:
-        """Return the stop signal that a request in job.json stands for; None without a request."""
+        """Return the stop signal for a request in job.json, or None if there is no request."""
         entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
 
     def _is_deleted(self) -> bool:
-        """Return whether the attempt's folder was replaced, or has been missing for DELETED_AFTER_S.
+        """Return whether the attempt's folder was replaced or has been missing for `DELETED_AFTER_S` seconds.
 
         Raises OSError.
         """

@@ -1,4 +1,4 @@
-"""An attempt as seen by its supervisor, and the capabilities of its plan."""
+"""An attempt as seen by its supervisor, and the capabilities that take part in the attempt."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainkit.shipped import Guard
 
 
 class Attempt:
-    """A live attempt: its folder, its plan, what was observed of its processes, and its outcome."""
+    """A live attempt: its folder, its plan, the observations of its processes, and its outcome."""
 
     def __init__(self, folder: AttemptDir, plan: LaunchPlan | None = None) -> None:
         self.folder = folder
         self.observed = Observed()
         self.job = JobRecord()
-        """The content of the run's job.json at the last `update`."""
+        """The content of the run's job.json as of the last `update`."""
         self.outcome: Outcome = NOT_RUN
         """The outcome of the attempt; `NOT_RUN` until it has ended."""
         self._plan = plan
@@ -37,24 +37,24 @@ class Attempt:
         return self.folder.number
 
     def update(self) -> None:
-        """Read job.json again, because commands write their requests to it."""
+        """Read job.json again, because commands such as `trainkit cancel` write requests to it."""
         self.job = read_job(self.run)
 
     @property
     def entry(self) -> AttemptRecord:
-        """The attempt's entry in job.json at the last `update`."""
+        """The attempt's entry in job.json as of the last `update`."""
         return self.job.of_attempt(self.number)
 
     @property
     def superseding(self) -> AttemptRecord | None:
-        """The job.json entry of a newer attempt that has taken over the run; None without one."""
+        """The job.json entry of a newer attempt that has taken over the run, or None."""
         return self.job.superseding(self.number)
 
     @property
     def plan(self) -> LaunchPlan:
-        """The submitted plan (read only once), or the plan fitted to the available nodes.
+        """The plan as adapted to the available nodes, or else as submitted (read from the run folder once).
 
-        Raises OSError and UsageError.
+        Raises OSError or UsageError if the submitted plan cannot be read.
         """
         if self._plan is None:
             try:
@@ -79,7 +79,7 @@ def _polled(watch: Watch) -> PlannedStop | None:
 class AttemptCapabilities:
     """The capabilities that take part in one attempt.
 
-    Raises UsageError if the package of a capability is not installed.
+    Raises UsageError if a capability's package is not installed.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
@@ -93,17 +93,17 @@ class AttemptCapabilities:
         self._events.position = self._events.size()
 
     def begin(self, hosts: Hosts) -> None:
-        """Start the watches of an attempt that is about to start."""
+        """Start the capabilities' watches for an attempt that is about to start."""
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
     def poll(self, *, is_stopping: bool) -> PlannedStop | None:
-        """Poll the watches; return why the ranks must stop, or None if no watch asks for that."""
+        """Poll the watches; return the planned stop if a watch asks the ranks to stop, else None."""
         polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
         found = [self._guard.call(name, _polled, watch) for name, watch in polled]
         return next(filter(None, found), None)
 
     def pass_on_events(self) -> None:
-        """Pass the attempt's new events to the capabilities. Raises OSError."""
+        """Pass new events of the attempt to the capabilities. Raises OSError."""
         if not self._listeners:
             return
         for event in events_of(self._events.records()):
@@ -112,7 +112,7 @@ class AttemptCapabilities:
                     self._guard.call(one.name, one.on_event, self._attempt, event)
 
     def end(self, end: AttemptEnd) -> None:
-        """Pass the last events to the capabilities, and then the end of the attempt. Raises OSError."""
+        """Pass the remaining events and then the attempt's end record to the capabilities. Raises OSError."""
         self.pass_on_events()
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.on_end, self._attempt, self._plan, end)

@@ -1,4 +1,4 @@
-"""Decides what follows an ended attempt, and writes and reads the end.json files of attempts."""
+"""Decides whether to restart a run after an attempt ends, and reads and writes end.json files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
-"""An attempt of a trainer without checkpoints counts as progress if it lasts this many seconds."""
+"""For a run without checkpoints, an attempt is considered progress if it ran for at least this many
+seconds."""
 LATE_RECORDS = 1000
-"""Number of metrics records, counted from the newest, to search for an attempt's last step. Metrics records
-of the next attempt may come after the attempt's own records."""
+"""Number of the newest metrics records to search for the last step of an attempt. The newest records may
+already belong to the next attempt."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
-    """Decide what follows an ended attempt, based on the last read of job.json."""
+    """Decide whether to restart the run after an attempt ended, based on the last read of job.json."""
     attempt, plan, outcome = live.folder, live.plan, live.outcome
     killed, failure = signal_exit_code(signal.SIGKILL), outcome.failure
     if (entry := live.entry).is_cancelled:
@@ -52,7 +53,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         attended_in=plan.attended_in or attempt.attended_in,
         is_done=attempt.done_file.exists(),
         ran_s=_duration_s(attempt, entry),
-        # If the remaining time only suffices for a save, another attempt is not worthwhile.
+        # Do not start another attempt if the remaining time is only long enough for a save.
         is_total_used=remaining_s(live) <= plan.grace_s,
     )
     decision = decide(outcome, standing, plan.requeue, options)
@@ -64,7 +65,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Return whether a user requested another attempt; False if this attempt was cancelled or superseded."""
+    """Return whether a user requested another attempt; False if this one was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 
@@ -72,14 +73,14 @@ def is_requeue_requested(live: Attempt) -> bool:
 def close_dead_attempts(
     live: Attempt, policy: RequeuePolicy, is_down: Callable[[str], bool]
 ) -> Decision | None:
-    """Write end.json for earlier attempts of this job whose host died before their supervisor could write it.
+    """Write end.json for this job's earlier attempts whose host died before the supervisor could write it.
 
-    Slurm requeues a job whenever its host dies, so a run that crashes its hosts must be stopped here. If the
-    failures of the dead attempts forbid a restart, sets the outcome of `live` to theirs and returns the
-    decision that ends `live`; else None.
+    Slurm requeues a job every time its host dies, so this function must stop runs that keep crashing their
+    hosts. If the failures of the dead attempts do not allow a restart, copies their outcome to `live` and
+    returns the decision that ends `live`; otherwise, returns None.
 
-    `is_down` returns whether a host is down now. If a dead attempt's host is up, the job may have been
-    preempted without grace time.
+    `is_down(host)` returns whether a host is currently down. If the host of a dead attempt is up, Slurm may
+    have preempted the job without grace time.
     """
     attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
@@ -91,7 +92,7 @@ def close_dead_attempts(
             ends = previous_ends(attempt, live.job).items()
             previous = tuple(end for number, end in ends if number < dead.number)
             lost_host = host if host and is_down(host) else None
-            # A lost host also explains errors of ranks on other hosts.
+            # If a host was lost, errors of ranks on other hosts are only a consequence.
             failure = first_rank_failure(dead) if lost_host is None else None
             failure = failure or dead_host_failure(host, last_log_write(dead))
             outcome = dead_outcome(failure, lost_host)
@@ -111,10 +112,10 @@ def write_end(
     *,
     guessed: bool = False,
 ) -> AttemptEnd:
-    """Record in end.json and events.jsonl how the attempt ended and what follows. Raises OSError.
+    """Write the attempt's end and the decision about the run to end.json and events.jsonl. Raises OSError.
 
-    `entry` is the attempt's entry in job.json. `guessed` means that the attempt left no record of its end, so
-    that its outcome is only inferred.
+    `entry` is the attempt's entry in job.json. `guessed` means that the attempt left no end record, so its
+    outcome was inferred.
     """
     run, number = attempt.run, attempt.number
     failure = None
@@ -122,9 +123,9 @@ def write_end(
         failure = outcome.failure or agent_failure(outcome.first_failed_node, decision.summary)
         failure = replace(failure, hint=failure.hint or decision.hint)
     best = None
-    with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
+    with contextlib.suppress(OSError):  # write end.json even if the metrics cannot be read
         best = best_result(run)
-    # Write end.json before the events, which only repeat its content.
+    # Write end.json before the events, because the events only repeat its content.
     state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
@@ -157,7 +158,7 @@ def write_end(
 
 
 def state_after(entry: AttemptRecord, decision: Decision) -> str:
-    """Return the state of a run after `decision` about its newest attempt."""
+    """Return the state of the run after `decision` was made about its newest attempt."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:
@@ -166,9 +167,9 @@ def state_after(entry: AttemptRecord, decision: Decision) -> str:
 
 
 def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
-    """Return the ends of the earlier attempts since a command last started the run, by number, oldest first.
+    """Return the end records of earlier attempts since the last start by a command, by number, oldest first.
 
-    `job` is the content of the run's job.json, if the caller has read it.
+    `job` is the content of the run's job.json if the caller has already read it.
     """
     run = attempt.run
     job = job or read_job(run)
@@ -176,7 +177,7 @@ def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int
     found = {}
     for number in earlier[len(earlier) - job.num_auto_restarts :]:
         one = run.attempt(number)
-        # If no end was recorded, the host died before the supervisor could write it.
+        # If no end was recorded, the host died before the supervisor could write end.json.
         if (end := read_end(one)) is None:
             end = AttemptEnd(cause="node_fail", mark=progress_of(one, job.of_attempt(number)))
         found[number] = end
@@ -184,7 +185,7 @@ def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int
 
 
 def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
-    """Return the run's progress: the step of its newest checkpoint, or the number of long attempts.
+    """Return the step of the run's newest checkpoint, or the number of long attempts if nothing was saved.
 
     `entry` is the attempt's entry in job.json.
     """
@@ -197,20 +198,20 @@ def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:
-    """Return whether the run's newest checkpoint is at `train.stop_at_step`, where the run pauses."""
+    """Return whether the newest checkpoint is at `train.stop_at_step`, the step at which the run pauses."""
     checkpoints = published(attempt.run.checkpoints_dir)
     if not checkpoints:
         return False
-    # Import here, because this import is slow and most attempts do not need it.
+    # Import lazily: the import is slow, and most attempts do not need it.
     from trainkit.config import read_effective
 
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
 
 
 def remaining_s(live: Attempt) -> float:
-    """Return the seconds until the ranks must save for the run to stay within its total time.
+    """Return the seconds until the ranks must save to keep the run within its total time limit.
 
-    Returns infinity if the run has no total time.
+    Returns infinity if the run has no total time limit.
     """
     attempt, plan = live.folder, live.plan
     if plan.requeue.total_s is None:
@@ -221,7 +222,7 @@ def remaining_s(live: Attempt) -> float:
 
 
 def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
-    """Return how many seconds an attempt ran; if it recorded no end, until the last write to its logs."""
+    """Return the duration of an attempt in seconds, up to its last log write if it recorded no end."""
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     ended = None if is_newest else read_end(attempt)
     end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)
@@ -230,14 +231,14 @@ def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
 
 
 def last_log_write(attempt: AttemptDir) -> datetime | None:
-    """Return the time of the last write to any of the attempt's logs; None without logs."""
+    """Return the time of the last write to any of the attempt's logs, or None if there are no logs."""
     logs = (attempt.supervisor_log, *attempt.logs_dir.glob("*"))
     times = [log.stat().st_mtime for log in logs if log.is_file()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
 
 def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
-    """Return the step at which an attempt failed, else the last step that was logged or saved."""
+    """Return the step at which an attempt failed, or else the last step that was logged or saved."""
     if failure is not None and failure.step is not None:
         return failure.step
     files = (attempt.run.metrics_file, attempt.run.events_file)

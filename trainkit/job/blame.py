@@ -1,9 +1,9 @@
-"""Finds the ranks that block all others in a hang, using the flight records of all ranks.
+"""Finds the ranks that block all other ranks during a hang, using the flight records of all ranks.
 
-A rank waits for those members of a process group that have not made the same call. Ranks that wait for no
-other rank block the ranks that wait. If ranks call the same collective with different arguments, the minority
-is at fault. If the records show no rank at fault, no rank is named. This module does not read files of the
-run.
+A rank that has made a call waits for the members of the process group that have not made the call. Ranks that
+wait for no other rank are blocking the waiting ranks. If ranks call the same collective with different
+arguments, the minority is at fault. If the records show no rank at fault, the result names no rank. This
+module reads no files of the run; callers pass in the records.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_
 COMMUNICATES = re.compile(
     r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
 )
-"""Matches the frames of calls that wait for other ranks; needed because some calls, such as gloo's receive,
-leave no record."""
+"""Matches stack frames of calls that wait for other ranks; needed because some calls, such as gloo's receive,
+are not recorded."""
 UNKNOWN = "the flight records do not show which rank is at fault"
 _ANSWER = {"send": "recv", "recv": "send"}
 MAX_SHOWN = 3
-"""Number of open collectives to describe if no rank is found to be at fault."""
+"""Number of open collectives to describe if no rank can be blamed."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks that block the others, and a description of the fault."""
+    """The ranks that block the other ranks, and a description of what they did wrong."""
 
     ranks: tuple[int, ...]
-    """All ranks at fault; empty if they cannot be determined."""
+    """All ranks at fault; empty if the ranks at fault cannot be determined."""
     text: str
-    """A description of the fault; if exactly one rank is at fault, the caller puts the subject (the rank)
-    before it."""
+    """A description of the fault. If exactly one rank is at fault, the description lacks a subject, and the
+    caller prepends the rank."""
     differs: bool = False
-    """True if ranks make different calls; the error is then in the program, and no host is at fault."""
+    """True if ranks made different calls, which is a bug in the program and not the fault of a host."""
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """An unfinished call, and the ranks for which it waits."""
+    """An unfinished call, and the ranks that it is waiting for."""
 
     call: Call
     waiting: tuple[int, ...]
-    """The ranks on which the call has not ended."""
+    """The ranks on which the call has not completed."""
     inside: tuple[int, ...]
-    """The ranks that have made the call, including those on which it has ended."""
+    """The ranks that have made the call, including ranks on which it has completed."""
     absent: tuple[int, ...]
-    """The ranks that have not made the call, as far as the records show."""
+    """The ranks that have not made the call according to the records."""
 
 
 def find_blame(
@@ -60,10 +60,10 @@ def find_blame(
     silent: Collection[int] = (),
     stacks: Mapping[int, Sequence[str]] | None = None,
 ) -> Blame | None:
-    """Find the ranks that block the others; return None if no record shows a waiting rank.
+    """Find the ranks that block the others; return None if no flight record shows a waiting rank.
 
-    `silent` are the ranks that do not respond. `stacks` maps the responding ranks to their frames, innermost
-    first.
+    `silent` contains the ranks that do not respond. `stacks` maps each responding rank to its frames,
+    innermost first.
     """
     stacks = stacks or {}
     calls = _align(flights)
@@ -100,10 +100,10 @@ def find_blame(
 
 
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
-    """Return the ranks whose collective differs from the majority's; empty if that is unclear.
+    """Return the ranks whose collective differs from the majority's; empty if there is no clear majority.
 
-    gloo raised an error in the rank `ended` because of unexpected data, so this rank left no flight record.
-    If all other ranks agree on their last common collective, `ended` must have made the differing call.
+    gloo raised an error in rank `ended` because of unexpected data, so rank `ended` left no flight record.
+    If all other ranks agree on their last common collective, rank `ended` must have made the differing call.
     """
     calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
     for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
@@ -121,10 +121,10 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
 
 
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
-    """Find the ranks that are not waiting while all others are, by the innermost frames; None if unclear.
+    """Find the ranks that, by their innermost frames, do not wait while all others do; None if unclear.
 
-    The search by stacks needs no flight records, but only works without GPUs, because a rank may wait for its
-    GPU in any frame.
+    Searching by stacks requires no flight records, but only works on CPUs: a rank on a GPU may block on its
+    device in any frame.
     """
     waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
     others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
@@ -149,18 +149,18 @@ def _call_and_place(stack: Sequence[str]) -> str:
 
 
 def _waits(frame: str) -> bool:
-    """Return whether the innermost frame of a rank shows that the rank waits for others."""
+    """Return whether a rank's innermost frame shows that the rank is waiting for other ranks."""
     file, _, line = frame.rpartition(" (")[2].rstrip(")").rpartition(":")
     in_torch = COMMUNICATES.search(frame) or "/torch/autograd/graph.py:" in frame
     return bool(in_torch) or (line.isdigit() and ".wait(" in linecache.getline(file, int(line)))
 
 
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
-    """Return each rank's calls, with each group's ranks and with call numbers comparable between ranks.
+    """Return each rank's calls, with complete groups and with call numbers comparable across ranks.
 
-    Flight records of gloo do not contain this information: gloo numbers sends and receives together with the
-    collectives, but does not record them. If unrecorded sends and receives have shifted gloo's numbers, only
-    unfinished calls are kept, all with the same number.
+    gloo's flight records lack the ranks of a group, and gloo's call numbers include sends and receives, which
+    are not recorded. If unrecorded sends and receives have shifted gloo's call numbers, only unfinished calls
+    are kept, all with the same number.
     """
     members: dict[tuple[str, str], set[int]] = {}
     for rank, flight in flights.items():
@@ -220,8 +220,8 @@ def _find_waits(
             absent = absent if call.peer in flights or call.peer in silent else ()
             found[key] = _Wait(call, inside, inside, absent)
         elif not call.is_p2p and key not in found:
-            # If a collective is open on one rank, it has usually completed on no other rank, so an idle rank
-            # has not called it.
+            # A collective that is open on one rank has usually not completed on any other rank, so an idle
+            # rank has not called it.
             is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
             unrecorded = {
                 rank: -1 if flight.is_whole or (is_open and flight.is_idle) else None
@@ -246,14 +246,15 @@ def _find_waits(
 
 
 SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
-"""Matches operations that complete on a rank only after all ranks have taken part."""
+"""Matches collectives that complete on a rank only after all ranks have taken part."""
 
 
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
-    """Return the ranks with several open collectives that have completed on other ranks.
+    """Return the ranks with several open collectives that have already completed on other ranks.
 
-    An open collective that has completed elsewhere must have had the rank's device take part, but the device
-    no longer reports completion. A single open collective may still be in progress.
+    If a collective that is open on a rank has completed on other ranks, the rank's device took part but no
+    longer reports completions. A single open collective does not indicate a failed device, because it may
+    still be in progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
@@ -282,7 +283,7 @@ def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
-    """Return the ranks whose device has not started a call that the devices of other ranks have started."""
+    """Return the ranks whose device has not started a call that other ranks' devices have started."""
     pending = {rank: [call for call in own if not call.is_done] for rank, own in calls.items()}
     begun = {(call.group, call.number) for own in pending.values() for call in own if call.has_started}
     return {
@@ -293,7 +294,7 @@ def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
-    """Find the first unfinished collective that ranks called differently; the minority is at fault."""
+    """Find the first unfinished collective that ranks called differently, and blame the minority."""
     pending = {
         (call.group, call.number)
         for own in calls.values()
@@ -318,8 +319,7 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
             for ranks in by_size
         ]
         of = called[few[0]][0].position
-        # The call numbers of gloo may be shifted, because gloo also numbers sends and receives but does not
-        # record them.
+        # gloo's call numbers may be shifted, because they include sends and receives, which are not recorded.
         is_sure = all(flight.is_whole for flight in flights.values()) or all(
             not called[rank][0].is_done for rank in few
         )
@@ -329,10 +329,10 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
 
 
 def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
-    """Find the ranks that made the same calls as the majority but now wait in a different call.
+    """Find the ranks that made the same calls as the majority but are now waiting in a different call.
 
-    Calls in disjoint groups count as the same call, because each rank is in only one of the groups, for
-    example in its node's group.
+    Calls in disjoint groups are considered the same call, because each rank belongs to only one of the
+    groups, for example its node's group.
     """
     ended = [
         {
@@ -376,11 +376,11 @@ def _are_alike(one: Call, other: Call) -> bool:
 
 
 def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
-    """Return the ranks that call the collectives of several groups in a different order than the majority.
+    """Return the ranks that call collectives of several groups in a different order than the majority.
 
-    If groups are called in different orders, all ranks wait for one another. In each group, the smaller side
-    counts as suspect: either the ranks that have called the collective or those that have not. The suspects
-    are at fault if they are the same ranks in all groups.
+    If ranks call the groups in different orders, all ranks wait for one another. In each group, the suspects
+    are the smaller side: either the ranks that have called the collective or the ranks that have not. The
+    suspects are blamed if they are the same ranks in all groups.
     """
     blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
     accused = {
@@ -401,7 +401,7 @@ def _describe(wait: _Wait) -> str:
 
 
 def _verb(ranks: Collection[int], verb: str) -> str:
-    """Return a verb in the singular or plural form, depending on the number of ranks."""
+    """Return the verb in the form that matches the number of ranks."""
     return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
 
 
@@ -411,7 +411,7 @@ def _describe_absent(
     silent: Collection[int],
     stacks: Mapping[int, Sequence[str]],
 ) -> str:
-    """Describe which call the culprits have not made, which ranks wait for it, and where the culprits are."""
+    """Describe the call that the culprits have not made, the ranks that wait, and the culprits' stacks."""
     texts = []
     remaining = {*culprits}
     for wait in waits:
@@ -432,7 +432,7 @@ def _describe_absent(
 
 
 def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Describe where ranks are, as far as their stacks are known."""
+    """Describe where ranks are in their code, for ranks with known stacks."""
     subjects = {
         rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
     }

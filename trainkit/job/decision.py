@@ -1,8 +1,6 @@
-"""Decides what follows an attempt that ran, died or could not start.
+"""Decides whether to restart, requeue or end a run after an attempt that ran, died or could not start.
 
 This module neither reads nor writes files.
-
-No decision is needed if a user cancelled the run, or if a newer attempt has taken over the run.
 """
 
 from __future__ import annotations
@@ -24,17 +22,18 @@ from trainkit.run.tracebacks import is_quit
 from trainkit.shipped import restart_cause
 
 RESTART_SIGNAL = "SIGUSR2"
-"""The signal that asks a supervisor to save, stop and restart the run."""
+"""The signal that asks a supervisor to save the state, stop the ranks and restart the run."""
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes that do not indicate a lack of progress. Causes that capabilities define are not counted as failures
-either."""
+"""Causes of a restart that are not considered a lack of progress. Causes defined by capabilities are not
+considered failures either."""
 MAX_ENDS_AT_STEP = 3
-"""Number of consecutive attempts that may end at the same step and checkpoint before the run fails."""
+"""Number of consecutive attempts that may end at the same step without a new checkpoint before the run
+fails."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
-"""Failure types that may occur twice with the same message by coincidence."""
+"""Failure types that can occur twice in a row with the same message by coincidence."""
 OWN_ERRORS = (
     "KeyError",
     "IndexError",
@@ -46,59 +45,59 @@ OWN_ERRORS = (
     "ZeroDivisionError",
     "NotImplementedError",
 )
-"""Suffixes of exception types that the same code would raise again; errors of files, peers and GPUs are not
-among them."""
+"""Suffixes of exception types that the same code would raise again; excludes errors caused by files, peers
+and GPUs."""
 _BY_CHANCE = re.compile(
     r"connect|time[d ]? ?out|temporar|unavailable|unreachable|reset|network|socket|http|NCCL|CUDA|gloo",
     re.IGNORECASE,
 )
-"""Matches exception messages that point to the network, a peer or the hardware as the cause."""
+"""Matches exception messages that suggest a problem with the network, a peer or the hardware."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 FIRST_STEP_S = 600.0
-"""Seconds after which a command may have made progress that trainkit cannot see."""
+"""Seconds after which trainkit assumes that a command may have made progress."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
-"""Number of consecutive times that Slurm may fail to start the step before the run fails. The delays between
-ten attempts to start the step add up to four minutes."""
+"""Number of times in a row that Slurm may fail to start the step before the run fails. The delays between ten
+start attempts add up to four minutes."""
 
 
 @dataclass(frozen=True)
 class PlannedStop:
-    """A stop planned by the supervisor, or a stop because a host is being drained."""
+    """A stop planned by the supervisor, or requested because a host is being drained."""
 
     cause: str
-    """``timeout`` if the jobs of the run have used up its total time, ``preempted`` for a drained host, or
-    the cause of a capability."""
+    """``timeout`` if the run has used up its total time, ``preempted`` for a drained host, or a cause defined
+    by a capability."""
     why: str
-    """The reason, for example ``restarts without b: rank 5 has been slow since step 1200 (compute)``."""
+    """The reason, such as ``restarts without b: rank 5 has been slow since step 1200 (compute)``."""
     host: str | None = None
-    """The host without which the run will continue."""
+    """The host to exclude when the run continues; None to exclude no host."""
 
 
 @dataclass
 class Observed:
-    """What the supervisor observed of an attempt's processes, from their start to their end."""
+    """What the supervisor observed about an attempt's processes, from start to exit."""
 
     stop_signal: str | None = None
-    """The signal that asked the job to stop; None without one."""
+    """The signal that asked the job to stop, or None."""
     supervisor_was_signalled: bool = False
-    """True if the supervisor itself received the signal too (never for SIGUSR2). During a preemption, Slurm
-    signals only the steps."""
+    """True if the supervisor itself also received the stop signal (never for SIGUSR2). On a preemption, Slurm
+    signals only the steps, not the supervisor."""
     planned_stop: PlannedStop | None = None
-    """The stop that the supervisor planned; None otherwise."""
+    """The stop that the supervisor planned, or None."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks. The hang reports are read before the ranks are killed, because a rank
-    deletes its report when a peer dies, which unblocks it."""
+    """The hang reports of the ranks. Hang reports are read before the ranks are killed: killing a peer
+    unblocks a hanging rank, which then deletes its report."""
     killed_node: int | None = None
-    """The node rank of the agent that was killed before any other process ended."""
+    """The node rank of the agent that was killed before any other process exited, or None."""
     step_may_still_run: bool = False
-    """True if srun had to be killed, so that Slurm may still count the step as running."""
+    """True if srun had to be killed; Slurm may then still consider the step running."""
     moved_to: str | None = None
-    """The new path of the run folder if it was moved, which ends the run; None if it was not moved."""
+    """The new path of the run folder if it was moved, which ends the run; else None."""
     out_of_time: bool = False
-    """True if some processes were still running when the grace time was over."""
+    """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code, in the order the agents ended."""
+    """Pairs of node rank and exit code, in order of the agents' exits."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -107,32 +106,33 @@ class Observed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt, including what the supervisor observed; created by `job/outcome.py`."""
+    """The outcome of an attempt, including the supervisor's observations; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code, in the order the agents ended."""
+    """Pairs of node rank and exit code, in order of the agents' exits."""
     stop_signal: str | None = None
-    """The signal that asked the job to stop; None without one."""
+    """The signal that asked the job to stop, or None."""
     cause: str | None = None
-    """The cause of the stop signal; None if a person cancelled the job."""
+    """The cause of the stop signal, or None if a user cancelled the job."""
     planned_stop: PlannedStop | None = None
-    """The stop that the supervisor planned, or the stop because a host is drained; None otherwise."""
+    """The stop that the supervisor planned or that a drained host required, or None."""
     had_failed: bool = False
-    """True if the ranks had already failed and the signal arrived during the delay before the restart."""
+    """True if the ranks had already failed before the stop signal arrived, during the delay before a
+    restart."""
     out_of_time: bool = False
-    """True if some processes were still running when the grace time was over."""
+    """True if some processes were still running when the grace time expired."""
     moved_to: str | None = None
-    """The new path of the run folder if it was moved, which ends the run; None if it was not moved."""
+    """The new path of the run folder if it was moved, which ends the run; else None."""
     launch_error: str | None = None
-    """srun's message if Slurm could not start the step."""
+    """The error message of srun if Slurm could not start the step, else None."""
     lost_nodes: tuple[str, ...] = ()
     """The hosts that no longer respond."""
     hung: bool = False
-    """True if ranks have reported a hang."""
+    """True if any rank reported a hang."""
     failure: RankFailure | None = None
-    """The first failure; None if nothing failed or the failure is unknown."""
+    """The first failure, or None if nothing failed or the failure is unknown."""
     failed_after_signal: bool = False
-    """True if the first failure came after the stop signal, so that the signal may have caused it."""
+    """True if the first failure happened after the stop signal, which may have caused the failure."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -140,82 +140,83 @@ class Outcome:
 
     @property
     def has_saved(self) -> bool:
-        """Return whether the exit codes of all workers mean success or a completed save.
+        """Return whether all workers' exit codes indicate success or a completed save.
 
-        The exit codes of a command are the only evidence that it has saved.
+        For a command, the exit codes are the only evidence of a save.
         """
         return bool(self.exits) and all(code in (EXIT_OK, EXIT_STOPPED) for code in self.exit_codes)
 
     @property
     def first_failed_node(self) -> int | None:
-        """The node rank of the agent that failed first."""
+        """The node rank of the agent that failed first, or None."""
         return next((rank for rank, code in self.exits if code not in (EXIT_OK, EXIT_STOPPED)), None)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a run at the end of one of its attempts."""
+    """The state of a run when one of its attempts ends."""
 
     previous: tuple[AttemptEnd, ...] = ()
-    """The ends of the previous attempts, oldest first."""
+    """The end records of the previous attempts, oldest first."""
     progress: int = 0
-    """A measure of the run's progress that grows with every checkpoint."""
+    """A number that grows with every checkpoint of the run."""
     step: int | None = None
-    """The step at which the attempt ended."""
+    """The step at which the attempt ended, or None if unknown."""
     ran_s: float = 0.0
     """The duration of the attempt in seconds."""
     is_total_used: bool = False
-    """True if the attempts of the run have used up its total time."""
+    """True if the run has used up its total time limit."""
     workload: Workload = TRAINER
-    """The kind of program that the workers ran."""
+    """The kind of program run by the workers."""
     attended_in: str | None = None
-    """The capability through which a person may have controlled a rank in a terminal; None without one."""
+    """The capability through which a user may have controlled a rank in a terminal, or None."""
     is_done: bool = False
-    """True if a command has reported that it is done; exit code 0 after a stop signal then means finished."""
+    """True if a command has reported that it is done, so that exit code 0 after a stop signal means
+    "finished"."""
 
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The ways to restart the run that are available now."""
+    """The currently available ways to restart the run."""
 
     restart: bool = False
     requeue: bool = False
     resubmit: bool = False
     follow_up: bool = False
     unavailable_reason: str = ""
-    """Why the run cannot be restarted in any way; used in the text of a decision."""
+    """The reason if the run cannot be restarted in any way; included in the decision's text."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the supervisor does next, and why."""
+    """The next action of the supervisor, and the reason for it."""
 
     action: Action
     summary: str
     """A summary of how the attempt ended."""
     exit_code: int
     cause: str | None = None
-    """The cause of the restart, or of the failure."""
+    """The cause of the restart or failure, or None."""
     delay_s: float = 0.0
     """Seconds to wait before the restart."""
     details: str = ""
-    """The second half of `reason`: what happens next, or why the run does not continue."""
+    """The second half of `reason`: what happens next, or why the run is not restarted."""
     hint: str | None = None
-    """A hint on how to fix the failure; None if the message contains one."""
+    """A hint on how to fix the failure; None if the failure message already includes a hint."""
 
     @property
     def reason(self) -> str:
-        """Return `summary` and `details` as one sentence."""
+        """Return `summary` and `details` joined into one sentence."""
         return "; ".join(filter(None, (self.summary, self.details)))
 
     @property
     def resumes(self) -> bool:
-        """Return whether another attempt follows automatically."""
+        """Return whether another attempt is started automatically."""
         return self.action in RESUME_ACTIONS
 
 
 def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: RestartOptions) -> Decision:
-    """Decide what follows an attempt of a run."""
+    """Decide whether to restart, requeue or end a run after one of its attempts."""
     codes, starts = result.exit_codes, run.previous
     run = replace(run, previous=tuple(attempt for attempt in starts if attempt.cause != "not_started"))
     was_stopped = result.stop_signal is not None
@@ -230,12 +231,12 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
         return Decision("stopped", f"stopped in the {run.attended_in}", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
-    # If a save fails after a cancellation, the run counts as failed.
+    # If a save fails after a cancellation, the run is considered failed.
     is_interrupted = result.failed_after_signal and result.cause is not None
-    # If the signal ended one of its ranks, a command may exit with any code.
+    # A command may exit with any code if the stop signal killed one of its ranks.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    # True if every worker saved, was killed by the signal, or exited because it was stuck.
+    # Otherwise, every worker must have saved, been killed by the signal, or exited because it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
@@ -251,11 +252,11 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
 def decide_no_start(
     summary: str, code: int, starts: Sequence[AttemptEnd], options: RestartOptions, *, in_place: bool
 ) -> Decision:
-    """Retry a job or step that could not start, up to `MAX_STARTS` times with growing delays.
+    """Decide on a retry of a job or step that could not start: up to `MAX_STARTS`, with growing delays.
 
-    `in_place` means that the retry happens in this allocation.
+    `in_place` means that the retry happens in the current allocation.
 
-    `starts` are the previous attempts, including those that could not start.
+    `starts` contains the previous attempts, including attempts that could not start.
     """
     count = len(list(takewhile(lambda attempt: attempt.cause == "not_started", reversed(starts))))
     if count + 1 >= MAX_STARTS:
@@ -265,26 +266,26 @@ def decide_no_start(
 
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
-    """Return the decision to start another attempt because a person requested it; no limit applies."""
+    """Return the decision to start another attempt at a user's request, which no restart limit prevents."""
     summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
     return replace(found, hint=end.hint)
 
 
 def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
-    """Return the final decision if `decision` could not be carried out; `problem` says why."""
+    """Return the final decision for a `decision` that could not be carried out because of `problem`."""
     ended = replace(decision, action="stopped", details=not_again(problem))
     if decision.cause not in FAILURES:
         return ended
-    # Exit code 75 (`EXIT_STOPPED`) would claim that the state was saved.
+    # Exit code 75 (`EXIT_STOPPED`) would wrongly indicate that the state was saved.
     code = next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
     return replace(ended, action="failed", exit_code=code)
 
 
 def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decision:
-    """Decide what follows an attempt whose supervisor died and whose job was requeued by Slurm itself.
+    """Decide how to continue after an attempt whose supervisor died and whose job Slurm requeued.
 
-    If no host was lost, the job may also have been preempted without grace time.
+    If no host was lost, Slurm may have preempted the job without grace time.
     """
     if result.lost_nodes:
         return decide(result, run, policy, RestartOptions(requeue=True))
@@ -296,7 +297,7 @@ def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decisi
 
 
 def not_again(why: str) -> str:
-    """Return the `details` of a decision not to restart the run."""
+    """Return the `details` for a decision not to restart the run."""
     return f"not started again: {why}"
 
 
@@ -338,8 +339,8 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # After a signal, a job leaves its allocation, with two exceptions: the stop was only meant to exclude one
-    # host, or a person requested a restart and the job cannot be requeued.
+    # After a stop signal, a job leaves its allocation, except if the stop was only meant to exclude one host,
+    # or if a user requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
@@ -364,9 +365,9 @@ def _after_failure(
     limit = _restart_limit(result, cause, run, policy)
     if limit is not None:
         return Decision("failed", summary, code, cause, details=limit and not_again(limit))
-    # After a stop signal, the allocation is about to end, so there is no time for another attempt in it.
+    # After a stop signal, the allocation is about to end, which leaves no time for another attempt.
     in_place = result.stop_signal is None
-    # The delay doubles with every consecutive failure without progress.
+    # The delay doubles with every consecutive failure that made no progress.
     failures = _num_failures_without_progress(run)
     delay_s = 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
     return _resume(summary, cause, code, run.previous, options, in_place=in_place, delay_s=delay_s)
@@ -377,10 +378,10 @@ def _failure_code(result: Outcome) -> int:
 
 
 def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: RequeuePolicy) -> str | None:
-    """Return why the run must not restart after a failure; "" if this is obvious, None if it may restart."""
+    """Return the reason not to restart after a failure; "" if obvious, None if restarts are allowed."""
     failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
-        return ""  # a person wanted the run to end
+        return ""  # a user requested that the run end
     if cause not in policy.on:
         return f"requeue.on does not include {cause}" if policy.on else ""
     if failure is not None and failure.final:
@@ -401,19 +402,19 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
 
 
 def is_of_capability(cause: str | None) -> bool:
-    """Return whether the cause belongs to a capability that restarts the run, which is not a failure."""
+    """Return whether a restart's cause is defined by a capability, so that the cause is not a failure."""
     return cause is not None and cause not in get_args(Cause)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
-    """Return the failure if its cause is in the run itself; None if the cause is external or random."""
+    """Return the failure if the run itself causes it; None if its cause is external or random."""
     if failure is None or failure.was_signalled or (failure.type in RANDOM_TYPES and not failure.final):
         return None
     return failure
 
 
 def _is_own_error(failure: RankFailure, run: Standing) -> bool:
-    """Return whether the user's code raised a deterministic exception before the run made progress."""
+    """Return whether the user's code raised a deterministic exception before the run made any progress."""
     has_begun = run.progress or run.step or run.ran_s > FIRST_STEP_S
     has_run = any(end.mark or end.step or end.cause not in FAILURES for end in run.previous)
     is_own = failure.code is not None or run.workload.is_command
@@ -427,9 +428,10 @@ def _is_own_error(failure: RankFailure, run: Standing) -> bool:
 
 
 def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
-    """Return whether the previous attempt failed in the same way.
+    """Return whether the previous attempt ended with the same failure.
 
-    If the step of the failure is unknown, both attempts must have made the same progress.
+    If the step of the failure is unknown, the failures are the same only if both attempts made the same
+    progress.
     """
     last = repeatable_failure(before.verdict)
     if last is None or _what(failure) != _what(last):
@@ -438,7 +440,7 @@ def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
 
 
 def _what(failure: RankFailure) -> tuple[object, ...]:
-    # The output of a crashing process may contain times and addresses, so only its exit code is compared.
+    # Compare only exit codes, because the output of a crashing process may contain timestamps and addresses.
     is_code = failure.type == "exit" and failure.exit_code is not None
     message = _ADDRESS.sub("", str(failure.message))
     return failure.type, failure.step, failure.exit_code if is_code else message
@@ -452,8 +454,8 @@ def _total_limit(run: Standing, policy: RequeuePolicy) -> str | None:
 
 
 def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    """Return the reason if the run has used up its `requeue.max` restarts; None if it may restart."""
-    # The end of a time slice that saved a checkpoint does not count as a restart.
+    """Return a message if the run has used up its `requeue.max` restarts, else None."""
+    # A time slice that ends with a saved checkpoint does not use up a restart.
     progress = [0, *(end.mark or 0 for end in previous)]
     ends = zip(previous, pairwise(progress), strict=True)
     count = sum(policy.total_s is None or end.cause != "timeout" or now <= was for end, (was, now) in ends)
@@ -463,15 +465,15 @@ def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str
 
 
 def _num_failures_without_progress(run: Standing) -> int:
-    """Return how many consecutive failures saved nothing new, not counting the current failure."""
+    """Return the number of consecutive failures without a new checkpoint, excluding the current failure."""
     alike = (end.cause in FAILURES and (end.mark or 0) == run.progress for end in reversed(run.previous))
     return len(list(takewhile(bool, alike)))
 
 
 def _makes_no_progress(run: Standing) -> bool:
-    """Return whether MAX_ENDS_AT_STEP attempts in a row ended at the same step.
+    """Return whether the last MAX_ENDS_AT_STEP attempts all ended at the same step.
 
-    Attempts that ended because of a preemption or a request do not count.
+    Attempts that ended because of a preemption or a request are ignored.
     """
     counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
     counted = counted[1 - MAX_ENDS_AT_STEP :]
@@ -494,7 +496,7 @@ def _resume(
 ) -> Decision:
     """Return the decision to resume the run in the cheapest available way.
 
-    `in_place` permits a restart in this allocation.
+    `in_place` allows a restart in the current allocation.
     """
     ways = RESUME_ACTIONS if in_place else RESUME_ACTIONS[1:]
     action = next((way for way in ways if getattr(options, way)), None)

@@ -1,8 +1,8 @@
-"""Flight records of torch: the collectives, sends and receives that each rank has called.
+"""torch's flight records, which list the collectives, sends and receives that each rank has called.
 
-A hanging trainer rank writes its record itself (`trainer/progress.py`). For a script, torch writes the record
-when a collective times out, or when the agent requests it. `blame.py` uses flight records to find the ranks
-that block the others.
+If a rank of the built-in trainer hangs, it writes its flight record itself (`trainer/progress.py`). For a
+script, torch writes the flight record when a collective times out or the agent requests a record. The module
+`blame` uses flight records to find the ranks that block the others.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import is_of_user
 
 FLIGHT_VARIABLE = "TRAINKIT_JOB_FLIGHT_RECORDS"
-"""The path prefix of flight records; torch appends the rank."""
+"""The environment variable for the path prefix of flight records, to which torch appends the rank."""
 DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""The environment variables for the path prefix of torch's flight records: the current name and an older
-one."""
+"""The environment variables for the path prefix of torch's flight records: the current and the older name."""
 DUMP_S = 8.0
-"""Seconds that torch may take to write a requested record. torch checks for requests once per second, and
-symbolizes the stacks."""
+"""Seconds to wait for torch to write a requested record. torch checks for requests once per second, and
+resolving the stacks takes time."""
 DUMP_POLL_S = 0.1
 MAX_BYTES = 32 << 20
-"""The largest size of a record that is read; 1000 collectives with stacks take 0.2 MB."""
+"""The maximum size in bytes of a record to read; 1000 collectives with stacks take 0.2 MB."""
 MAX_TENSORS = 8
-"""Number of tensors per call that are compared and shown."""
+"""Maximum number of tensors per call to compare and show."""
 Group = tuple[str, str, tuple[int, ...]]
-"""Backend, name and ranks of a process group. Groups that were created by splitting another group share a
+"""The backend, name and ranks of a process group. Groups created by splitting another group share its
 name."""
 
 
@@ -52,32 +51,32 @@ class Call:
 
     group: Group
     number: int
-    """The index of the call among the group's collectives, or among the rank's sends and receives in the
-    group."""
+    """The index of the call among the group's collectives or, for a send or receive, among the rank's sends
+    and receives in the group."""
     op: str
     label: str = ""
-    """The name that the creator gave the group, such as ``mesh_dp``."""
+    """The name given to the group by its creator, such as ``mesh_dp``."""
     sizes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the tensors that all ranks must agree on."""
+    """The shapes of the tensors, which must be the same on all ranks."""
     dtypes: tuple[str, ...] = ()
     peer: int | None = None
-    """The other rank of a send or receive."""
+    """The other rank in a send or receive; None for a collective."""
     is_done: bool = False
     is_p2p: bool = False
     has_started: bool = False
-    """True if the device has started the call. Only NCCL knows whether a device has started a call, and only
-    if it measures the times of calls."""
+    """True if the rank's device has started the call. Only NCCL reports whether a device has started a call,
+    and only if call timing is enabled."""
     place: str = ""
     """The line of user code that made the call."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Return the values that must be equal on all ranks."""
+        """Return the values that must match on all ranks that make this call."""
         return self.op, tuple(map(prod, self.sizes)), self.dtypes
 
     @property
     def shown(self) -> str:
-        """Return the operation and the shapes, such as ``all_gather [4, 1024]``."""
+        """Return the operation and its tensor shapes, such as ``all_gather [4, 1024]``."""
         dtypes = [*self.dtypes, *[""] * len(self.sizes)]
         return " ".join(
             [
@@ -88,7 +87,7 @@ class Call:
 
     @property
     def position(self) -> str:
-        """Return the number of the call in its group, such as ``collective 812 of group dp``."""
+        """Return the call's number and group, such as ``collective 812 of group dp``."""
         kind = "send or receive" if self.is_p2p else "collective"
         return f"{kind} {self.number} of {self.label if self.label == 'all ranks' else f'group {self.label}'}"
 
@@ -104,15 +103,15 @@ class Flight:
 
     rank: int
     calls: tuple[Call, ...]
-    """The calls in order; the oldest may be missing."""
+    """The calls in chronological order; the oldest calls may be missing."""
     is_whole: bool = False
-    """True if the record starts with the first call of the rank."""
+    """True if the record starts with the rank's first call."""
     is_idle: bool = False
-    """True if all calls of the rank have ended."""
+    """True if all calls of the rank have completed."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler for numbers, strings, lists and dictionaries only, so that a record cannot run code."""
+    """An unpickler that only allows numbers, strings, lists and dicts, so that a record cannot run code."""
 
     def find_class(self, module_name: str, global_name: str) -> object:
         raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
@@ -145,7 +144,7 @@ def read_dump(path: Path) -> dict[str, object]:
 
 
 def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
-    """Read the flight records of an attempt's ranks; logs and skips a damaged record."""
+    """Read the flight records of an attempt's ranks; log and skip damaged records."""
     found = {}
     for folder in (attempt.stacks_dir, attempt.flight_dir):
         refresh_listing(folder)
@@ -162,10 +161,10 @@ def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
 
 
 def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
-    """Return the variables that make torch write flight records, and create the folder for the records.
+    """Return the environment variables that make torch write flight records; create the records' folder.
 
-    Returns no variables if the user has chosen another path. torch aborts a rank that cannot create its pipe,
-    so records on request are disabled if the filesystem does not support pipes.
+    Returns an empty dict if the user has set another path. torch aborts a rank that cannot create its pipe,
+    so on-demand records are disabled if the filesystem does not support pipes.
     """
     if any(name in plan.environment.variables or name in os.environ for name in DUMP_VARIABLES):
         return {}
@@ -184,15 +183,15 @@ def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
 
 
 def remove_pipes(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Remove the pipes of ended ranks, because opening a pipe without a reader would block forever."""
+    """Remove the pipes of exited ranks, because opening a pipe without a reader would block forever."""
     for rank in ranks:
         (attempt.flight_dir / f"rank-{rank}.pipe").unlink(missing_ok=True)
 
 
 def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Have torch write the flight records of local ranks, and wait up to `DUMP_S` for them.
+    """Make torch write the flight records of local ranks, and wait up to `DUMP_S` for the records.
 
-    A rank that uses NCCL reads its pipe even while it hangs. Ranks without NCCL have no pipe.
+    A rank that uses NCCL reads its pipe even while the rank hangs. Ranks without NCCL have no pipe.
     """
     before = {}
     for rank in ranks:
@@ -200,7 +199,7 @@ def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
         try:
             pipe = os.open(f"{path}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
-            continue  # no process reads the pipe, because the rank does not use NCCL or has ended
+            continue  # no process reads the pipe, because the rank does not use NCCL or has exited
         with contextlib.closing(os.fdopen(pipe, "wb")) as stream:
             before[path] = _changed_ns(path)
             stream.write(b"1")
@@ -220,7 +219,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a record has been written completely; torch does not write it atomically."""
+    """Return whether a record is completely written; torch does not write records atomically."""
     try:
         return bool(read_dump(path))
     except ValueError:
@@ -228,7 +227,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
-    """Convert a rank's record from torch's format. Raises ValueError if the format is unknown."""
+    """Convert a rank's flight record from torch's format to a `Flight`.
+
+    Raises ValueError if the format of the record is unknown.
+    """
     try:
         entries = sorted(dump.get("entries", []), key=lambda entry: entry["time_created_ns"])
         config = {str(name): dict(group) for name, group in dump.get("pg_config", {}).items()}
@@ -249,7 +251,7 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
         is_idle = all(enqueued <= completed for enqueued, completed in status)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not a flight record: {error!r}") from error
-    # torch's numbering starts again when a program resets the recorder.
+    # torch restarts its call numbers when a program resets the flight recorder.
     is_whole = all(found == {*range(len(found))} for found in ids.values()) and all(
         group[0] == "gloo" or number <= 1 for group, number in begins.items()
     )
@@ -263,9 +265,9 @@ def _ranks(ranks: Any) -> tuple[int, ...]:
 
 
 def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:
-    """Convert one entry of torch's record.
+    """Convert one entry of torch's flight record to a `Call`.
 
-    NCCL marks a call that timed out as retired, but gloo marks a completed call as retired.
+    NCCL marks a timed-out call as retired, whereas gloo marks a completed call as retired.
     """
     op, *peers = words.split()
     is_p2p = bool(entry.get("is_p2p")) or op in ("send", "recv")
@@ -296,12 +298,12 @@ def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call
 
 
 def _place(frames: Sequence[JsonObject]) -> str:
-    """Return the innermost line of user code or, if there is none, of any code outside torch."""
+    """Return the innermost line of user code, or else of any code outside torch."""
     return users_frame([f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames])
 
 
 def users_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame of user code, else of any code outside torch, else an empty string."""
+    """Return the innermost frame of user code, or else of any code outside torch; empty if there is none."""
     files = {frame: frame.rpartition(" (")[2] for frame in stack}
     own = [frame for frame, file in files.items() if is_of_user(file)]
     own += [frame for frame, file in files.items() if "/torch/" not in file]
@@ -309,13 +311,13 @@ def users_frame(stack: Sequence[str]) -> str:
 
 
 def short_frame(frame: str) -> str:
-    """Return ``name (file.py:12)`` for a frame that contains a full path."""
+    """Shorten a frame with a full path to ``name (file.py:12)``."""
     name, _, place = frame.rpartition(" (")
     return f"{name} ({place.rpartition('/')[2]}" if name else frame
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Return each call with the state of its batch, which NCCL records only for the batch's last call."""
+    """Copy each batch's state to all its calls; NCCL records the state only for the batch's last call."""
     last = {(call.group, call.is_p2p, call.number): call for call in calls}
     found = []
     for call in calls:

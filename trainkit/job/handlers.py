@@ -1,7 +1,7 @@
-"""Finds out from the kernel which processes handle a stop signal and which may forward it.
+"""Determines from /proc which processes handle a stop signal and which may forward it.
 
-This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
-script.
+This module imports only the standard library, because `trainkit.job.startup` loads it in the interpreter of
+any script.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
-"""The signals that ask a command to save, in order of priority."""
+"""The signals that can ask a command to save, in order of priority."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
 """Seconds after Slurm's signal during which a parent process may still forward the same signal."""
 FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
-"""Signals that a non-interactive shell makes its background jobs (``&``) ignore."""
+"""Signals that a non-interactive shell sets to ignored for its background jobs (``&``)."""
 
 
 def _lines(pid: int) -> list[str]:
@@ -29,13 +29,13 @@ def _lines(pid: int) -> list[str]:
         with open(f"/proc/{pid}/status", errors="replace") as status:
             return status.read().splitlines()
     except OSError:
-        return []  # the process has ended, or belongs to another user
+        return []  # the process has exited or belongs to another user
 
 
 def signal_mask(pid: int, name: str) -> set[int]:
-    """Return the signals in a mask of /proc/PID/status, for example in the mask SigCgt.
+    """Return the signals in a mask from /proc/PID/status, such as the mask SigCgt.
 
-    The result is empty if the process has ended.
+    The result is empty if the process has exited.
     """
     mask = next((int(line.split()[1], 16) for line in _lines(pid) if line.startswith(f"{name}:")), 0)
     return {number for number in range(1, 65) if mask & 1 << number - 1}
@@ -51,18 +51,18 @@ def is_shell(pid: int) -> bool:
 
 
 def is_in_foreground(pid: int) -> bool:
-    """Return whether a shell runs this child in the foreground, which delays the traps of the shell."""
+    """Return whether a shell runs this child in the foreground, which delays the shell's traps."""
     if signal_mask(pid, "SigIgn") & FROM_TERMINAL:
         return False
-    # A background child may have set handlers for signals that it was started to ignore.
+    # A background child may have installed handlers for signals that were ignored when it started.
     return not signal_mask(pid, "SigCgt") >= FROM_TERMINAL
 
 
 def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
-    """Make a handler run only once if Slurm signals all processes and a parent forwards the same signal.
+    """Run a handler only once if Slurm signals all processes and a parent forwards the same signal.
 
-    Does nothing if no process between this one and the agent handles a stop signal. `own_handlers` removes
-    the signals that a process only filters.
+    Does nothing if no process between this process and the agent handles a stop signal. `own_handlers`
+    removes signals that a process filters but does not handle.
     """
     if not _is_passed_on(agent, own_handlers):
         return

@@ -1,4 +1,4 @@
-"""Reads the reports of hanging ranks, and finds the ranks that block the others."""
+"""Reads the reports of hanging ranks and finds the ranks that block the others."""
 
 from __future__ import annotations
 
@@ -20,58 +20,58 @@ from trainkit.run.rundir import AttemptDir
 
 @dataclass(frozen=True)
 class HangRecord:
-    """The hang report of a rank that has made no progress for too long."""
+    """The report of a rank that has made no progress for too long."""
 
     rank: int
     node_rank: int
     host: str
     step: int | None
-    """The step that the rank was computing; None before the first step."""
+    """The step that the rank was executing; None before the first step."""
     phase: str
     beat: int
-    """The number of phases of its step that the rank had entered; orders the ranks within a step."""
+    """The number of phases that the rank had entered in its step; used to compare ranks in the same step."""
     waited_s: float
-    """Seconds without progress."""
+    """Seconds since the rank last made progress."""
     limit_s: float
-    """A rank is considered hung after this many seconds without progress."""
+    """Seconds without progress after which the rank is considered hung."""
     usual_s: float | None
-    """The median duration of the rank's recent steps in seconds; None before the first step."""
+    """The median duration of the rank's recent steps in seconds, or None before the first step."""
     time: str
     stack: tuple[str, ...]
     """The frames of the rank's training thread, innermost first."""
 
     @property
     def summary(self) -> str:
-        """Return the report as one sentence."""
+        """Return the hang report as one sentence."""
         usual = "" if self.usual_s is None else f"; a step usually takes {self.usual_s:.2g} s"
         return f"no progress for {self.waited_s:.0f} s, in {self.phase}{usual}"
 
     @property
     def position(self) -> tuple[int, int]:
-        """Return the step and the phase as values that are comparable between ranks."""
+        """Return the step and phase as a tuple that can be compared between ranks."""
         return (-1 if self.step is None else self.step, self.beat)
 
 
 def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
-    """Read the hang reports, ordered by rank; empty if there are none."""
+    """Read all hang reports, ordered by rank."""
     return read_each(HangRecord, attempt.hangs_dir)
 
 
 def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
-    """Return the ranks without a report; their processes are stopped or their hosts are lost."""
+    """Return the ranks without a hang report, whose processes are stopped or whose hosts are lost."""
     reported = {record.rank for record in records}
     return [rank for rank in range(plan.world_size) if rank not in reported]
 
 
 def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> list[str]:
-    """Return the hosts on which no rank reported the hang."""
+    """Return the hosts where no rank reported the hang."""
     reported = {record.node_rank for record in records}
     hosts = (_host_of(attempt, node, records) for node in range(plan.num_nodes) if node not in reported)
     return [host for host in hosts if host is not None]
 
 
 SILENT = "a command without output"
-"""The start of the phase in a hang report about a command without output."""
+"""The prefix of the phase in the hang report of a command without output."""
 CONNECT_HINT = (
     "the ranks found each other but cannot exchange tensors: `trainkit doctor --nodes N` measures the links "
     "between hosts, `launch.network` sets the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
@@ -81,9 +81,9 @@ CONNECT_HINT = (
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
 
-    If flight records show a waiting rank, they determine which ranks the failure names, if any. If no
-    record shows a waiting rank, the failure names the first rank without a hang report, or else the rank that
-    is furthest behind. If no rank is behind the others, the failure names no host.
+    If flight records show a waiting rank, they alone determine the ranks that the failure names. If no flight
+    record shows a waiting rank, the failure names the first rank without a hang report or, if all ranks
+    reported, the rank that is furthest behind. If no rank is behind the others, the failure names no host.
     """
     behind, is_distinct = _furthest_behind(records)
     missing = missing_ranks(plan, records)
@@ -94,7 +94,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         failure = blamed_failure(attempt, plan, blame, records)
         own = next((record for record in records if record.rank == failure.rank), behind)
         who = "" if own.rank == failure.rank or failure.rank is None else f"rank {own.rank}: "
-        # The phase of a command without output already names the blocking rank.
+        # For a command without output, the phase already names the blocking rank.
         text = blame.text if is_silence else f"{blame.text}; {who}{own.summary}"
         return replace(failure, message=text, time=min(record.time for record in records), step=own.step)
     if missing:
@@ -105,7 +105,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
         message = behind.summary
         if not is_distinct or is_silence:
-            # On GPUs, every rank waits for its own device, no matter which device fails to respond.
+            # On GPUs, every rank waits for its own device, regardless of which device does not respond.
             host, message = None, f"{message}; no rank is behind the others"
     return RankFailure(
         rank=rank,
@@ -124,10 +124,10 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def find_blocking(
     attempt: AttemptDir, plan: LaunchPlan, stacks: Mapping[int, Sequence[str]], *, is_silence: bool
 ) -> Blame | None:
-    """Find the ranks that block the others, using flight records and the stacks of the responding ranks.
+    """Find the ranks that block the others, using flight records and the responding ranks' stacks.
 
-    `is_silence` means that the attempt runs a command, so only the stacks are known, not the step and phase
-    of each rank.
+    `is_silence` means that a command has produced no output; the ranks of a command report stacks, but
+    neither step nor phase.
     """
     silent = [rank for rank in range(plan.world_size) if rank not in stacks]
     blame = find_blame(read_flights(attempt, plan.world_size), silent, stacks)
@@ -139,9 +139,9 @@ def find_blocking(
 def blamed_failure(
     attempt: AttemptDir, plan: LaunchPlan, blame: Blame, records: Sequence[HangRecord] = ()
 ) -> RankFailure:
-    """Return a failure that names the ranks at fault.
+    """Return a failure naming the ranks at fault.
 
-    The failure names a host only if all ranks at fault run on the same host and the host may be at fault.
+    The failure names a host only if all ranks at fault run on that host and the host may be the cause.
     """
     nodes = [node_of(plan, rank) for rank in blame.ranks]
     return RankFailure(
@@ -156,9 +156,10 @@ def blamed_failure(
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
-    """Return the report of the rank that is furthest behind, and whether it is clearly behind the others.
+    """Return the report of the rank that is furthest behind, and whether the rank is clearly behind.
 
-    Among ranks at the same position, a rank whose stack differs from the majority's blocks the others.
+    If all ranks are at the same position, the blocking rank is the one whose stack differs from the
+    majority's.
     """
     position = min(record.position for record in records)
     same = [record for record in records if record.position == position]
@@ -170,19 +171,19 @@ def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
 
 
 def node_of(plan: LaunchPlan, rank: int) -> int:
-    """Return the node rank of a rank."""
+    """Return the node rank of the node that a rank runs on."""
     return max(node for node in range(plan.num_nodes) if plan.first_rank_of(node) <= rank)
 
 
 def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord]) -> str | None:
-    """Return the host of a node, according to a hang report or the rendezvous; None if unknown."""
+    """Return the host of a node, taken from a hang report or the rendezvous, or None if unknown."""
     for record in records:
         if record.node_rank == node_rank and record.host:
             return record.host
     hosts = read_rendezvous(attempt).hosts
     if node_rank < len(hosts):
         return hosts[node_rank]
-    # Only a run on a single machine has no rendezvous file.
+    # A missing rendezvous file means that the run uses a single machine.
     return None if attempt.rendezvous_file.exists() else socket.gethostname()
 
 
@@ -196,26 +197,26 @@ def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
 
 
 GATHER_S = 5.0
-"""Seconds to wait for hang reports of other ranks after the first report. Ranks that wait for each other
-report their hang almost at the same time."""
+"""Seconds to wait after the first hang report for reports from other ranks. Ranks that wait for each other
+report a hang at almost the same time."""
 
 
 class HangWatch:
-    """Polls for the hang reports of one attempt."""
+    """Polls for hang reports in one attempt."""
 
     def __init__(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
         self._first_s: float | None = None
 
     def poll(self) -> list[HangRecord]:
-        """Return the reports of a hang; empty until every rank has had time to write one."""
+        """Return the hang reports; empty until every rank has had time to write a report."""
         records = read_hangs(self._attempt)
         if not records:
-            self._first_s = None  # the rank has made progress again
+            self._first_s = None  # the rank has made progress since its report
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:
-            # Without refreshing the folder, the list may lack reports from other hosts.
+            # On a network filesystem, a cached folder listing may lack reports from other hosts.
             refresh_listing(self._attempt.hangs_dir)
             return read_hangs(self._attempt)
         return []

@@ -1,4 +1,4 @@
-"""Builds the outcome of an attempt from what its supervisor observed, and explains it."""
+"""Builds and explains the outcome of an attempt, based on what the attempt's supervisor observed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.rundir import AttemptDir
 
 NOT_RUN = Outcome()
-"""The outcome of an attempt that has not started any process."""
+"""The outcome of an attempt that has not started any processes."""
 
 
 def outcome_of(
@@ -30,12 +30,12 @@ def outcome_of(
     failure: RankFailure | None = None,
     had_failed: bool = False,
 ) -> Outcome:
-    """Return the outcome of an attempt whose processes have ended.
+    """Return the outcome of an attempt whose processes have all exited.
 
-    Pass `failure` if the caller has already looked for it, and `planned_stop` if it differs from the one in
-    `observed`.
+    Pass `failure` if the caller has already determined the failure, and `planned_stop` if it differs from
+    `observed.planned_stop`.
 
-    May raise OSError.
+    Raises OSError if the run folder cannot be read.
     """
     failure = failure or find_first_failure(attempt, plan, observed, lost_nodes, launch_error)
     return replace(
@@ -51,7 +51,7 @@ def outcome_of(
 
 
 def only_observed(observed: Observed) -> Outcome:
-    """Return the outcome of an attempt as far as the observations alone show it."""
+    """Return the outcome of an attempt using only the supervisor's observations."""
     return Outcome(
         exits=tuple(observed.exits),
         stop_signal=observed.stop_signal,
@@ -63,19 +63,19 @@ def only_observed(observed: Observed) -> Outcome:
 
 
 def dead_outcome(failure: RankFailure, lost_host: str | None) -> Outcome:
-    """Return the outcome of an attempt whose supervisor died; `lost_host` is its host if that is lost."""
+    """Return the outcome of an attempt whose supervisor died; `lost_host` is its host if the host is lost."""
     if lost_host is None:
         return Outcome(failure=failure)
     return Outcome(((0, signal_exit_code(signal.SIGKILL)),), lost_nodes=(lost_host,), failure=failure)
 
 
 def without_cause(outcome: Outcome) -> Outcome:
-    """Return the outcome without a cause, because a person has cancelled the run."""
+    """Return the outcome with its cause removed, because a user has cancelled the run."""
     return replace(outcome, cause=None)
 
 
 def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
-    """Return whether a failure happened after the first stop signal of the attempt."""
+    """Return whether a failure happened after the attempt's first stop signal."""
     if failure is None:
         return False
     stop = next(read_events(attempt.run, "signal", attempt=attempt.number), None)

@@ -1,7 +1,7 @@
-"""The checks of a node before the ranks of a job start; `trainkit doctor` also runs these checks.
+"""Checks a node before a job's ranks start; `trainkit doctor` runs the same checks.
 
-The supervisor checks the run folder before the step starts, and every agent checks its own node. If a node
-has failed a check, the run does not use it again.
+The supervisor checks the run folder before the step starts; each agent then checks its own node. If a node
+fails a check that is specific to the node, the run stops using the node.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from trainkit.run.rundir import AttemptDir
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """The result of one preflight check."""
 
     name: str
     state: Literal["ok", "warning", "failure"]
     value: str
     hint: str = ""
     host: str | None = None
-    """The host that was checked; None if the check is not about a single host."""
+    """The checked host, or None if the check is not about a single host."""
 
 
 def warn_if(is_bad: bool, name: str, value: str, hint: str) -> Finding:
-    """Return a warning with a hint if `is_bad`, else a finding that the check passed."""
+    """Return a warning with a hint if `is_bad` is true, else a finding that the check passed."""
     return Finding(name, "warning", value, hint) if is_bad else Finding(name, "ok", value)
 
 
 class PreflightFailed(TrainkitError):
-    """Raised if a check fails before the ranks have started."""
+    """Raised if a check fails before the ranks start."""
 
     def __init__(
         self, message: str, hint: str = "", *, is_node: bool = True, exit_code: int = EXIT_FAILED
     ) -> None:
         super().__init__(message, hint, exit_code)
         self.is_node = is_node
-        """True if the problem is specific to this node, so that another node could pass the check."""
+        """True if the problem is specific to this node, so that another node might pass the check."""
 
 
 def _require(subject: str, finding: Finding) -> None:
-    """Raise PreflightFailed if the check of this node failed; `subject` names what was checked."""
+    """Raise PreflightFailed if a check of this node failed; `subject` names what was checked."""
     if finding.state == "failure":
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
@@ -71,9 +71,9 @@ def require_gpus(
     is_task: bool = False,
     torch: TorchBuild | None = None,
 ) -> None:
-    """Raise PreflightFailed if the GPU of a rank is missing, lost, needs a reset, or cannot run this `torch`.
+    """Raise PreflightFailed if a rank's GPU is missing, lost, needs a reset, or cannot run this `torch`.
 
-    `is_task` means the same as in `gpu_index`.
+    `is_task` has the same meaning as in `gpu_index`.
     """
     visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
     count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
@@ -84,29 +84,29 @@ def require_gpus(
         if name is None or (name.isdigit() and int(name) >= count):
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
-            continue  # a UUID may be abbreviated, and a MIG device reports no errors
+            continue  # NVML may not find an abbreviated UUID, and a MIG device reports no errors
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
-            with contextlib.suppress(nvml.NVMLError):  # if the GPU fails now, the rank itself will report it
+            with contextlib.suppress(nvml.NVMLError):  # if the GPU fails now, the rank will report this
                 gpu = gpu_handle(nvml, name)
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
                 found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
-            if found is not None:  # the node is not at fault, because other nodes of this kind would fail too
+            if found is not None:  # other nodes with this GPU model would fail too
                 raise PreflightFailed(*found, is_node=False, exit_code=EXIT_NO_RESTART)
 
 
 def _missing_gpu(
     rank: int, name: str | None, count: int, visible: str | None, granted: str | None, *, is_task: bool
 ) -> PreflightFailed:
-    """Return the failure of a rank whose GPU `name` is missing, or that has no GPU (None).
+    """Return the failure for a rank whose GPU `name` is missing, or that has no GPU (`name` is None).
 
-    `count` is the number of GPUs that NVML sees on this host.
+    `count` is the number of GPUs on this host according to NVML.
     """
     host = socket.gethostname()
     limits = {"CUDA_VISIBLE_DEVICES": visible}
     if granted is not None and granted.isdigit() and int(granted) <= rank:
-        limits["SLURM_GPUS_ON_NODE"] = granted  # a container may have unset the variable CUDA_VISIBLE_DEVICES
+        limits["SLURM_GPUS_ON_NODE"] = granted  # in a container, CUDA_VISIBLE_DEVICES may have been unset
     limit = next((f"{key}={value}" for key, value in limits.items() if value is not None), None)
     if limit is not None and name is None:
         message = f"local rank {rank} has no GPU: the environment of its process on {host} has {limit}"
@@ -114,7 +114,7 @@ def _missing_gpu(
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
-        # The node may be fine: in a task that a cgroup restricts to one GPU, this GPU has index 0.
+        # The node may be fine: if a cgroup restricts a task to one GPU, that GPU has index 0.
         hint = (
             "check `nvidia-smi` on the host, and what sets CUDA_VISIBLE_DEVICES: "
             "a single visible GPU has index 0"
@@ -125,7 +125,7 @@ def _missing_gpu(
 
 
 def check_gpu(nvml: Any, name: str) -> Finding:
-    """Check that a GPU responds, and that its driver reports no errors.
+    """Check that a GPU responds and that the GPU's driver reports no errors.
 
     `name` is an entry of CUDA_VISIBLE_DEVICES.
     """
@@ -143,12 +143,12 @@ def check_gpu(nvml: Any, name: str) -> Finding:
 
 
 def unknown_values(nvml: Any) -> tuple[type[Exception], ...]:
-    """Return the NVML exceptions for values that a GPU does not have or does not show to this user."""
+    """Return the NVML exceptions for values that a GPU does not support or does not show to this user."""
     return nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
 
 
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
-    """Yield the problems of a GPU; skip counters that its model does not have."""
+    """Yield the problems of a GPU, skipping counters that the GPU model does not support."""
     unknown = unknown_values(nvml)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)
@@ -172,7 +172,7 @@ def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _recovery_action(nvml: Any, handle: Any) -> int:
-    """Return the recovery action that the driver requests, for example after an Xid error; 0 for none."""
+    """Return the recovery action requested by the driver, for example after an Xid error; 0 means none."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return 0
@@ -181,22 +181,23 @@ def _recovery_action(nvml: Any, handle: Any) -> int:
 
 
 SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
-"""The variable with the supervisor's view of the run folder, which each agent compares with its own view.
+"""The environment variable with the supervisor's view of the run folder, which each agent compares with its
+own view.
 """
 PROBE_BYTES = 65_536
-"""Number of bytes of the test write, because an exhausted quota shows only in a write."""
+"""Number of bytes to write in a test, because an exceeded quota only becomes apparent on a write."""
 MIN_FREE_MIB = 16
-"""The free space in MiB below which a folder for temporary files fails the check."""
+"""The minimum free space in MiB for a folder for temporary files to pass the check."""
 FEW_FREE_MIB = 512
 MAX_CLOCK_OFFSET_S = 5.0
 CLOCK_HINT = "ask the administrators to synchronize the clock; `chronyc tracking` shows the offset"
 
 
 def supervisor_view(attempt: AttemptDir) -> str:
-    """Return the supervisor's view of the run folder, as the value of `SUPERVISOR_VIEW_VARIABLE`.
+    """Return the supervisor's view of the run folder as a value for `SUPERVISOR_VIEW_VARIABLE`.
 
-    The supervisor's view consists of the digest of the plan and the clock offset. Raises PreflightFailed if
-    the folder cannot be written.
+    The supervisor's view consists of the digest of the plan and the supervisor's clock offset. Raises
+    PreflightFailed if the run folder cannot be written.
     """
     return f"{plan_digest(attempt)} {_clock_offset_s(attempt):.3f}"
 
@@ -208,10 +209,10 @@ def require_node(
     environ: Mapping[str, str] = os.environ,
     checks_disk: bool = True,
 ) -> None:
-    """Raise PreflightFailed if the ranks of an agent cannot run on this node.
+    """Raise PreflightFailed if an agent's ranks cannot run on this node.
 
-    `checks_disk` is set for only one task per node; otherwise, thousands of tasks would write to the same
-    file server at once.
+    `checks_disk` should be set for only one task per node; otherwise, thousands of tasks would write to the
+    same file server at once.
     """
     if checks_disk:
         offset_s = _clock_offset_s(attempt)
@@ -223,28 +224,29 @@ def require_node(
                     "node of the job sees",
                     hint="the run folder must be on a filesystem that all nodes share",
                 )
-            # If the supervisor's clock is off too, the clock of the file server is wrong.
+            # If the supervisor's clock differs from the file server's clock too, the file server's clock is
+            # wrong.
             if abs(float(supervisor_offset_s)) <= MAX_CLOCK_OFFSET_S:
                 _require(f"the clock of {socket.gethostname()} is", check_clock(offset_s))
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
         torch, starts_ranks = None, not plan.workload.is_command and plan.environment.python is None
-        if starts_ranks:  # a command, or another interpreter, may use another torch
+        if starts_ranks:  # a command or another interpreter may use a different torch
             spec = find_spec("torch")
             torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
-        # If the driver is missing, the ranks themselves report a broken GPU.
+        # If the driver is missing, the ranks themselves will report the GPU problem.
         with contextlib.suppress(NoDriver), nvml() as driver:
             require_gpus(driver, local_ranks, environ, is_task=plan.per == "gpu", torch=torch)
 
 
 def plan_digest(attempt: AttemptDir) -> str:
-    """Return a digest by which two hosts check that they see the same plan.json."""
+    """Return a digest of plan.json, for checking that two hosts see the same file."""
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 
 def clock_offset_s(folder: Path) -> float:
-    """Return by how many seconds this host's clock is ahead of the clock of a folder's file server.
+    """Return the number of seconds that this host's clock is ahead of the clock of a folder's file server.
 
     Raises OSError if the folder cannot be written.
     """
@@ -256,12 +258,12 @@ def clock_offset_s(folder: Path) -> float:
         written_s, ended_s = Path(name).stat().st_mtime, time.time()
     finally:
         os.unlink(name)
-    # A slow server may set the file's time at any moment between the readings `started_s` and `ended_s`.
+    # A slow server may timestamp the file at any moment between `started_s` and `ended_s`.
     return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
 
 
 def _clock_offset_s(attempt: AttemptDir) -> float:
-    """Return `clock_offset_s` of the run folder; raise PreflightFailed if the folder cannot be written."""
+    """Return the run folder's `clock_offset_s`; raise PreflightFailed if the folder cannot be written."""
     try:
         return clock_offset_s(attempt.path)
     except OSError as error:
@@ -273,7 +275,7 @@ def _clock_offset_s(attempt: AttemptDir) -> float:
 
 
 def check_clock(offset_s: float) -> Finding:
-    """Check this host's clock against the clock of the run folder's file server."""
+    """Compare this host's clock with the clock of the run folder's file server."""
     if abs(offset_s) <= MAX_CLOCK_OFFSET_S:
         return Finding("clock", "ok", f"{abs(offset_s):.1f} s off the clock of the run folder's file server")
     where = "ahead of" if offset_s > 0 else "behind"
@@ -282,7 +284,7 @@ def check_clock(offset_s: float) -> Finding:
 
 
 def free_mib(folder: Path) -> float | None:
-    """Return a folder's free space in MiB, infinite without a limit; None if the folder does not exist."""
+    """Return a folder's free space in MiB (infinity if unlimited), or None if the folder does not exist."""
     try:
         found = os.statvfs(folder)
     except FileNotFoundError:
@@ -291,12 +293,12 @@ def free_mib(folder: Path) -> float | None:
 
 
 def temporary_folders(environ: Mapping[str, str]) -> dict[str, Path]:
-    """Return the folders for the temporary files of ranks, by the names of their checks."""
+    """Return the folders for the ranks' temporary files, keyed by the name of the check."""
     return {"/tmp": Path(environ.get("TMPDIR") or "/tmp"), "/dev/shm": Path("/dev/shm")}
 
 
 def check_space(name: str, folder: Path) -> Finding:
-    """Check the free space of a folder for temporary files."""
+    """Check that a folder for temporary files has enough free space."""
     free = free_mib(folder)
     if free is None:
         return Finding(name, "ok", "there is none")

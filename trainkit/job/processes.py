@@ -1,9 +1,9 @@
-"""Child processes that never outlive their parent, and synchronous signal handling in the parent process.
+"""Starts child processes that never outlive their parent, and handles signals synchronously in the parent.
 
-The supervisor and the agents block the stop signals and SIGCHLD, and receive them one by one with
-`wait_for_signal`. As a result, no trainkit code runs inside a signal handler in the supervisor and the
-agents. Children inherit the blocked signals, so a stop signal that arrives while a child's interpreter starts
-stays pending instead of killing the child.
+The supervisor and the agents block the stop signals and SIGCHLD, and receive them one at a time with
+`wait_for_signal`. As a result, no trainkit code in the supervisor and the agents runs inside a signal
+handler. Children inherit the signal mask, so a stop signal that arrives while a child's interpreter starts
+remains pending instead of killing the child.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ SIGSET_BYTES = 128
 GIVE_UP_S = 10.0
 WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
 PAUSE_SIGNALS = {signal.SIGTSTP, signal.SIGCONT}
-"""Signals with which `trainkit run` passes Ctrl-Z and `fg` on to the supervisor."""
+"""Signals that `trainkit run` uses to pass Ctrl-Z and `fg` on to the supervisor."""
 
-# Without -P (Python 3.11+), the submission folder comes first on sys.path, so a user's `queue.py` in it would
-# shadow the standard library's.
+# Without -P (Python 3.11+), sys.path would begin with the submission folder, and a user's `queue.py` there
+# would shadow the standard library's.
 PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
 
 
 def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command line that runs one of trainkit's modules with this interpreter."""
+    """Return the command line for running one of trainkit's modules with this interpreter."""
     return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)
 
 
 def block_signals(*more: signal.Signals) -> None:
-    """Block the stop signals, SIGCHLD and `more`, so that only `wait_for_signal` receives them."""
+    """Block the stop signals, SIGCHLD and the signals in `more`, for `wait_for_signal` to receive."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {*WATCHED, *more})
 
 
 def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:
-    """Return the next stop signal, SIGCHLD or (in an agent) `AGENT_SIGNAL`; None after the timeout.
+    """Return the next stop signal, SIGCHLD or (in an agent) `AGENT_SIGNAL`, or None after the timeout.
 
-    `more` contains other blocked signals to wait for.
+    `more` contains additional blocked signals to wait for.
     """
     from ctypes import byref, c_long, create_string_buffer, get_errno
 
@@ -70,8 +70,8 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
         libc.sigaddset(awaited, int(number))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Python's sigtimedwait is not used, because it returns an arbitrary signal if the process was stopped
-        # past the timeout.
+        # Python's sigtimedwait is not used, because it returns an arbitrary signal if the process is stopped
+        # until after the timeout.
         nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
         received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))
         if received > 0:
@@ -81,13 +81,13 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
 
 
 def wait_for_notice(delay_s: float) -> signal.Signals | None:
-    """Sleep before a restart; return the stop signal that arrived in the meantime, else None.
+    """Sleep before a restart; return the stop signal that arrived during the sleep, or None.
 
-    SIGUSR2, which requests a restart, only ends the wait early.
+    SIGUSR2, which requests a restart, only shortens the sleep.
     """
     deadline_s = time.monotonic() + delay_s
     while True:
-        # Receive a pending signal even if there is no delay.
+        # Receive a pending signal even if the delay is 0.
         received = wait_for_signal(deadline_s - time.monotonic())
         if received in (None, signal.SIGUSR2):
             return None
@@ -96,7 +96,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
 
 
 def log_line(text: str) -> None:
-    """Print a line with secrets masked; ignore I/O errors, because a full disk must not end the job."""
+    """Print a line with secrets masked; ignore I/O errors, because a full disk must not kill the job."""
     with contextlib.suppress(OSError):
         os.write(1, f"{mask_secrets(text)}\n".encode(errors="replace"))
 
@@ -105,20 +105,20 @@ DISK_PATIENCE_S = 300.0
 DISK_RETRY_S = 5.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
-"""Errors of a network filesystem while its server restarts or it is being remounted."""
+"""Errors that a network filesystem returns while its server restarts or the filesystem is being remounted."""
 T = TypeVar("T")
 
 
 def fail_on_disk_error() -> None:
-    """Make `retry_on_disk_error` raise immediately, because a user at a terminal can free space."""
+    """Make `retry_on_disk_error` raise immediately, because a user at a terminal can free up disk space."""
     global DISK_PATIENCE_S
     DISK_PATIENCE_S = 0.0
 
 
 def retry_on_disk_error(action: Callable[[], T]) -> T:
-    """Call `action`; retry it for up to five minutes while the disk is full, over quota or unavailable.
+    """Call `action`, retrying for up to five minutes while the disk is full, over quota or unavailable.
 
-    Returns the result of `action`. Raises other errors immediately, and raises the disk error if a stop
+    Returns the result of `action`. Raises any other error immediately, and raises the disk error if a stop
     signal arrives.
     """
     deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
@@ -138,7 +138,7 @@ def retry_on_disk_error(action: Callable[[], T]) -> T:
 
 
 def redirect_output(log: Path) -> None:
-    """Append everything that this process prints to the file `log`."""
+    """Append all further output of this process to the file `log`."""
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
         os.dup2(stream.fileno(), sys.stderr.fileno())
@@ -146,7 +146,7 @@ def redirect_output(log: Path) -> None:
 
 @cache
 def _libc() -> CDLL:
-    # Import ctypes here, because a dry run starts no processes.
+    # Import ctypes here, so that a dry run, which starts no processes, does not import it.
     from ctypes import CDLL
 
     return CDLL(None, use_errno=True)
@@ -155,8 +155,9 @@ def _libc() -> CDLL:
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel send a signal to the child when its parent dies."""
-    # Load the library before the fork, because after the fork, another thread may still hold the import lock.
+    """Return a `preexec_fn` that makes the kernel send the child a signal when the child's parent dies."""
+    # Load the library before the fork: in the child, the import lock may be held by a thread that no longer
+    # exists.
     libc = _libc()
 
     def prepare() -> None:
@@ -170,7 +171,7 @@ def dies_with(
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that this process can find and end them."""
+    """Become the parent of orphaned descendants, so that this process can find and kill them."""
     _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -184,11 +185,12 @@ def start_child(
     cwd: str | None = None,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own process group; the kernel kills the process when this one dies.
+    """Start a process in its own process group; the kernel kills the process when this process dies.
 
-    With `keeps_mask`, the new process starts with the stop signals blocked, and must unblock them or wait for
+    If `keeps_mask` is set, the new process starts with the stop signals blocked, and must unblock or wait for
     them itself. The new process and its children ignore the signals in `ignored` unless they install a
-    handler. Terminal signals are not ignored, even if the script that ran `trainkit run … &` ignored them.
+    handler. Terminal signals are not ignored, even if they were ignored by a script that ran `trainkit run …
+    &`.
     """
 
     def before_exec() -> None:
@@ -212,14 +214,14 @@ def start_child(
 
 
 def ended(child: subprocess.Popen[bytes]) -> bool:
-    """Return whether a child has ended; does not reap it, so that its pid is not reused."""
+    """Return whether a child has exited, without reaping the child, so that its pid is not reused."""
     if child.returncode is not None:
         return True
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Reap an ended child and return its exit code (128+n if signal n killed it)."""
+    """Reap an exited child and return its exit code, which is 128+n if signal n killed the child."""
     code = child.wait()
     return signal_exit_code(-code) if code < 0 else code
 
@@ -230,7 +232,7 @@ def kill_group(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
 
 
 def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all children have ended or one has failed; return the index of the failed child."""
+    """Wait until all children have exited or one has failed; return the failed child's index, or None."""
     while True:
         codes = [child.poll() for child in children]
         failed = next((index for index, code in enumerate(codes) if code), None)
@@ -240,7 +242,7 @@ def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to every process that still exists."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         _signal(os.kill, pid, number)
 
@@ -250,12 +252,12 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
         kill(pid, number)
     except ProcessLookupError:
         return
-    except PermissionError:  # the process was started with sudo
+    except PermissionError:  # this user may not signal a process started with sudo
         log_line(f"cannot send {number.name} to process {pid}, which belongs to another user")
 
 
 def end_descendants() -> None:
-    """Kill and reap all descendants of this process, except processes that are stuck in the kernel."""
+    """Kill and reap all descendants of this process, except processes stuck in the kernel."""
     deadline_s = time.monotonic() + GIVE_UP_S
     while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
         signal_all(found, signal.SIGKILL)
@@ -266,16 +268,16 @@ def end_descendants() -> None:
 
 
 def ranks_below(pid: int) -> list[int]:
-    """Return the pids of the ranks that a launcher has started.
+    """Return the pids of the ranks started by a launcher.
 
-    A descendant is a rank if RANK is set for it, but not for its parent.
+    A descendant is considered a rank if its environment contains RANK and its parent's does not.
     """
     ranks = {child for child in descendants(pid) if rank_of(child) is not None}
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
 def proc_file(pid: int, name: str) -> bytes:
-    """Read the file `name` in /proc/PID; empty if the process has ended or belongs to another user."""
+    """Return the content of the file `name` in /proc/PID; empty if it cannot be read."""
     try:
         return (PROC / str(pid) / name).read_bytes()
     except OSError:
@@ -283,7 +285,7 @@ def proc_file(pid: int, name: str) -> bytes:
 
 
 def link_of(pid: int, name: str) -> str:
-    """Read a link in /proc/PID, such as ``exe``; empty if it cannot be read."""
+    """Return the target of a link in /proc/PID, such as ``exe``; empty if the link cannot be read."""
     try:
         return str((PROC / str(pid) / name).readlink())
     except OSError:
@@ -291,19 +293,19 @@ def link_of(pid: int, name: str) -> str:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """Return the environment with which a process was started; empty if it cannot be read."""
+    """Return the environment that a process was started with; empty if it cannot be read."""
     lines = proc_file(pid, "environ").split(b"\0")
     return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
 
 def rank_of(pid: int) -> int | None:
-    """Return RANK from a process's environment; None if it is not set or the process has ended."""
+    """Return RANK from a process's environment, or None if RANK is not set or the process has exited."""
     rank = environ_of(pid).get("RANK", "")
     return int(rank) if rank.isdigit() else None
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """Return the exit code of a zombie process, negative if a signal killed it; None if it is no zombie."""
+    """Return a zombie's exit code, negative if a signal killed it, or None if the process is not a zombie."""
     fields = proc_file(pid, "stat").rpartition(b")")[2].split()
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 
@@ -313,7 +315,7 @@ PIDFD_INFO_EXIT = 8
 
 
 def exit_code_of(handle: int, pid: int) -> int | None:
-    """Return the exit code of an ended process from its pidfd, negative after a signal; None if unknown.
+    """Return an exited process's exit code from its pidfd, negative if killed by a signal; None if unknown.
 
     Before Linux 6.15, the exit code is available only until the parent has reaped the process.
     """
@@ -321,7 +323,7 @@ def exit_code_of(handle: int, pid: int) -> int | None:
         return code
     info = bytearray(64)
     struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
-    with contextlib.suppress(OSError):  # the kernel may be older than Linux 6.15
+    with contextlib.suppress(OSError):  # fails on kernels older than Linux 6.15
         fcntl.ioctl(handle, PIDFD_GET_INFO, info)
         mask, status = struct.unpack_from("Q52xi", info)
         if mask & PIDFD_INFO_EXIT:
@@ -330,9 +332,10 @@ def exit_code_of(handle: int, pid: int) -> int | None:
 
 
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
-    """Return the signal that asks a command to save: `configured`, or for ``auto`` the one that it handles.
+    """Return the signal for asking a command to save: `configured` or, for ``auto``, the one it handles.
 
-    Most scripts handle SIGTERM. A script that handles none of the signals gets SIGTERM, which ends it.
+    Most scripts that save on a signal handle SIGTERM. A script that handles none of the signals gets SIGTERM,
+    which kills the script.
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
@@ -342,12 +345,12 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process ignores a signal."""
+    """Return whether a process has set a signal to be ignored."""
     return number in signal_mask(pid, "SigIgn")
 
 
 def parent_pid(pid: int) -> int | None:
-    """Return the parent pid of a process; None if the process has ended or cannot be inspected."""
+    """Return the parent pid of a process, or None if the process has exited or cannot be inspected."""
     try:
         stat = process_stat(pid)
     except OSError:
@@ -356,18 +359,18 @@ def parent_pid(pid: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended; a zombie counts as ended."""
+    """Return whether a process exists and has not exited; a zombie is considered exited."""
     stat = proc_file(pid, "stat").rpartition(b")")[2].split()
     return bool(stat) and stat[0] not in (b"Z", b"X")
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped, for example by SIGSTOP."""
+    """Return whether a process is stopped, for example by SIGSTOP."""
     return proc_file(pid, "stat").rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Return the pids of the children of every parent process, for all current processes."""
+    """Return a mapping from each parent's pid to the pids of its children, for all current processes."""
     children: dict[int, list[int]] = {}
     for folder in PROC.iterdir():
         if folder.name.isdigit() and (parent := parent_pid(int(folder.name))) is not None:
@@ -376,19 +379,19 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process.
+    """Return the pids of a process's children.
 
-    If a child ends during the call, that child and its neighbour in the list may be missing.
+    If a child exits during the call, the result may lack that child and the next one in the list.
     """
     tasks = PROC / str(pid) / "task"
     try:
         return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     except OSError:
-        return []  # the process has ended
+        return []  # the process has exited
 
 
 def tree_of(pid: int) -> dict[int, list[int]]:
-    """Return the children of a process and of each of its descendants, as found by `children_of`."""
+    """Return the children of a process and of all its descendants, as found by `children_of`."""
     children, found = dict[int, list[int]](), [pid]
     for parent in found:
         children[parent] = children_of(parent)
@@ -397,7 +400,7 @@ def tree_of(pid: int) -> dict[int, list[int]]:
 
 
 def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> list[int]:
-    """Return all current descendants of a process, nearest first."""
+    """Return all current descendants of a process, closest first."""
     children = children_by_parent() if children is None else children
     found = list(children.get(pid, []))
     for child in found:
@@ -406,35 +409,35 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
 
 
 PEER_EXIT_S = 5.0
-"""Seconds that the other members of a group have to exit and report by themselves after one member has
+"""Seconds that the other members of a group have to exit and report on their own after a member has
 failed."""
 KILL_MARGIN_S = 5.0
-"""Seconds after the end of the grace time until an agent kills workers that have not ended by themselves."""
+"""Seconds after the grace time at which an agent kills workers that have not exited on their own."""
 
 
 class ProcessGroup:
-    """Child processes by rank, managed from the start of the first to the exit of the last.
+    """A group of child processes, keyed by rank and managed from the first start to the last exit.
 
-    The members of a supervisor's group are the agents, or srun. The members of an agent's group are its
-    workers.
+    A supervisor's group consists of the agents, or of srun. An agent's group consists of the agent's workers.
     """
 
     poll_interval_s = 5.0
-    """Seconds between two calls of `poll` if no signal arrives and no member exits."""
+    """Seconds between calls of `poll` if no signal arrives and no member exits."""
     pauses_by: ClassVar[tuple[signal.Signals, ...]] = ()
-    """Blocked signals that stop the members until SIGCONT arrives."""
+    """Blocked signals that make the group stop its members until SIGCONT arrives."""
 
     def __init__(self) -> None:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        """The running members, by rank."""
+        """The running members, keyed by rank."""
         self.deadline_s: float | None = None
-        """The monotonic time at which the remaining members are killed; None without a deadline."""
+        """The monotonic time at which the remaining members are killed, or None."""
         self.received_at = ""
-        """The time of the newest stop signal, taken before the signal is forwarded and may end a member."""
+        """The time of the latest stop signal, recorded before the signal is forwarded, because it may kill a
+        member."""
         self._poll_error = ""
         self.attended: int | None = None
-        """The member that a person controls in a terminal; while it runs, failures of other members do not
-        end it."""
+        """The member that a user controls in a terminal, or None; while it runs, failures of other members do
+        not stop it."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
@@ -443,14 +446,14 @@ class ProcessGroup:
     def forward_signal(self, received: signal.Signals) -> None:
         """Forward a stop signal to every member."""
         for member in self.running.values():
-            os.kill(member.pid, received)  # Popen.send_signal would reap a member that has just ended
+            os.kill(member.pid, received)  # Popen.send_signal would reap a member that has just exited
 
     def on_signal(self, received: signal.Signals) -> None:
-        """React to a stop signal that has been forwarded."""
+        """React to a stop signal after it has been forwarded to the members."""
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        """React to the exit of a member; `killed` means that this group killed it."""
+        """React to the exit of a member; `killed` means that this group killed the member."""
         raise NotImplementedError
 
     def died_of_notice(self, code: int) -> bool:
@@ -458,18 +461,18 @@ class ProcessGroup:
         return False
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether an ended member must not be reaped yet, for example while its children save."""
+        """Return whether an exited member must not be reaped yet, for example while its children save."""
         return False
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:
-        """Reap an ended member and return the exit code to use for it."""
+        """Reap an exited member and return the exit code to use for the member."""
         return exit_code(member)
 
     def poll(self) -> None:
-        """Do periodic work; called every `poll_interval_s`, and after every signal and exit."""
+        """Do periodic work; called every `poll_interval_s`, and after each signal and each exit."""
 
     def run(self) -> None:
-        """Start the members and forward stop signals until all have ended or the deadline has passed."""
+        """Start the members and forward stop signals until all members have exited or the deadline passes."""
         try:
             self.start()
             while self.running:
@@ -478,7 +481,7 @@ class ProcessGroup:
             self._kill_running()
 
     def kill_within(self, seconds: float) -> None:
-        """Kill the members that still run after `seconds`; an earlier deadline stays in force."""
+        """Kill the members that are still running after `seconds`, unless an earlier deadline is set."""
         deadline_s = time.monotonic() + seconds
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
@@ -498,11 +501,11 @@ class ProcessGroup:
         self._reap()
 
     def pause(self) -> signal.Signals | None:
-        """Handle one of the signals `pauses_by`; return the SIGCONT or stop signal that ended the pause."""
+        """Handle a signal in `pauses_by`; return the SIGCONT or stop signal that ended the pause."""
         raise NotImplementedError
 
     def _poll(self) -> None:
-        """Call `poll` and log any OSError, because a brief filesystem outage must not end the members."""
+        """Call `poll` and log any OSError, because a brief filesystem outage must not stop the members."""
         problem = ""
         try:
             self.poll()
@@ -515,7 +518,7 @@ class ProcessGroup:
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if ended(member) and not self.keeps(rank, member):
-                kill_group(member)  # kills remaining children too, such as a worker's data loaders
+                kill_group(member)  # also kills the member's remaining children, such as data loader workers
                 self._record_exit(rank, member, killed=False)
 
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:

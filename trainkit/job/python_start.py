@@ -1,8 +1,8 @@
 """Prepares each Python interpreter in a job before any other code runs; called by `startup/sitecustomize.py`.
 
-The preparation protects a rank's child processes from stop signals, and makes imports use the copy of the
-code. The preparation also runs the code that capabilities have for the start of a rank. This Python may lack
-trainkit, so only the standard library is imported, and other files are loaded by path.
+The preparation protects a rank's child processes from stop signals, and redirects imports to the copy of the
+code. The preparation also runs startup code that capabilities define for ranks. trainkit may not be installed
+for this interpreter, so only the standard library is imported, and other files are loaded by path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = __file__.rpartition("/")[0]
 
 
 def load(name: str, folder: str = FOLDER) -> ModuleType:
-    """Load a module of `trainkit.job`, or of the capability folder `folder`."""
+    """Load a module from the folder of `trainkit.job`, or from a capability's `folder`."""
     own_name = f"trainkit_{folder.rpartition('/')[2]}_{name}"
     if (loaded := sys.modules.get(own_name)) is not None:
         return loaded
@@ -32,7 +32,7 @@ def load(name: str, folder: str = FOLDER) -> ModuleType:
 
 
 def prepare() -> None:
-    """Prepare this interpreter according to the environment variables of the job."""
+    """Prepare this interpreter according to the job's environment variables."""
     if os.environ.get("TRAINKIT_JOB_AGENT_PID") and is_main_interpreter():
         spare_what_a_rank_starts()
     if os.environ.get("TRAINKIT_JOB_CODE_SOURCE"):
@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def is_main_interpreter() -> bool:
-    """Return whether this is the main interpreter, because only that one may handle signals."""
+    """Return whether this is the main interpreter, the only one that may handle signals."""
     for name in ("_interpreters", "_xxsubinterpreters"):
         try:
             module = __import__(name)
@@ -53,31 +53,31 @@ def is_main_interpreter() -> bool:
 
 
 def spare_what_a_rank_starts() -> None:
-    """Protect a rank's children from stop signals, or this process itself if a rank started it."""
+    """Protect a rank's children from stop signals or, if a rank started this process, the process itself."""
     module = load("spare_children")
     own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
     is_below_rank = os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid
-    # A launcher that runs directly below the agent does not forward signals. Of the programs that a rank may
-    # start, only torchrun forwards signals to its children.
+    # A launcher that runs directly below the agent does not forward stop signals. Of the programs that a rank
+    # may start, only torchrun forwards stop signals to its children.
     may_hear_twice = not is_below_rank or "TORCHELASTIC_RESTART_COUNT" in os.environ
     if parent_pid != agent and may_hear_twice and module.LAUNCHER_PID_VARIABLE not in os.environ:
         load("handlers").hear_once(int(agent), module.own_handlers)
     if is_below_rank:
         module.spare_this_process()
         prepare_for_capabilities(is_rank=False)
-    # A launcher that starts a single process, such as accelerate, does not set RANK.
+    # A launcher that starts only one process, such as accelerate, does not set RANK.
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
         module.spare_children()
         prepare_for_capabilities(is_rank=True)
         answer_for_flight_records()
     elif agent == parent_pid:
-        # A launcher would forward SIGTERM to its ranks, which Slurm has already signalled.
+        # Protect the launcher, which would forward SIGTERM to ranks that Slurm has already signalled.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
 
 
 def answer_for_flight_records() -> None:
-    """Make torch write this rank's collectives to a file when the agent writes to a pipe.
+    """Make torch write this rank's flight record to a file whenever the agent writes to a pipe.
 
     torch aborts a rank that cannot create the pipe, for example in a container without access to the run
     folder.
@@ -88,7 +88,7 @@ def answer_for_flight_records() -> None:
 
 
 def prepare_for_capabilities(*, is_rank: bool) -> None:
-    """Run the capabilities' preparation code in a rank, or in a process that a rank started."""
+    """Run the startup code of capabilities in a rank, or in a process started by a rank."""
     for file in filter(None, os.environ.get("TRAINKIT_JOB_AT_START", "").split(os.pathsep)):
         folder, _, name = file[: -len(".py")].rpartition("/")
         load(name, folder).prepare(load, is_rank=is_rank)
@@ -97,8 +97,8 @@ def prepare_for_capabilities(*, is_rank: bool) -> None:
 class CopyFinder:
     """Imports modules from the copy of the code instead of the folder that the run was submitted from.
 
-    A package installed with ``pip install -e`` points to the original folder, by a line in a .pth file or by
-    a finder. Some finders of editable installations precede the finder that reads PYTHONPATH.
+    For a package installed with ``pip install -e``, a line in a .pth file or a finder points to the original
+    folder. Some finders of editable installations come before the finder that reads PYTHONPATH.
     """
 
     def __init__(self, source: str, copy: str) -> None:
@@ -121,7 +121,7 @@ class CopyFinder:
         return spec_from_file_location(name, file, submodule_search_locations=folders) or spec
 
     def counterpart(self, path: str) -> str | None:
-        """Return the copy of a file or folder; None if it has no copy, as for packages of an environment."""
+        """Return the copy of a file or folder, or None if there is no copy, as for installed packages."""
         if not path.startswith(f"{self.source}/") or path.startswith(f"{sys.prefix}/"):
             return None
         copied = self.copy + path[len(self.source) :]

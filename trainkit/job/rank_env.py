@@ -1,4 +1,4 @@
-"""The rank of this process according to its environment variables, and the GPUs and files that it uses."""
+"""The rank of this process according to its environment variables, and the GPU and files used by the rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
-"""The variable with an attempt's nonce, by which ranks recognize their own rank 0 if another job uses the
-same address."""
+"""The environment variable with an attempt's nonce, by which ranks recognize rank 0 of their own attempt if
+another job uses the same address."""
 ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
-"""The variable that is set while a person controls a rank in a terminal, so that ranks may wait for hours."""
+"""The environment variable that is set while a user controls a rank in a terminal, so that ranks may wait for
+hours."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The variable with the path of the terminal of `trainkit run`."""
+"""The environment variable with the path of the terminal where `trainkit run` was started."""
 RANK_VARIABLES = (
     *scheduler.RANK_VARIABLES,
     NONCE_VARIABLE,
@@ -34,12 +35,13 @@ RANK_VARIABLES = (
     LAUNCHER_PID_VARIABLE,
     RANK_PID_VARIABLE,
 )
-"""Variables that make a process a rank; a job submitted from inside another job must not inherit them."""
+"""Environment variables that make a process a rank; a job submitted from inside another job must not inherit
+them."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """The rank of one process, the number of ranks, and the rendezvous address."""
+    """The rank of a process, the number of ranks, and the rendezvous address."""
 
     rank: int
     local_rank: int
@@ -50,12 +52,12 @@ class RankEnv:
     master_addr: str
     master_port: int
     source: str
-    """Where the values come from: ``environment``, ``single process`` or ``agent``."""
+    """The source of the values: ``environment``, ``single process`` or ``agent``."""
     nonce: str = field(default="", repr=False)
-    """A random value that all ranks of an attempt share; empty if another launcher started them."""
+    """A random value shared by all ranks of an attempt; empty if another launcher started the ranks."""
 
     def to_environ(self) -> dict[str, str]:
-        """Return the environment variables that torch.distributed and launchers read."""
+        """Return the environment variables that are read by torch.distributed and launchers."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -69,9 +71,9 @@ class RankEnv:
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """Return the rank environment of this process; if it has none, the environment of a single process.
+    """Return this process's rank environment, or the environment of a single process if none is set.
 
-    Raises UsageError if the variables are incomplete or contradictory.
+    Raises UsageError if the environment variables are incomplete or contradictory.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
@@ -109,10 +111,10 @@ _DEVICE_NAME = re.compile(r"\d+|(?:GPU|MIG)-.+")
 
 
 def visible_gpus(listed: str | None) -> list[str] | None:
-    """Return the entries of a CUDA_VISIBLE_DEVICES value, by index or UUID; None if the variable is not set.
+    """Return the entries (indices or UUIDs) of a CUDA_VISIBLE_DEVICES value, or None if it is not set.
 
-    As in CUDA, the first entry that is not a GPU ends the list. For example, Slurm sets ``NoDevFiles`` for a
-    task without GPUs.
+    As in CUDA, the list ends before the first entry that is not a GPU. For example, Slurm sets
+    CUDA_VISIBLE_DEVICES to ``NoDevFiles`` for a task without GPUs.
     """
     if listed is None:
         return None
@@ -126,10 +128,10 @@ GPU_BINDING_HINT = (
 
 
 def gpu_index(local_rank: int, num_visible: int, *, is_task: bool) -> int | None:
-    """Return the index of a rank's GPU among the visible GPUs; None if there is none for this rank.
+    """Return the index of a rank's GPU among the visible GPUs, or None if the rank has no GPU.
 
-    With ``--gpus-per-task=1`` or ``--gpu-bind``, for example, Slurm can bind one GPU to each task. If Slurm
-    binds GPUs to tasks, a rank that is a task of its own (`is_task`) sees only its own GPU, with index 0.
+    Slurm can bind one GPU to each task, for example with ``--gpus-per-task=1`` or ``--gpu-bind``. If Slurm
+    binds GPUs to tasks, a rank that is its own task (`is_task`) sees only its own GPU, which has index 0.
     """
     if is_task and num_visible == 1:
         return 0
@@ -142,7 +144,7 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError if this process is a rank of another launcher, such as torchrun or mpirun.
 
-    If this were allowed, each rank of the other launcher would train a separate run.
+    Otherwise, each rank of the other launcher would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")
@@ -163,10 +165,10 @@ STALE_STORE_S = 3600.0
 
 
 def store_file(nonce: str) -> Path | None:
-    """Return the file through which the ranks of one machine find each other; None without /dev/shm.
+    """Return the file that ranks on one machine use to find each other, or None without /dev/shm.
 
-    The store file is in memory, so that a full disk does not prevent ranks from starting. Only the attempt's
-    ranks know the name of the store file.
+    The store file is kept in memory, so that a full disk does not prevent ranks from starting. Only the ranks
+    of the attempt know the name of the store file.
     """
     if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
         return None
@@ -174,12 +176,12 @@ def store_file(nonce: str) -> Path | None:
 
 
 def _store_prefix() -> str:
-    """Return the name prefix of this container's store files, whose processes are visible here."""
+    """Return the name prefix for store files of this container, identified by its PID namespace."""
     return f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 def old_stores() -> set[Path]:
-    """Return this user's store files that no rank has used for `STALE_STORE_S`."""
+    """Return the user's store files that no rank has used for the last `STALE_STORE_S` seconds."""
     before, found = time.time() - STALE_STORE_S, set()
     for path in SHARED_MEMORY.glob(f"{_store_prefix()}*"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,9 @@
-"""The signals between supervisor, agents and workers, and the exit codes that they lead to.
+"""The signals between supervisor, agents and workers, and the exit codes that result from signals.
 
-In a worker, a signal only sets a flag; at the next step boundary, all ranks agree what to do about it. Python
-signal handlers do not run while the main thread is inside a collective, so a stuck rank would not notice the
-signal. The C-level handler does run; it writes the signal number to the wakeup fd, which a thread reads.
+In a worker, a signal only sets a flag; at the next step boundary, all ranks agree on how to react. Python
+signal handlers do not run while the main thread is inside a collective, so they would not run in a stuck
+rank. The C-level handler does run; it writes the signal number to the wakeup file descriptor, which a thread
+reads.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ from trainkit.run.process import ENDING_SIGNALS
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """The signals that ask a job to stop.
 
-SIGTERM means that the job is preempted, cancelled or out of time. SIGUSR2 is the warning before the time
-limit, or a request to restart. SIGINT means Ctrl-C.
+SIGTERM means that the job is being preempted, was cancelled or has run out of time. SIGUSR2 is either the
+warning before the time limit or a request to restart. SIGINT means that the user pressed Ctrl-C.
 
-SIGUSR1 is not used, because NCCL has been seen to catch it.
+SIGUSR1 is not used, because NCCL has been observed to catch it.
 """
 
 STACKS_SIGNAL = signal.SIGURG
-"""The signal that asks a worker for its stacks; processes without a handler ignore it by default."""
+"""The signal that asks a worker for its stacks; processes without a handler ignore this signal by default."""
 
 
 AGENT_SIGNAL = signal.SIGURG
-"""The signal that means SIGUSR2 to agents; all other processes of a step ignore it by default.
+"""The signal that agents treat as SIGUSR2; all other processes of a step ignore it by default.
 
-A rank of a command that uses `trainkit.loop` handles AGENT_SIGNAL like `STACKS_SIGNAL`, so it only writes its
+In a command that uses `trainkit.loop`, a rank treats AGENT_SIGNAL as `STACKS_SIGNAL` and only writes its
 stacks.
 """
 
 
 class StopRequest:
-    """A request that this process stop or report its stacks, with the signal and its time."""
+    """A request for this process to stop or report its stacks, with the signal and the time."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self.received_monotonic_s: float | None = None
         self.received = threading.Event()
         self.stacks_requested = threading.Event()
-        """Set by every `STACKS_SIGNAL`; the thread that writes the stacks clears it."""
+        """Set by every `STACKS_SIGNAL`, and cleared by the thread that writes the stacks."""
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
     def install(self) -> None:
-        """Install the signal handlers; call this once per process, from the main thread.
+        """Install the signal handlers; must be called once per process, from the main thread.
 
-        A second SIGINT ends the process immediately, whatever its threads are doing.
+        A second SIGINT kills the process immediately, regardless of what its threads are doing.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -64,16 +65,17 @@ class StopRequest:
         for number in (*NOTICE_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, _ignore)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
-        # Without this hook, a signal to a forked process, for example from `Pool.terminate`, would count as a
-        # signal to this process.
+        # Without this hook, a signal to a forked process, for example from `Pool.terminate`, would be
+        # recorded as a signal to this process.
         os.register_at_fork(after_in_child=_restore_in_child)
         spare_children()
-        # The agent starts workers with the stop signals blocked, so that no stop signal kills the interpreter
-        # while it starts. A signal that has arrived since the start of the interpreter is delivered here.
+        # The agent starts workers with the stop signals blocked, so that a stop signal cannot kill the
+        # interpreter while it starts. A signal that arrived while the interpreter was starting is delivered
+        # here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:
-        """Request a stop as if the signal `reason` had arrived; only the first request counts."""
+        """Request a stop as if the signal `reason` had arrived; ignored if a stop was already requested."""
         if self.signal_name is None:
             self.received_monotonic_s = time.monotonic()
             self.signal_name = reason
@@ -94,7 +96,7 @@ class StopRequest:
 
 
 def _restore_in_child() -> None:
-    signal.set_wakeup_fd(-1)  # otherwise, the parent process would record signals of this process
+    signal.set_wakeup_fd(-1)  # otherwise, this child's signals would be recorded in the parent process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -103,9 +105,9 @@ def _restore_in_child() -> None:
 
 @contextmanager
 def exit_on_stop() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit inside the block, so that cleanup code in the block runs.
+    """Raise SystemExit on SIGTERM or SIGHUP inside the block, so that the block's cleanup code runs.
 
-    An ignored SIGHUP stays ignored, because nohup relies on that.
+    If SIGHUP is ignored, it stays ignored, because nohup relies on this.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -121,23 +123,24 @@ def exit_on_stop() -> Iterator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing; replaces the signal's default action, because the watcher thread handles the signal."""
+    """Do nothing; only replaces the signal's default action, because a thread handles the signal."""
 
 
 def signal_exit_code(number: int) -> int:
-    """Return the exit code of a process killed by a signal: 128+n, as in shells."""
+    """Return the exit code for a process killed by a signal: 128+n, as in shells."""
     return 128 + number
 
 
 def is_death_by_notice(code: int) -> bool:
-    """Return whether an exit code means that one of `ENDING_SIGNALS` killed the process."""
+    """Return whether an exit code indicates that one of `ENDING_SIGNALS` killed the process."""
     return code in map(signal_exit_code, ENDING_SIGNALS)
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
-    """Combine the exit codes of several workers, given in the order the workers ended.
+    """Combine the exit codes of several workers; `codes` is in order of exit.
 
-    The result is 78 if any worker returned 78, else the first failure, else 75 if any worker saved, else 0.
+    The result is 78 if any worker exited with 78, else the first failure, else 75 if any worker saved, else
+    0.
     """
     if EXIT_NO_RESTART in codes:
         return EXIT_NO_RESTART
@@ -148,7 +151,7 @@ def combine_exit_codes(codes: Sequence[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """Return an exit code as text, such as ``exit code 3`` or ``SIGKILL``."""
+    """Return a description of an exit code, such as ``exit code 3`` or ``SIGKILL``."""
     if code > 128:
         try:
             return signal.Signals(code - 128).name

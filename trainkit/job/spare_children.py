@@ -1,19 +1,18 @@
-"""Protects the processes that a rank starts from stop signals, no matter which library starts them.
+"""Protects processes started by a rank from stop signals, regardless of which library starts the processes.
 
-Slurm signals every process of a step, not only the ranks. The SIGTERM of a preemption would therefore also
-end the workers of a DataLoader, and their loss would raise an error in the rank while it saves. Therefore,
-each process that a rank starts gets a filter before the default action or inherited handler of every stop
-signal. The filter drops signals from Slurm, but passes on signals from other senders, such as the rank's
-``Process.terminate()``.
+Slurm signals all processes in a step, not only the ranks. On a preemption, SIGTERM would therefore also kill
+DataLoader workers, which would raise an error in the rank during its save. Therefore, each process started by
+a rank gets a filter in front of every stop signal's default action or inherited handler. The filter drops
+signals sent by Slurm, but passes on signals from other senders, such as the rank's ``Process.terminate()``.
 
-The filter is a signal handler in machine code, for two reasons. Unlike a blocked or ignored signal, the
-filter does not survive `exec`, so other programs do not inherit it. The filter also sees the sender of the
-signal, which a Python handler cannot. The filter changes nothing else; for example, `getsignal` returns the
-same value as without the filter. A process that installs its own handler, or that blocks a signal and waits
-for it, gets every signal.
+The filter is a signal handler in machine code, not in Python, for two reasons. Unlike a blocked or ignored
+signal, the filter does not survive `exec`, so other programs do not inherit it. Unlike a Python handler, the
+filter also sees which process sent the signal. The filter is otherwise invisible; for example, `getsignal`
+returns the same value as without the filter. A process that installs its own handler for a signal, or that
+blocks and waits for the signal, receives it unfiltered.
 
-This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
-script. This file imports little, because every Python in a job loads it.
+This module imports only the standard library, because `trainkit.job.startup` loads it in the interpreter of
+any script. This module keeps its imports few, because every Python interpreter in a job loads it.
 """
 
 from __future__ import annotations
@@ -34,37 +33,38 @@ if TYPE_CHECKING:
 
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 MARKS: dict[int, int] = {signal.SIGTERM: 56, signal.SIGUSR2: 57, signal.SIGINT: 58}
-"""Maps each stop signal to a real-time signal that also has the filter, as long as the process does not
-handle the stop signal itself. The real-time signals let the agent see in /proc which stop signals a process
-handles itself."""
+"""Maps each stop signal to a real-time signal that also gets the filter as long as the process has no handler
+of its own for the stop signal. From the real-time signals in /proc, the agent can tell which stop signals a
+process handles itself."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
-"""The variable with the pid of the rank that receives stop signals; processes below that rank are
+"""The environment variable with the pid of the rank that receives stop signals; processes below that rank are
 protected."""
 
 TORCH_HANDLERS = "torch.utils.data._utils.signal_handling"
 PAGE, READ_WRITE, READ_EXECUTE, PRIVATE_ANONYMOUS = 4096, 3, 5, 0x22
 SA_SIGINFO, SA_ONSTACK, SA_RESTART = 0x4, 0x08000000, 0x10000000
 SIGACTION = 152
-"""The size of a `struct sigaction` in bytes: the handler, a 128-byte mask, the flags and a pointer."""
+"""The size of a `struct sigaction` in bytes: handler, 128-byte mask, flags and a pointer."""
 FLAGS = slice(136, 140)
 
 _before_fork = _thread._local()
 _filter: Filter | None = None
-"""The filter of this process; None unless the process is protected."""
+"""The filter of this process, or None if the process is not protected."""
 
 
 def spare_children() -> None:
-    """Protect the processes that this rank forks from stop signals."""
+    """Protect the processes forked by this rank from stop signals."""
     os.environ[RANK_PID_VARIABLE] = str(os.getpid())
     _register()
 
 
 def spare_this_process(*, even_with_handler: bool = False) -> None:
-    """Protect this process, which a rank or an agent started, and the processes that it will fork.
+    """Protect this process, which a rank or an agent started, and the processes it will fork.
 
-    A handler that the process installs itself gets every signal, unless `even_with_handler` is set.
+    If the process installs its own handler for a signal, the handler receives the signal unfiltered, unless
+    `even_with_handler` is set.
     """
     global _filter
     _register()
@@ -75,12 +75,12 @@ def spare_this_process(*, even_with_handler: bool = False) -> None:
 
 
 def own_handlers(caught: Collection[int]) -> set[int]:
-    """Return the signals that a process handles itself, given those that /proc lists as caught."""
+    """Return the signals that a process handles itself, given the signals that /proc lists as caught."""
     return {*caught} - {number for number, mark in MARKS.items() if mark in caught}
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module `name` as soon as it is imported."""
+    """Call `act` with the module `name` once the module has been imported."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -115,14 +115,15 @@ def _register() -> None:
     if _signal.signal.__name__ == "signal_and_filter":
         return
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_spare_forked)
-    # `signal.signal` calls this function, even where it was imported before.
+    # `signal.signal` looks up this function on every call, so replacing it works even in code that has
+    # imported `signal.signal` already.
     _signal.signal = _with_filter(_signal.signal)
     after_import(TORCH_HANDLERS, _filter_before_torch)
 
 
 def _block() -> None:
-    """Block stop signals before a fork, because a signal that reaches the child too early would end it."""
-    # Create the filter here, because at the time of the fork another thread may hold an import lock.
+    """Block stop signals before a fork, because they would kill the child before it is protected."""
+    # Create the filter here, because during the fork another thread may hold an import lock.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
@@ -156,7 +157,7 @@ def _with_filter(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filter_before_torch(module: Any) -> None:
-    """Put the filter also before the handler that torch installs in a DataLoader worker."""
+    """Put the filter in front of the handler that torch installs in a DataLoader worker."""
     install = module._set_worker_signal_handlers
 
     def install_and_filter() -> None:
@@ -171,7 +172,7 @@ def _filter_before_torch(module: Any) -> None:
 
 @lru_cache(None)
 def _new_filter() -> Filter | None:
-    """Return the filter of this process; if it cannot have one, return None and report that once per rank."""
+    """Return a filter for this process, or None if that fails, which is reported once per rank."""
     agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
     try:
         return Filter(_ancestors(int(agent)))
@@ -183,7 +184,7 @@ def _new_filter() -> Filter | None:
 
 
 class Filter:
-    """Signal handlers that drop signals from `senders` and pass on signals from all other processes."""
+    """Signal handlers that drop signals from `senders` and pass on signals from any other process."""
 
     def __init__(self, senders: Sequence[int]) -> None:
         from ctypes import CDLL, c_void_p, cast
@@ -195,20 +196,20 @@ class Filter:
         self._libc.mmap.restype = c_void_p
         self._calls = [cast(self._libc[name], c_void_p).value or 0 for name in ("signal", "raise")]
         self._addresses: dict[int, int] = {}
-        """Maps a handler to the address of the filter before it."""
+        """Maps each handler to the address of the filter in front of it."""
         self._inherited: dict[int, Any] = {}
         self.even_with_handler = False
         self._before(int(signal.SIG_DFL))
 
     def install(self, *, is_new_program: bool) -> None:
-        """Install the filter; in a new program, only before default actions."""
+        """Install the filter; in a new program, only in front of default actions."""
         for number in NOTICES:
             handler = self._inherited[number] = _signal.getsignal(number)
             if not is_new_program or _is_default(number, handler):
                 self.put_before(number)
 
     def follow(self, number: int, handler: object) -> None:
-        """Install the filter again after a `signal.signal` call, or leave the signal to the new handler."""
+        """After a call of `signal.signal`, reinstall the filter or leave the signal to the new handler."""
         is_own = not _is_default(number, handler) and handler != self._inherited[number]
         if not is_own or self.even_with_handler:
             self.put_before(number)
@@ -216,7 +217,7 @@ class Filter:
             self._libc.signal(MARKS[number], None)
 
     def put_before(self, number: int) -> None:
-        """Put the filter before a signal's current action."""
+        """Put the filter in front of a signal's current action."""
         handler, action = self._action(number)
         if handler == signal.SIG_IGN or handler in self._addresses.values():
             return
@@ -229,7 +230,7 @@ class Filter:
             self.put_before(mark)
 
     def _action(self, number: int) -> tuple[int, Any]:
-        """Return a signal's current action: the address of its handler, and the whole struct."""
+        """Return the address of a signal's current handler, and the whole `struct sigaction`."""
         from ctypes import create_string_buffer
 
         action: Any = create_string_buffer(SIGACTION)
@@ -237,15 +238,15 @@ class Filter:
         return int.from_bytes(action[:8], sys.byteorder), action
 
     def _before(self, handler: int) -> int:
-        """Return the address of the filter before a handler.
+        """Return the address of a filter in front of a handler.
 
-        Raises OSError if this process is not allowed to add executable memory.
+        Raises OSError if this process may not allocate executable memory.
         """
         from ctypes import c_long, c_void_p, memmove
 
         if handler not in self._addresses:
             code = self._code(self._senders, handler, *self._calls)
-            # The memory is never unmapped, because the filter stays in use until the process ends.
+            # The memory is never unmapped, because the filter is in use until the process exits.
             address = self._libc.mmap(None, PAGE, READ_WRITE, PRIVATE_ANONYMOUS, -1, c_long(0))
             if address in (None, c_void_p(-1).value):
                 raise OSError("no memory for a signal filter")
@@ -308,7 +309,7 @@ MACHINES = {"x86_64": _x86_64, "aarch64": _aarch64}
 
 
 def _ancestors(pid: int) -> list[int]:
-    """Return the visible ancestors of a process, nearest first."""
+    """Return the visible ancestors of a process, closest first."""
     found: list[int] = []
     while pid > 1:
         try:

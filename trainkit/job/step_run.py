@@ -1,9 +1,9 @@
-"""Runs `trainkit run` as tasks of a Slurm step or as ranks of another launcher; each process is an agent.
+"""Runs `trainkit run` in the tasks of a Slurm step or the ranks of another launcher; each one is an agent.
 
-The processes have only the filesystem in common. The first process therefore announces the run in a file
-whose name all processes can derive. In a Slurm step, the file is ``runs/.steps/JOB.STEP.RESTART.PORT.json``
-below the working directory; its name is unique to this start of the step. Outside of Slurm, the file is
-``runs/.steps/ADDRESS.PORT.json``, which is valid while rank 0 is running.
+The processes share only the filesystem. Therefore, the first process announces the run in a file whose name
+every process can derive. In a Slurm step, the announcement file is ``runs/.steps/JOB.STEP.RESTART.PORT.json``
+in the working directory; its name is unique to this start of the step. Outside of Slurm, the announcement
+file is ``runs/.steps/ADDRESS.PORT.json``, which is valid while rank 0 is running.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_pla
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 
 STARTS_S = 30.0
-"""Seconds that the first task, when it ends, waits for tasks that have not started their ranks yet."""
+"""Seconds that the first task waits, before it exits, for tasks that have not started their ranks yet."""
 STARTS_POLL_S = 0.1
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 
 
 def announcement_file(folder: Path, task: Task) -> Path:
-    """Return the file where the first task announces the attempt."""
+    """Return the file in which the first task announces the attempt."""
     return folder / ".steps" / f"{task.key}.json"
 
 
 def announce(folder: Path, task: Task, found: AttemptDir | int) -> None:
-    """Announce an attempt to the other tasks, or the exit code if the run could not start."""
+    """Announce an attempt to the other tasks or, if the run could not start, the exit code."""
     file = announcement_file(folder, task)
     ensure_folder(file.parent, parents=True)
     if isinstance(found, int):
@@ -52,14 +52,14 @@ def announce(folder: Path, task: Task, found: AttemptDir | int) -> None:
 
 
 def withdraw(folder: Path, task: Task) -> None:
-    """Remove the announcement at the end of the run."""
+    """Remove the announcement when the run ends."""
     announcement_file(folder, task).unlink(missing_ok=True)
 
 
 def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
-    """Wait until every task has started its ranks or one has failed, before the announcement is withdrawn.
+    """Wait until all tasks have started their ranks or one has failed; called before `withdraw`.
 
-    If the announcement were withdrawn earlier, another task might not have read it yet.
+    If the announcement were withdrawn earlier, some tasks might not have read it yet.
     """
     deadline_s = time.monotonic() + STARTS_S
     firsts = map(plan.first_rank_of, range(plan.num_nodes))
@@ -74,10 +74,10 @@ def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
 
 
 def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> AttemptDir | int:
-    """Wait for the first task's announcement: an attempt, or the exit code that all tasks return.
+    """Wait for the first task's announcement; return the attempt, or the exit code for all tasks.
 
-    A launcher may use the same address as an earlier start, so an announced attempt is valid only while its
-    rank 0 is running. Raises TrainkitError after the timeout.
+    A launcher may reuse the address of an earlier start, so an announced attempt is valid only while its rank
+    0 is running. Raises TrainkitError after the timeout.
     """
     file = announcement_file(folder, task)
     try:
@@ -104,10 +104,10 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
 
 
 def run_task(attempt: AttemptDir, task: Task) -> int:
-    """Run the agent of this task; return the combined exit code of the agent's workers."""
+    """Run this task's agent; return the combined exit code of the agent's workers."""
     processes.block_signals(AGENT_SIGNAL)
     if not task.has_scheduler:
-        # torchrun forwards SIGHUP if its terminal is closed.
+        # torchrun forwards SIGHUP when its terminal is closed.
         signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     return agent.run_task(attempt, task)
 
@@ -118,9 +118,9 @@ def run_first_task(
     task: Task,
     show: Callable[[AttemptDir, threading.Event], None],
 ) -> Decision:
-    """Run the first task's agent, print rank 0's output, and record how the attempt ended.
+    """Run the first task's agent, print the output of rank 0, and record how the attempt ended.
 
-    `show` prints the output in a thread until the event passed to it is set.
+    `show` runs in a thread and prints the output until the event passed to it is set.
     """
     ended = threading.Event()
     processes.block_signals(AGENT_SIGNAL)
@@ -148,7 +148,7 @@ def run_first_task(
 
 
 def exit_code_of(attempt: AttemptDir, code: int) -> int:
-    """Return the exit code of a task: 130 after Ctrl-C, else `code`."""
+    """Return a task's exit code: 130 after Ctrl-C, else `code`."""
     return EXIT_INTERRUPTED if _stop_signal(attempt) == signal.SIGINT.name else code
 
 

@@ -1,12 +1,13 @@
-"""The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or exits.
+"""The supervisor of a run: claims and runs an attempt, then restarts or requeues the run, or exits.
 
-On one machine, the command line of the supervisor is ``python -m trainkit.job.supervisor RUN_DIR --attempt N
-[--now]``. The script of a Slurm job runs ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m
+On a single machine, the supervisor runs as ``python -m trainkit.job.supervisor RUN_DIR --attempt N [--now]``.
+A Slurm job script runs ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m
 trainkit.job.node.agent RUN_DIR``.
 
-On one machine, SIGTERM and SIGINT mean save and exit, and SIGUSR2 means save and restart. In a Slurm job, the
-meaning of a signal depends on its cause (`backends/slurm/attempt_watch.py`). Even if the run folder or its
-disk fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable, any other code failed.
+On a single machine, SIGTERM and SIGINT mean "save and exit", and SIGUSR2 means "save and restart". In a Slurm
+job, the meaning of a signal depends on why it was sent (`backends/slurm/attempt_watch.py`). Even if the run
+folder or disk fails, the exit code indicates how the run ended: 0 for finished, 75 for saved and resumable,
+any other code for failed.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from trainkit.run.submitted import NotSubmitted, read_submitted
 
 
 def supervise_job(run: RunDir, arguments: Sequence[str], backend: str = "sbatch") -> int:
-    """Supervise this start of a Slurm job or local run; return the exit code.
+    """Supervise this start of a Slurm job or local run; return the supervisor's exit code.
 
-    `arguments` are the command-line arguments for the backend named `backend`.
+    `arguments` contains the command-line arguments for the backend named `backend`.
     """
     _prepare_process()
     try:
@@ -67,12 +68,12 @@ def supervise_job(run: RunDir, arguments: Sequence[str], backend: str = "sbatch"
 def _prepare_process() -> None:
     processes.block_signals()
     processes.adopt_orphans()
-    # The terminal of the submission may close; workers inherit the ignored SIGHUP.
+    # The terminal used for the submission may close; workers inherit the ignored SIGHUP.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def supervise(allocation: Allocation) -> int:
-    """Run attempts until the run ends or leaves the allocation; return the exit code of the supervisor."""
+    """Run attempts until the run ends or leaves the allocation; return the supervisor's exit code."""
     run = allocation.run
     try:
         found = allocation.claim()
@@ -96,7 +97,7 @@ def supervise(allocation: Allocation) -> int:
     except RunLocked as locked:
         code = supervisor.leave_locked(attempt, locked)
     else:
-        # job.json may have changed while this process waited for the lock.
+        # job.json may have changed while this process was waiting for the lock.
         attempt.update()
         newer = attempt.superseding
         if newer is None:
@@ -108,7 +109,7 @@ def supervise(allocation: Allocation) -> int:
 
 
 class Supervisor:
-    """Runs an attempt, judges and records it, then restarts, leaves the allocation, or ends the run."""
+    """Runs attempts and, after each one, restarts the run, leaves the allocation or ends the run."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
@@ -122,7 +123,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, refusal)
         for dead in unended:
-            # The supervisor of the dead attempt could not report its end.
+            # The supervisor of the dead attempt could not report the end of its attempt.
             self._report_end(Attempt(dead), read_end(dead) or AttemptEnd())
         while True:
             decision = self._run_attempt(attempt)
@@ -144,7 +145,7 @@ class Supervisor:
             return self._end(attempt, decision)
 
     def leave_locked(self, attempt: Attempt, locked: RunLocked) -> int:
-        """Leave without running an attempt, because the lock of the run could not be obtained."""
+        """Exit without running an attempt, because the run's lock could not be acquired."""
         log_line(locked.render())
         try:
             decision = self._after_lock(attempt, locked)
@@ -161,13 +162,13 @@ class Supervisor:
             return self.allocation.after_lock(attempt, locked)
         received = processes.wait_for_notice(0.0) or signal.SIGTERM
         if not attempt.observed.exits:
-            # No rank has started; treat this as if the signal had ended the ranks before they could save.
+            # No rank has started; treat the signal as if it had killed the ranks before they could save.
             attempt.observed.exits = [(0, signal_exit_code(received))]
             attempt.outcome = only_observed(attempt.observed)
         return self.allocation.after_notice(attempt, received)
 
     def _run_attempt(self, attempt: Attempt) -> Decision:
-        """Run one attempt, and return the decision on what follows."""
+        """Run one attempt and return the decision about the run."""
         folder = attempt.folder
         attempt.update()
         if attempt.entry.is_cancelled:
@@ -176,7 +177,7 @@ class Supervisor:
             plan = attempt.plan = self.allocation.fitted(attempt)
             if (ended := self.allocation.wait_for_turn(attempt)) is not None:
                 return ended
-            read_submitted(folder)  # the run folder may have changed during the wait, which can take hours
+            read_submitted(folder)  # the run folder may have changed during the wait, which may take hours
             enter_work_folder(attempt.run, attempt.job, plan)
             watch = self.allocation.watch(attempt)
             watch.capabilities = self._capabilities_of(attempt)
@@ -188,13 +189,14 @@ class Supervisor:
                 if watch.superseded_by is not None:
                     with contextlib.suppress(OSError):
                         watch.collect()
-                    # A command also exits with 0 after a save, and the newer attempt continues from there.
+                    # A command also exits with 0 after a save; if it was superseded, the newer attempt
+                    # continues from that save.
                     is_done = folder.done_file.exists()
                     is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:
                         return Decision("stopped", watch.superseded_by.takeover, EXIT_STOPPED)
             finally:
-                # Nothing more is known until the attempt is judged.
+                # Only the observations are known until `_judge` determines the outcome.
                 attempt.outcome = only_observed(attempt.observed)
             return retry_on_disk_error(lambda: self._judge(attempt, watch))
         except NotSubmitted as error:
@@ -203,7 +205,7 @@ class Supervisor:
             return Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
     def _judge(self, attempt: Attempt, watch: AttemptWatch) -> Decision:
-        """Decide what follows an ended attempt; can be called again after a disk error."""
+        """Decide what to do after an attempt ended; can be called again after a disk error."""
         watch.collect()
         attempt.outcome = self.allocation.outcome(attempt)
         attempt.update()
@@ -214,14 +216,14 @@ class Supervisor:
         return judge(attempt, self.allocation.restart_options(attempt))
 
     def _restart(self, attempt: Attempt, decision: Decision) -> Attempt | Decision:
-        """Open the next attempt in this allocation; return a Decision if a signal or an error prevents it."""
+        """Open the next attempt in this allocation; return a Decision after a signal or an error."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
             if received is not None:
                 return self.allocation.after_notice(attempt, received)
             attempt.update()
             options = self.allocation.restart_options(attempt)
-            if not options.restart:  # the remaining time is now too short
+            if not options.restart:  # the remaining time is no longer sufficient
                 return judge(attempt, options)
             try:
                 return retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
@@ -232,7 +234,7 @@ class Supervisor:
             return Decision("failed", f"the run could not be restarted: {error}", EXIT_FAILED, decision.cause)
 
     def _leave(self, attempt: Attempt, decision: Decision) -> int:
-        """Leave the allocation so that the run continues in another; return the supervisor's exit code."""
+        """Leave the allocation; the run continues in another one. Return the supervisor's exit code."""
         self.conclude(attempt, decision)
         try:
             retry_on_disk_error(lambda: attempt.plan)
@@ -242,7 +244,7 @@ class Supervisor:
         return decision.exit_code if done is decision else self.conclude(attempt, done)
 
     def _end(self, attempt: Attempt, decision: Decision) -> int:
-        """End the run; return the exit code of the supervisor."""
+        """End the run and return the supervisor's exit code."""
         code = self.conclude(attempt, decision)
         self._cancel_pending(attempt)
         return code
@@ -253,15 +255,15 @@ class Supervisor:
             self.allocation.cancel_pending(attempt.job)
 
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Record the end of the run and return the decision; an earlier `trainkit requeue` replaces it.
+        """Record the end of the run, unless a user requested another attempt; return the decision.
 
-        The lock of the run keeps commands from changing job.json in the meantime. Commands that take the lock
-        afterwards see that the run has ended.
+        The run's lock prevents commands from changing job.json in the meantime. Commands that take the lock
+        later see that the run has ended.
         """
         attempt.update()
         with contextlib.ExitStack() as held:
-            # A cancellation cannot be overridden, so no lock is needed; `trainkit cancel` may be waiting for
-            # the run to end.
+            # A cancellation cannot be overridden, so no lock is needed; `trainkit cancel` may hold the lock
+            # while it waits for the run to end.
             if not attempt.entry.is_cancelled:
                 try:
                     held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
@@ -278,7 +280,7 @@ class Supervisor:
         return decision
 
     def conclude(self, attempt: Attempt, decision: Decision) -> int:
-        """Log, record and report how an attempt ended; return its exit code."""
+        """Log, record and report how an attempt ended; return the attempt's exit code."""
         log_line(end_line(attempt.number, decision.action, decision.reason))
         attempt.update()
         state = state_after(attempt.entry, decision)
@@ -297,7 +299,7 @@ class Supervisor:
         return self._capabilities[attempt.number]
 
     def _report_end(self, attempt: Attempt, end: AttemptEnd) -> None:
-        """Let the capabilities of an attempt react to its recorded end."""
+        """Notify the capabilities of an attempt that its end was recorded."""
         try:
             self._capabilities_of(attempt).end(end)
         except (OSError, TrainkitError) as error:
@@ -311,7 +313,7 @@ class Supervisor:
 
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run the supervisor; return its exit code."""
+    """Parse the command line and run the supervisor; return the supervisor's exit code."""
     replace_unencodable()
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
     return supervise_job(RunDir(run_dir), rest, STARTED_WITH[kind])

@@ -1,7 +1,7 @@
-"""The working directory of a command: a copy of the run's code, and the command's output files.
+"""The working directory of a command, which contains a copy of the run's code and the command's output files.
 
-The code snapshot in ``code/`` never changes, and all trials of a sweep share it. A command that writes to
-``out/`` must neither change the snapshot nor find files there that another run wrote.
+The code snapshot in ``code/`` never changes and is shared by all trials of a sweep. A command that writes to
+``out/`` must not change the snapshot or find files there from another run.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import RunDir
 
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
-"""The variable with the directory where a command runs."""
+"""The environment variable with the directory where a command runs."""
 NUM_THREADS = 8
-"""Number of threads that copy files; on a shared filesystem, each file takes milliseconds."""
+"""Number of threads for copying files; on a shared filesystem, copying a file takes milliseconds."""
 
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
-    """Tell the agents the directory to start a command in. Raises OSError."""
-    os.environ.pop(WORK_DIR_VARIABLE, None)  # the job that submitted this one may have set the variable
+    """Set `WORK_DIR_VARIABLE`, so that the agents start the run's command in its working directory.
+
+    Raises OSError.
+    """
+    os.environ.pop(WORK_DIR_VARIABLE, None)  # may be inherited from the submitting job
     folder = retry_on_disk_error(lambda: prepare_work_folder(run, job)) if plan.workload.is_command else None
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
-    """Return the directory where a run's command starts; None without a code snapshot.
+    """Return the directory where the run's command starts, or None without a code snapshot.
 
-    The first start of a run creates the working directory. If the run has received new code since its last
-    start, files that the run has not changed are replaced; its outputs are kept. Raises OSError.
+    The working directory is created at the first start of a run. If the run's code has been updated since the
+    last start, files that the run has not changed are replaced, and the run's outputs are kept. Raises
+    OSError.
     """
     if job.cwd is None and run.work_dir.exists():
-        # If job.json was lost, use the folder that contains the outputs.
+        # If job.json was lost, use the folder that already contains outputs.
         return run.work_dir / str(read_json(run.work_file)["subfolder"])
     code = job.code
     if code is None:
@@ -72,7 +76,7 @@ def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
 
 
 def _renew(work: Path, before: Path, after: Path) -> None:
-    """Copy new code into a working directory; keep a file that the run changed as ``NAME.before-CODE``."""
+    """Copy new code into a working directory; keep each file changed by the run as ``NAME.before-CODE``."""
     new = list(_files(after))
     changed = [name for name in new if not _is_same(work / name, after / name)]
     for name in changed:
@@ -94,7 +98,7 @@ def _renew(work: Path, before: Path, after: Path) -> None:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Yield the relative paths of files and links below a folder, without Python's caches and Git's files."""
+    """Yield the relative paths of files and links below a folder, excluding Python caches and Git's files."""
     for folder, folders, files in os.walk(root):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         folders[:] = [name for name in folders if name not in ("__pycache__", GIT, *links)]
@@ -104,7 +108,7 @@ def _files(root: Path) -> Iterator[str]:
 def _copy(source: Path, target: Path, names: list[str]) -> None:
     for folder in sorted({Path(name).parent for name in names}):
         ensure_folder(target / folder, parents=True)
-    from concurrent.futures import ThreadPoolExecutor  # only runs with a copy of their code need this import
+    from concurrent.futures import ThreadPoolExecutor  # only needed by runs with a code copy
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(lambda name: _copy_file(source / name, target / name), names))
@@ -113,7 +117,7 @@ def _copy(source: Path, target: Path, names: list[str]) -> None:
 def _copy_file(source: Path, target: Path) -> None:
     shutil.copy2(source, target, follow_symlinks=False)
     if not target.is_symlink():
-        target.chmod(target.stat().st_mode | 0o200)  # files in the snapshot are read-only
+        target.chmod(target.stat().st_mode | 0o200)  # the files in the snapshot are read-only
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -1,9 +1,8 @@
-"""Finds out from a launcher's output which process failed first.
+"""Determines from a launcher's output which process failed first.
 
 torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. torchrun, accelerate and DeepSpeed exit
 with 1 or with the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL).
-Because the exit code of a launcher can be ambiguous, an agent also watches the ranks that its launcher
-started.
+Because a launcher's exit code can be ambiguous, the agent also watches the ranks started by its launcher.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _TORCHRUN = re.compile(
     r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"
     r"\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
 )
-"""Matches the entry of a rank in torchrun's error report; accelerate prints the same report if it starts more
-than one rank."""
+"""Matches a rank's entry in torchrun's error report, which accelerate also prints if it starts several
+ranks."""
 _OTHERS = "Failures:"
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _ACCELERATE = re.compile(r"in \w+_launcher\n.*\n.* died with <Signals\.\w+: (?P<number>\d+)>")
@@ -39,41 +38,42 @@ _SPAWN = re.compile(
     r"|.*ProcessExitedException: process (?P<killed>\d+) terminated with signal (?P<name>SIG\w+))",
     re.MULTILINE,
 )
-"""Matches the error report of torch.multiprocessing.spawn."""
+"""Matches the error report printed by torch.multiprocessing.spawn."""
 _DEEPSPEED = re.compile(r"exits with return code = -(?P<number>\d+)")
-"""Matches DeepSpeed's error report, which names the command of the last rank, whichever rank failed."""
+"""Matches DeepSpeed's error report, which always names the command of the last rank, even if another rank
+failed."""
 AT_ONCE_S = 5.0
-"""Seconds within which rank failures count as simultaneous. torchrun itself kills remaining ranks after 30
-s."""
+"""Seconds within which failures of ranks are considered simultaneous. torchrun itself kills remaining ranks
+after 30 s."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """The exit of a rank that a launcher started."""
+    """The exit of a rank that was started by a launcher."""
 
     code: int
     """The exit code; negative if a signal killed the process."""
     rank: int | None = None
-    """The global rank; None if the launcher's output does not contain it."""
+    """The global rank, or None if the launcher's output does not contain the rank."""
     index: int = 0
-    """The line number of the exit report in the launcher's output."""
+    """The line number, in the launcher's output, where the exit is reported."""
     host: str = ""
     time: str = ""
 
     @property
     def killed_outside_launcher(self) -> bool:
-        """Return whether a signal from outside the launcher killed the rank.
+        """Return whether a signal that the launcher did not send killed the rank.
 
-        SIGTERM and SIGABRT do not count, because launchers send SIGTERM themselves, and a rank may abort
+        Returns False for SIGTERM and SIGABRT, because launchers send SIGTERM themselves, and a rank may abort
         itself.
         """
         return self.code < 0 and self.code not in (-signal.SIGTERM, -signal.SIGABRT)
 
 
 def first_exit(lines: Sequence[str]) -> RankExit | None:
-    """Return the rank that failed first.
+    """Return the first failed rank according to a launcher's output.
 
-    Returns None if the launcher reports no rank, or only one that it terminated itself.
+    Returns None if the launcher reports no failed rank, or only a rank that the launcher itself terminated.
     """
     text = "\n".join(lines)
     start = text.rfind(_ROOT_CAUSE)
@@ -89,7 +89,8 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     roots = [item for item in exits if item.index > _line(text, start)]
     if not roots:
         return None
-    # Among the ranks that ended since its last check, torchrun reports the lowest rank as the first failure.
+    # Of all ranks that exited since its last check, torchrun reports the one with the lowest number as the
+    # first failure.
     first = roots[0]
     for item in exits:
         later_s = seconds_between(roots[0].time, parse_time(item.time))
@@ -100,7 +101,7 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
 
 
 def _first_of_script(lines: Sequence[str], text: str) -> RankExit | None:
-    """Return the rank that failed first if the script starts its ranks itself."""
+    """Return the first failed rank, for scripts that start their ranks themselves."""
     for found in reversed(list(_SPAWN.finditer(text))):
         index = _line(text, found.end())
         if found["killed"] is None:
@@ -115,14 +116,14 @@ def _line(text: str, position: int) -> int:
 
 
 class LaunchedRanks:
-    """The processes of the ranks that a launcher started.
+    """The processes of ranks that were started by a launcher.
 
-    A thread watches each process, because otherwise only the parent of a process can wait for it.
+    Each process is watched by a thread, because only the parent of a process can wait for it with `waitpid`.
     """
 
     def __init__(self) -> None:
         self.first_exit: RankExit | None = None
-        """The exit of the rank that failed first; None if no rank has failed."""
+        """The exit of the rank that failed first, or None if no rank has failed."""
         self._codes: dict[int, int | None] = {}
         self._lock = threading.Lock()
         self._watched: dict[int, threading.Thread | None] = {}
@@ -132,7 +133,7 @@ class LaunchedRanks:
 
     @property
     def codes(self) -> list[int | None]:
-        """The exit codes of the ranks that have ended; None for each code that could not be read in time."""
+        """The exit codes of the exited ranks; None for an exit code that could not be read in time."""
         for pid, thread in self._watched.items():
             if thread is not None and not (PROC / str(pid)).exists():
                 thread.join(timeout=1.0)
@@ -140,16 +141,16 @@ class LaunchedRanks:
 
     @property
     def have_saved(self) -> bool:
-        """Return whether all ended ranks report success or a save, and at least one of them a save."""
+        """Return whether all exited ranks succeeded or saved, and at least one of them saved."""
         codes = {*self.codes}
         return EXIT_STOPPED in codes and codes <= {EXIT_OK, EXIT_STOPPED}
 
     def watch(self, ranks: Mapping[int, int]) -> None:
-        """Watch more processes; `ranks` maps their pids to ranks."""
+        """Start watching the processes in `ranks`, which maps pids to ranks."""
         for pid, rank in ranks.items():
             if pid not in self._watched:
                 self._watched[pid] = None
-                # The process has ended, or the kernel is older than Linux 5.3.
+                # The process has exited, or the kernel is older than Linux 5.3.
                 with contextlib.suppress(OSError):
                     arguments = (rank, pid, os.pidfd_open(pid))
                     thread = threading.Thread(target=self._await, args=arguments, name="rank", daemon=True)
@@ -165,7 +166,7 @@ class LaunchedRanks:
         self.record(pid, rank, code)
 
     def record(self, pid: int, rank: int, code: int | None) -> None:
-        """Record the exit code of a process, as known to the parent process."""
+        """Record the exit code of a process as read by its parent process."""
         with self._lock:
             self._codes[pid] = self._codes.get(pid) if code is None else code
             if code and self.first_exit is None:
@@ -188,44 +189,45 @@ _ABORTED = re.compile(
 
 
 def launch_error(text: str) -> str | None:
-    """Return srun's message if Slurm could not start the step, else None."""
+    """Return srun's error message if Slurm could not start the step, else None."""
     found = _NOT_STARTED.search(text)
     return None if found is None else found[0]
 
 
 def hosts_without_launch(text: str) -> tuple[str, ...]:
-    """Return the hosts on which srun reports that it could not start a task."""
+    """Return the hosts on which srun could not start a task, according to srun's error messages."""
     return tuple(dict.fromkeys(match["host"] for match in _LAUNCH_FAILED.finditer(text)))
 
 
 def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
-    """Return (host, message) of the first task that failed according to srun's output."""
+    """Return the host and message of the first failed task according to srun's output, else None."""
     exits = ((found["host"], found["how"]) for found in _TASK_EXIT.finditer(_output(attempt)))
     return next((found for found in exits if found[1] != f"Exited with exit code {EXIT_STOPPED}"), None)
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Return whether srun aborted the step; srun's exit code then ignores tasks that it lost contact with.
+    """Return whether srun aborted the step; srun's exit code then ignores lost tasks.
 
-    If srun has lost contact with all tasks, for example because their host is cut off, its exit code is 0.
+    If srun has lost contact with all tasks, for example because their host is disconnected, the exit code of
+    srun is 0.
     """
     return _ABORTED.search(_output(attempt)) is not None
 
 
 def node_of_killed_task(attempt: AttemptDir) -> int | None:
-    """Return the node rank of the first failed task if it was killed, else None."""
+    """Return the node rank of the first failed task if a signal killed it, else None."""
     host, how = first_task_exit(attempt) or ("", "")
     hosts = read_rendezvous(attempt).hosts
     return hosts.index(host) if how in ("Killed", "Terminated", _OUT_OF_MEMORY) and host in hosts else None
 
 
 def was_terminated(attempt: AttemptDir) -> bool:
-    """Return whether the first failed task was killed by SIGTERM."""
+    """Return whether SIGTERM killed the first failed task."""
     return (first_task_exit(attempt) or ("", ""))[1] == "Terminated"
 
 
 def ran_out_of_memory(attempt: AttemptDir) -> bool:
-    """Return whether the first failed task was killed because of the job's memory limit."""
+    """Return whether the first failed task was killed for exceeding the job's memory limit."""
     return (first_task_exit(attempt) or ("", ""))[1] == _OUT_OF_MEMORY
 
 

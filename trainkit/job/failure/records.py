@@ -1,4 +1,4 @@
-"""Failure records of ranks: writes records for workers that could not, and finds the first failure."""
+"""Writes failure records on behalf of dead workers, and finds an attempt's first failure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
-"""Matches the message of a C++ exception that aborted a process, such as an exception in NCCL's watchdog
-thread."""
+"""Matches the message of a C++ exception that aborted a process, for example in NCCL's watchdog thread."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 """Types of exceptions that would be raised again after a restart."""
 
@@ -42,7 +41,7 @@ FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 262_144
 """Number of bytes to read from the end of a log file; large, because a launcher writes the tracebacks of all
-its ranks into one file."""
+ranks into one file."""
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -58,9 +57,9 @@ def _last_lines(path: Path) -> list[str]:
 def killed_rank(
     attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None
 ) -> RankExit | None:
-    """Return the rank that died and so stopped a launcher, or a script that starts ranks; None if none died.
+    """Return the rank whose death stopped a launcher or a script that starts ranks, or None.
 
-    `seen` is the first exit that the agent saw among the launcher's ranks.
+    `seen` is the first rank exit that the agent itself observed.
     """
     reported = first_exit(_last_lines(attempt.rank_log(worker)))
     if reported is not None and (reported.code >= 0 or exit_code not in (EXIT_FAILED, 256 + reported.code)):
@@ -79,11 +78,11 @@ def record_silent_death(
     killed: RankExit | None = None,
     is_job: bool = True,
 ) -> None:
-    """Write the failure record of a worker that did not write one itself.
+    """Write the failure record for a worker that did not write one itself.
 
-    A worker leaves no record if it was killed, if it ran out of memory, or if it is a COMMAND. `worker` is
-    the worker's rank, or for a launcher the first rank of the node. `killed` is the rank that died and so
-    stopped a launcher; if it is given, `exit_code` is the exit code of this rank.
+    A worker leaves no failure record if it was killed, if it ran out of memory, or if it is a COMMAND.
+    `worker` is the worker's rank or, for a launcher, the first rank of the node. `killed` is the rank whose
+    death stopped a launcher; if given, `exit_code` is the exit code of that rank.
     """
     if attempt.rank_error(worker).exists():
         return
@@ -94,27 +93,27 @@ def record_silent_death(
 
 
 def lacks_result(attempt: AttemptDir, rank: int) -> bool:
-    """Return whether a rank that ran a function has left no result."""
+    """Return whether a rank that ran a Python function has not written its result."""
     file = attempt.rank_result(rank)
     return file.parent.is_dir() and not file.exists()
 
 
 def record_missing_result(attempt: AttemptDir, rank: int, node_rank: int) -> None:
-    """Write the failure record of a rank that exited with code 0 before its function returned."""
+    """Write the failure record for a rank that exited with code 0 before its function returned."""
     message = "exited with code 0 before its function returned"
     failure = RankFailure(rank, node_rank, type=NO_RESULT, message=message, exit_code=EXIT_FAILED)
     _write(attempt, rank, replace(failure, final=True))
 
 
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
-    """Write the failure record of a worker of this host, with the last lines of its log."""
+    """Write the failure record for a worker on this host, including the last lines of its log."""
     log = (failure.log_tail or _last_lines(attempt.rank_log(worker)))[-LOG_TAIL_LINES:]
     record = to_json(replace(failure, host=own_host(), time=utc_now(), log_tail=log))
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 
 def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
-    """Return the failure of a process that the kernel's out-of-memory killer ended."""
+    """Return the failure for a process that the kernel's OOM killer killed."""
     hint = "lower the batch size or the number of loader processes"
     if is_job:
         hint = f"raise resources.mem, or {hint}"
@@ -123,7 +122,7 @@ def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
 
 
 def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
-    """Return what is known about a worker that died without leaving a failure record."""
+    """Return the failure of a worker that left no failure record, inferred from its exit code and log."""
     description = describe_exit(exit_code)
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
@@ -147,9 +146,9 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
-    """Write the failure record of a rank that could not start because of `error`."""
+    """Write the failure record for a rank that could not start because of `error`."""
     kind, code = type(error).__name__, error.exit_code
-    # The run may still work on another node.
+    # The check may pass on another node.
     node = True if isinstance(error, PreflightFailed) and error.is_node else None
     _write(
         attempt,
@@ -159,7 +158,7 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 
 
 def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
-    """Return the first failure among the ranks' records, with the end of its log; None without records."""
+    """Return the first recorded failure, with the end of that rank's log; None if there are no records."""
     refresh_listing(attempt.errors_dir)
     found = first_of(rank_failures(attempt))
     if found is None:
@@ -171,13 +170,13 @@ def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
-    """Return the exit code of the rank that failed first; None if no rank left a record."""
+    """Return the exit code of the rank that failed first, or None if no rank left a failure record."""
     first = first_rank_failure(attempt)
     return None if first is None else first.exit_code or EXIT_FAILED
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
-    """Return the failure that names lost hosts, which also explain the errors of ranks on other hosts."""
+    """Return the failure for lost hosts, which also cause errors of ranks on other hosts."""
     hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
@@ -191,14 +190,14 @@ def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
 
 
 def dead_host_failure(host: str, died_at: datetime | None) -> RankFailure:
-    """Return the failure of an attempt whose first host died, or whose supervisor was killed."""
+    """Return the failure for an attempt whose first host died or whose supervisor was killed."""
     failure = agent_failure(None, "its host died, or its supervisor was killed")
     time = failure.time if died_at is None else as_utc(died_at)
     return replace(failure, host=host or None, type="HostLost", time=time)
 
 
 def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = None) -> RankFailure:
-    """Return the failure of a job that failed outside its workers, so that no rank left a record."""
+    """Return the failure for a job that failed outside its workers, so that no rank left a record."""
     return RankFailure(
         node_rank=node_rank,
         host=own_host(),
@@ -218,8 +217,8 @@ _NOT_HARDWARE = re.compile(
     r"|no kernel image|out of memory",
     re.IGNORECASE,
 )
-"""Matches CUDA errors that the program causes, not the hardware. Examples are an invalid device index, a
-wrong tensor index, missing kernels for this GPU, and too little GPU memory."""
+"""Matches CUDA errors that are caused by the program rather than the hardware. Examples are an invalid device
+index, an out-of-range tensor index, kernels not built for this GPU, and insufficient GPU memory."""
 
 
 def find_first_failure(
@@ -229,10 +228,10 @@ def find_first_failure(
     lost_nodes: Sequence[str] = (),
     launch_error: str | None = None,
 ) -> RankFailure | None:
-    """Return the first failure: a lost host, else the rank that blocks a hang, else the first failed rank.
+    """Return the first failure: a lost host, else the rank blocking a hang, else the first failed rank.
 
-    `launch_error` is srun's message if Slurm could not start the step. Returns None if nothing failed, or if
-    the failure is unknown.
+    `launch_error` is the error message of srun if Slurm could not start the step. Returns None if nothing
+    failed or if the failure is unknown.
     """
     if all(code in (EXIT_OK, EXIT_STOPPED) for code in observed.exit_codes):
         return None
@@ -251,10 +250,10 @@ def find_first_failure(
 
 
 def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
-    """Return the failure if gloo raised an error in a rank because it received unexpected data, else None.
+    """Return the failure if gloo raised an error in a rank that received unexpected data, else None.
 
-    The rank that reports the error need not be at fault, and ranks that lose their connection to this rank
-    may fail earlier. The failure names no host, because the program is at fault.
+    The rank that reports the gloo error need not be at fault, and ranks that lose their connection to it may
+    fail earlier. The failure names no host, because the error is in the program.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
     found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
@@ -272,11 +271,11 @@ def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -
 
 
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
-    """Return the failure that names the ranks which the others waited for until a collective timed out.
+    """Return the failure for a collective that timed out, naming the ranks that the other ranks waited for.
 
-    When a collective times out, torch has every rank write its flight record. A rank without a record counts
-    as at fault if most of the other ranks have one. Returns `first` if the flight records do not show which
-    ranks are at fault.
+    When a collective times out, torch makes every rank write its flight record. A rank without a flight
+    record is considered at fault if most of the other ranks have one. Returns `first` unchanged if the flight
+    records do not show which ranks are at fault.
     """
     if not _TIMED_OUT.search("\n".join([str(first.message), *first.log_tail])):
         return first
@@ -291,9 +290,9 @@ def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailur
 
 
 def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> str | None:
-    """Return the one of `ENDING_SIGNALS` that killed the first failed process; None if none of them did.
+    """Return the signal in `ENDING_SIGNALS` that killed the first failed process, or None.
 
-    The failure record determines the result; without a record, the exit codes do.
+    The signal is taken from the failure record or, without a record, from the exit codes.
     """
     codes = exit_codes if failure is None else [failure.exit_code or EXIT_OK]
     number = next((code - SIGNALLED for code in codes if is_death_by_notice(code)), signal.SIGTERM)
@@ -302,19 +301,19 @@ def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> s
 
 
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int | None) -> RankFailure | None:
-    """Return the failure of an agent that was killed before any of its ranks left a record."""
+    """Return the failure for an agent that was killed before any of its ranks left a failure record."""
     if node_rank is None:
         return None
     first = plan.first_rank_of(node_rank)
-    # If a rank left a record, the agent was still alive when this rank failed.
+    # If a rank left a failure record, the agent was still alive when that rank failed.
     if any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank))):
         return None
-    # SIGTERM ends an agent that is still starting and does not wait for signals yet.
+    # SIGTERM kills an agent that is still starting and has not blocked the stop signals yet.
     number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
 
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(number))
     if ran_out_of_memory(attempt):
-        # srun's out-of-memory report only exists in a job.
+        # srun prints out-of-memory reports only in a Slurm job.
         oom = _out_of_memory(signal_exit_code(signal.SIGKILL), is_job=True)
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts
@@ -322,9 +321,9 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int 
 
 
 def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
-    """Return the host that a failure implicates, and the kind of suspicion.
+    """Return the host suspected of causing a failure, and the kind of suspicion.
 
-    Returns None if the program failed or was terminated, because no host is suspect then.
+    Returns None if the program itself failed or was terminated.
     """
     if not failure.host or failure.died_of_notice:
         return None

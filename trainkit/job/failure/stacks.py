@@ -1,8 +1,9 @@
-"""Collects the stacks of the ranks of a running attempt; requests and replies are exchanged as files.
+"""Collects the stacks of a running attempt's ranks, exchanging requests and replies as files.
 
-A request is ``attempts/NNN/stacks/requests/ID.json``, a reply ``…/requests/ID/rank-NNNN.json``. Each agent
-reads the request and signals its ranks, which write the replies. If a rank cannot reply, the agent replies,
-and adds the lock files of compile caches that the rank may be waiting for.
+A request is stored as ``attempts/NNN/stacks/requests/ID.json``, and a reply as
+``…/requests/ID/rank-NNNN.json``. Each agent reads the request and signals its ranks, which write the replies.
+If a rank cannot reply, its agent replies for it, and adds any lock file of an extension build that the rank
+may be waiting for.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ class Reply:
     host: str
     pid: int
     how: str
-    """The source of the stacks: ``asked`` if the rank replied itself, ``py-spy``, or empty if there are no
+    """The source of the stacks: ``asked`` if the rank itself replied, ``py-spy``, or empty if there are no
     stacks."""
     threads: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The frames of each thread, innermost first; the training thread comes first."""
+    """Maps each thread to its frames, innermost first; the training thread comes first."""
     step: int | None = None
     phase: str | None = None
     since_s: float | None = None
-    """Seconds since the rank entered the phase."""
+    """Seconds since the rank entered its current phase."""
     problem: str = ""
-    """Why there are no stacks."""
+    """The reason if there are no stacks."""
     lock: LockFile | None = None
-    """The lock file for which the rank may be waiting; set only if the rank did not reply itself."""
+    """The lock file that the rank may be waiting for; set only if the rank did not reply itself."""
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the kernel state of the rank's process prevents it from running."""
+        """Return whether the state of the rank's process in the kernel prevents it from running."""
         return self.problem in STATE_PROBLEMS.values()
 
     @property
@@ -75,42 +76,43 @@ class Request:
         return self.file.with_suffix("")
 
     def rank(self) -> int | None:
-        """Return the rank whose stacks are requested; None for all ranks."""
+        """Return the rank whose stacks are requested, or None for all ranks."""
         rank = read_json(self.file)["rank"]
         return rank if isinstance(rank, int) else None
 
     def with_flights(self) -> bool:
-        """Return whether torch must also write flight records of the ranks' collectives."""
+        """Return whether the request also asks for the flight records that torch keeps."""
         return read_json(self.file).get("flights") is True
 
     def reply_file(self, rank: int) -> Path:
         return self.replies_dir / f"rank-{rank:04d}.json"
 
     def reply(self, reply: Reply) -> None:
-        """Write a rank's reply."""
+        """Save a rank's reply to the request's folder."""
         write_json(self.reply_file(reply.rank), asdict(reply))
 
     def replies(self) -> list[Reply]:
-        """Return the replies received so far, by rank."""
+        """Return the replies received so far, ordered by rank."""
         return read_each(Reply, self.replies_dir)
 
     def withdraw(self) -> None:
         """Delete the request and its replies."""
         self.file.unlink(missing_ok=True)
         shutil.rmtree(self.replies_dir, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the folder is not empty if there are other requests
+        with contextlib.suppress(OSError):  # the folder is not empty while other requests exist
             self.file.parent.rmdir()
 
 
 def find_requests(attempt: AttemptDir) -> list[Request]:
-    """Return the open requests of an attempt."""
+    """Return the attempt's requests that have not been withdrawn."""
     return [Request(path) for path in sorted(attempt.stacks_dir.glob("requests/*.json"))]
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = False) -> Request:
-    """Request the stacks of `rank`, or of all ranks if None.
+    """Request the stacks of one rank, or of all ranks if `rank` is None.
 
-    `flights` also requests a command's flight records. Raises OSError if the folder cannot be written.
+    If `flights` is set, also requests the flight records of a command's ranks. Raises OSError if the request
+    cannot be written.
     """
     request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
     for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
@@ -120,9 +122,9 @@ def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = Fal
 
 
 def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request the stacks of `rank`, or of all ranks if None; return the replies by rank.
+    """Request the stacks of one rank, or of all ranks if `rank` is None, and return the replies by rank.
 
-    Replies that arrive after the timeout are not returned. Raises OSError if the run folder cannot be
+    Replies that arrive after `timeout_s` are ignored. Raises OSError if the run folder cannot be
     written.
     """
     request, deadline_s = request_stacks(attempt, rank), time.monotonic() + timeout_s
@@ -136,7 +138,7 @@ def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: flo
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
-    """Group the replies by main stack, smallest group first; omit replies without stacks."""
+    """Group the replies by their main thread's stack, smallest group first; omit replies without stacks."""
     groups: dict[tuple[str, ...], list[Reply]] = {}
     for reply in replies:
         if reply.threads:
@@ -146,17 +148,17 @@ def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
 
 @dataclass(frozen=True)
 class Silence:
-    """An explanation of what the ranks of a command without output wait for."""
+    """An explanation of what the ranks of a silent command are waiting for."""
 
     text: str
-    """The explanation in one sentence."""
+    """The explanation as one sentence."""
     rank: int | None = None
     host: str | None = None
     lock: str | None = None
 
 
 def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Silence:
-    """Explain what an attempt's ranks wait for: lock files, the ranks at fault, or calls in their stacks."""
+    """Explain what ranks are waiting for: lock files, the ranks at fault, or the calls in their stacks."""
     waiting = [(reply, reply.lock) for reply in replies if reply.lock is not None]
     if waiting:
         first, lock = max(waiting, key=lambda item: item[1].is_certain)
@@ -179,12 +181,11 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
 
 
 REPLY_S = 3.0
-"""Seconds that a rank has to reply itself before py-spy reads its stacks."""
+"""Seconds that a rank has to reply before the agent reads the rank's stacks with py-spy."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The name of the torch file where a rank waits for the lock of an extension build, as it appears in a
-stack frame.
+"""The torch source file that contains the wait for the lock of an extension build, as named in stack frames.
 """
 
 STATE_PROBLEMS = {
@@ -195,7 +196,7 @@ STATE_PROBLEMS = {
 
 
 def describe_state(pid: int) -> str:
-    """Return why the kernel does not let a process run; empty if the process can run or has ended."""
+    """Return why the kernel does not run a process; empty if the process can run or has exited."""
     try:
         stat = process_stat(pid)
     except OSError:
@@ -204,18 +205,18 @@ def describe_state(pid: int) -> str:
 
 
 class StackCollector:
-    """Answers requests for the stacks of one agent's ranks."""
+    """Replies to requests for the stacks of one agent's ranks."""
 
     def __init__(self, attempt: AttemptDir, replies_itself: bool) -> None:
         self._attempt = attempt
         self._replies_itself = replies_itself
-        """True if the ranks run the built-in trainer, which replies itself."""
+        """True if the ranks run the built-in trainer, which replies to stack requests itself."""
         self._handled: set[Path] = set()
 
     def poll(self, ranks: Callable[[], Mapping[int, int]]) -> None:
-        """Answer new requests, each in a thread of its own.
+        """Reply to new requests, each in its own thread.
 
-        `ranks` returns the pids of the running ranks.
+        `ranks` returns a mapping from the running ranks to their pids.
         """
         for request in find_requests(self._attempt):
             if request.file not in self._handled:
@@ -224,7 +225,7 @@ class StackCollector:
                 threading.Thread(target=self._reply, args=arguments, name="stacks", daemon=True).start()
 
     def _reply(self, request: Request, ranks: Mapping[int, int]) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # the request was withdrawn or is damaged
+        with contextlib.suppress(OSError, ValueError, KeyError):  # the request was withdrawn or damaged
             wanted = request.rank()
             silent = {rank: pid for rank, pid in ranks.items() if wanted in (None, rank)}
             if self._replies_itself:
@@ -236,7 +237,7 @@ class StackCollector:
 
 
 def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Signal ranks to reply and wait for the replies; return the ranks without a reply, with their pids."""
+    """Signal the ranks and wait for their replies; return the ranks that did not reply, with their pids."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
@@ -249,15 +250,15 @@ def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]
 
 
 def spy_on(rank: int, pid: int) -> Reply:
-    """Read a process's stacks with py-spy; return the stacks, or the problem and a lock file in the way."""
+    """Read a process's stacks with py-spy; return them, or the problem and any lock file it waits for."""
     host = socket.gethostname()
-    # Also search the interpreter's folder, which need not be on PATH.
+    # Also search the interpreter's folder, which may not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     problem = describe_state(pid)
     if spy is None:
         problem = problem or "py-spy, which could read the stacks of the rank, is not installed"
         return Reply(rank, host, pid, "", problem=problem, lock=find_lock(pid))
-    for candidate in (pid, *processes.descendants(pid)):  # the rank may be a child of a shell
+    for candidate in (pid, *processes.descendants(pid)):  # the pid may belong to a shell that runs the rank
         try:
             threads = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
@@ -269,7 +270,7 @@ def spy_on(rank: int, pid: int) -> Reply:
 
 
 def _spy(spy: str, pid: int) -> dict[str, list[str]]:
-    """Return the frames of each thread of a Python process by running `py-spy dump`, main thread first."""
+    """Run `py-spy dump` on a Python process; return each thread's frames, starting with the main thread."""
     argv = [spy, "dump", "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
@@ -283,32 +284,32 @@ def _spy(spy: str, pid: int) -> dict[str, list[str]]:
     }
 
 
-# torch protects the build of an extension with a lock file, which remains if the process that created it is
-# killed. If the lock file remains, any process that needs the extension waits forever, without any output.
+# torch protects extension builds with a lock file, which remains if the process that created it is killed. If
+# the lock file remains, every process that needs the extension waits forever without any output.
 EXTENSIONS = (
     ("TORCH_EXTENSIONS_DIR", ""),
     ("XDG_CACHE_HOME", "torch_extensions"),
     ("HOME", ".cache/torch_extensions"),
 )
-"""The environment variables that determine the folder for extensions, in order of priority, each with the
-subfolder to append."""
+"""Environment variables that determine the extensions folder, in order of priority, each with the subfolder
+to append."""
 
 
 @dataclass(frozen=True)
 class LockFile:
-    """A lock file that a rank waits for, or may be waiting for."""
+    """A lock file that a rank is waiting for, or may be waiting for."""
 
     path: str
     time: str
-    """The creation time of the file, which is also the time of its last change because the file is empty."""
+    """The creation time of the lock file; equal to its modification time, because the file is empty."""
     is_certain: bool
-    """True if the rank's stack shows that it is waiting for a lock file, and no other lock file exists."""
+    """True if the rank's stack shows a wait for a lock file and no other lock file exists."""
 
 
 def find_lock(pid: int, stack: Sequence[str] = ()) -> LockFile | None:
     """Return the newest lock file that a process may be waiting for.
 
-    If `stack` is given, return None unless it shows that the process is waiting for a lock.
+    If `stack` is given, returns None unless the stack shows a wait for a lock.
     """
     if stack and not any(WAITS_FOR_LOCK in frame for frame in stack[:3]):
         return None

@@ -1,11 +1,11 @@
-"""The agent of a node or of one task: starts workers, forwards signals to them and returns their exit code.
+"""The agent of a node or task: starts workers, forwards signals to the workers and returns their exit code.
 
-On one machine, the command is ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
---master-port P``. A task of a Slurm step runs ``python -m trainkit.job.node.agent RUN_DIR``; Slurm's
-variables determine its node and ranks. `trainkit run` calls `run_task` itself, both in a Slurm step and as a
-rank of another launcher.
+On a single machine, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
+--master-port P``. In a Slurm step, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR`` and takes
+its node and ranks from Slurm's variables. `trainkit run` calls `run_task` directly, both in a Slurm step and
+as a rank of another launcher.
 
-`trainkit.job.signals.combine_exit_codes` combines the workers' exit codes.
+The agent's exit code combines the exit codes of its workers (`trainkit.job.signals.combine_exit_codes`).
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ from trainkit.shipped import Guard
 
 POLL_S = 2.0
 RELAY_S = 0.1
-"""Seconds between two checks whether a wrapper has forwarded the stop signal, while the processes below it
-are stopped."""
+"""Seconds between checks for a stop signal forwarded by a wrapper, while the processes below the wrapper are
+stopped."""
 DRAIN_S = 0.2
-"""Seconds between two reads of a pipe that no other process reads anymore."""
+"""Seconds between reads of a pipe that has no other reader."""
 NOTICE_PATIENCE_S = 10.0
-"""Seconds by which the agent may receive a signal later than its rank, if Slurm sends it to both."""
+"""Maximum delay in seconds between a signal's arrival at a rank and at the agent, if Slurm signals both."""
 HANG_REPORT_S = 2.0
-"""Seconds that the other ranks have to write their reports after the first hang report."""
+"""Seconds that the other ranks have to write their hang reports after the first report."""
 
 
 class Agent(ProcessGroup):
-    """The workers of one node, or the single worker of a Slurm task."""
+    """The workers of one node, or the only worker of a Slurm task."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -100,16 +100,15 @@ class Agent(ProcessGroup):
         self.plan, self.workload = plan, plan.workload
         self.attended = plan.attended_rank
         self.has_launcher = plan.workload.has_launcher
-        """True if the only child is a launcher such as torchrun, which starts the ranks of the node
-        itself."""
+        """True if the only child is a launcher such as torchrun, which itself starts the node's ranks."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
-        """The exit codes of the workers, in the order the workers ended."""
+        """The exit codes of the exited workers, in order of exit."""
         self.received: signal.Signals | None = None
-        """The most recent stop signal; None before the first."""
+        """The most recent stop signal, or None if none has arrived."""
         self._notice = CommandNotice(plan)
         self._died_s: dict[int, float] = {}
-        """Maps each member that ended before any stop signal to the monotonic time at which its end was
+        """Maps each member that exited before any stop signal to the monotonic time at which the exit was
         noticed."""
         self._pipes = OutputPipes()
         self._held_s = 0.0
@@ -117,11 +116,11 @@ class Agent(ProcessGroup):
         self._guard = Guard(plan.parts, log_line)
         self._companions: list[tuple[str, Companion]] = []
         self._ranks = LaunchedRanks()
-        """The ranks that a launcher has started."""
+        """The ranks that a launcher has started, as observed by the agent."""
         self._collector = StackCollector(attempt, replies_itself=not plan.workload.is_command)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
-        """The monotonic time at which the first hang report was seen."""
+        """The monotonic time at which the agent saw the first hang report, or None."""
 
     poll_interval_s = POLL_S
 
@@ -130,7 +129,7 @@ class Agent(ProcessGroup):
         network, reason = network_environ(self.plan.environment.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
-        # gloo also records its calls, but torch writes only the records of NCCL to files.
+        # torch writes flight records to files only for NCCL, although gloo also records its calls.
         flight = flight_environ(self.attempt, self.plan) if self.plan.device == "cuda" else {}
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
@@ -156,13 +155,12 @@ class Agent(ProcessGroup):
                 )
             self._notice.groups[self.running[rank_env.rank].pid] = rank_env.rank
         if isinstance(rendezvous.task, Task):
-            # Start the listener after the ranks, so that every signal that it receives has reached all ranks
-            # too.
+            # Start the listener after the ranks, so that every signal it receives has also reached all ranks.
             self._listener = rendezvous.task.listen()
         self._companions = self._guard.each(lambda one: one.companion(self.attempt, self.plan, rendezvous))
 
     def _input_of(self, rank: int) -> AbstractContextManager[int | IO[bytes]]:
-        """Return the stdin of a rank: for rank 0 of a command, the run's input file or the shell's stdin."""
+        """Return the stdin for a rank: for rank 0 of a command, the run's input file or the shell's stdin."""
         if rank == 0 and self.workload.is_command:
             with contextlib.suppress(FileNotFoundError):
                 return self.attempt.run.input_file.open("rb")
@@ -171,11 +169,11 @@ class Agent(ProcessGroup):
         return contextlib.nullcontext(subprocess.DEVNULL)
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Forward a stop signal to the ranks that have not received it from Slurm.
+        """Forward a stop signal to the ranks that have not received one from Slurm.
 
-        A command gets only one signal, the one that it handles, because a second signal might interrupt its
-        save. A launcher with running ranks gets no signal, because a second signal would make it kill ranks
-        that are saving.
+        A command gets only one signal, the one that it handles, because a second signal could interrupt its
+        save. A launcher whose ranks are running gets no signal, because a second signal would make it kill
+        ranks during their save.
         """
         is_for_agents = received == AGENT_SIGNAL
         heard = not is_for_agents and self._listener is not None and self._listener.has_heard(received)
@@ -200,7 +198,7 @@ class Agent(ProcessGroup):
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def poll(self) -> None:
-        """End the workers if a newer attempt took over or a peer failed; answer requests for stacks."""
+        """Stop the workers if a newer attempt took over or a peer failed; handle requests for stacks."""
         attempt = self.attempt
         newer = superseding_attempt(attempt)
         if newer is not None:
@@ -217,8 +215,7 @@ class Agent(ProcessGroup):
         if self.workload.is_command and not self.has_launcher:
             self._hold_pipes()
             self._notice.send_to_repeated(self.running)
-        # Without a supervisor, nothing else would end the workers, which may be waiting in a collective
-        # forever.
+        # Without a supervisor, no other process would kill workers that are stuck in a collective.
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
@@ -226,7 +223,7 @@ class Agent(ProcessGroup):
             self._guard.call(name, companion.poll)
 
     def _hold_pipes(self) -> None:
-        """Keep the output pipes of processes open that may have to save; after a stop signal, read them."""
+        """Keep open the output pipes of processes that may save; after a stop signal, read the pipes."""
         if self.received is None and time.monotonic() > self._held_s + POLL_S:
             self._held_s = time.monotonic()
             for rank, member in self.running.items():
@@ -237,7 +234,7 @@ class Agent(ProcessGroup):
             self.poll_interval_s = min(self.poll_interval_s, DRAIN_S)
 
     def _pids(self) -> dict[int, int]:
-        """Return the pids of this node's ranks, by rank."""
+        """Return the pids of this node's ranks, keyed by rank."""
         if not self.has_launcher:
             return {rank: worker.pid for rank, worker in self.running.items()}
         pids = [pid for launcher in self.running.values() for pid in processes.ranks_below(launcher.pid)]
@@ -245,7 +242,7 @@ class Agent(ProcessGroup):
         return {rank: pid for pid, rank in ranks.items() if rank is not None}
 
     def _dump_silent_ranks(self, has_hangs: bool) -> None:
-        """Make ranks without a hang report dump their stacks with SIGQUIT, which faulthandler handles."""
+        """Send SIGQUIT to ranks without a hang report, so that faulthandler dumps their stacks."""
         if not has_hangs:
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:
@@ -263,7 +260,7 @@ class Agent(ProcessGroup):
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         if self.received is None:
-            # Slurm may have signalled the worker before it signalled this agent.
+            # Slurm may have signalled the worker before this agent.
             died_s = self._died_s.setdefault(rank, time.monotonic())
             is_early = time.monotonic() < died_s + NOTICE_PATIENCE_S
             if not self.workload.is_command:
@@ -277,8 +274,8 @@ class Agent(ProcessGroup):
             return code
         if not self.has_launcher:
             return self._notice.exit_code(rank, code, signal_exit_code(self.received))
-        # A launcher exits with 1, no matter which exit codes its ranks return. If a launcher ends after a
-        # stop signal, its ranks ended because they were asked to.
+        # A launcher exits with 1, regardless of its ranks' exit codes. If a launcher exits after a stop
+        # signal, its ranks exited because of the signal.
         saved = EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received)
         return saved if code == EXIT_FAILED else code
 
@@ -295,8 +292,8 @@ class Agent(ProcessGroup):
             self.kill_within(PEER_EXIT_S)
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
-            return  # this agent or the stop signal killed the worker, so the worker has not failed
-        with contextlib.suppress(OSError):  # a full disk must not keep the other workers from being ended
+            return  # the worker succeeded or saved, or was killed by this agent or the stop signal
+        with contextlib.suppress(OSError):  # stop the other workers even if the disk is full
             which = rank if dead is None else "?" if dead.rank is None else dead.rank
             print(f"rank {which} ended with {describe_exit(code)}", flush=True)
             out_of_memory = self._ran_out_of_memory(code)
@@ -311,25 +308,25 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank that died and so stopped the launcher; None if no rank died or it is unknown."""
+        """Return the rank whose death stopped the launcher, or None if no rank died or it is unknown."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
-        # If a command is the only worker, the "ranks" in its output may be processes that the command started
-        # itself.
+        # If a command is the only worker, "ranks" in its output may be processes that the command itself
+        # started.
         is_worker = len(self.rendezvous.local_ranks) == 1 if self.has_launcher else self.plan.world_size > 1
         return replace(dead, rank=worker) if dead is not None and is_worker else dead
 
     def _ran_out_of_memory(self, code: int) -> bool:
-        """Return whether the kernel's OOM killer killed the worker that ended with this code."""
+        """Return whether the kernel's OOM killer killed the worker that exited with `code`."""
         before, self._oom_kills = self._oom_kills, count_oom_kills()
         grew = before is not None and self._oom_kills is not None and self._oom_kills > before
         return grew and code == signal_exit_code(signal.SIGKILL)
 
     def run(self) -> None:
         if self.workload.is_command:
-            # The ranks of torchrun run in sessions of their own, so they can only be found as descendants. A
-            # saving process may outlive the shell that started it.
+            # torchrun starts its ranks in separate sessions, so they can only be found as descendants. A
+            # process that is saving may outlive the shell that started it.
             processes.adopt_orphans()
         try:
             super().run()
@@ -346,7 +343,7 @@ class Agent(ProcessGroup):
 
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run the agent of one node; return its exit code."""
+    """Parse the command line and run the agent of one node; return the agent's exit code."""
     replace_unencodable()
     run_dir, *options = sys.argv[1:] if argv is None else argv
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
@@ -360,21 +357,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
-    """Run an agent's workers until all have ended; return their combined exit code."""
+    """Run an agent's workers until all have exited; return their combined exit code."""
     agent = Agent(attempt, plan, rendezvous)
     agent.run()
     codes = agent.codes
     if EXIT_STOPPED in codes:
-        # Because some workers saved, ignore the exit codes of workers that do not handle the stop signal and
-        # were killed by it.
+        # If some workers saved, ignore the exit codes of workers that did not handle the stop signal and were
+        # killed by it.
         codes = [code for code in codes if not agent.died_of_notice(code)]
     return combine_exit_codes(codes)
 
 
 def run_step_task(run: RunDir, number: int) -> int:
-    """Run the node agent as the current task of the job step; return its exit code.
+    """Run the node agent as the current task of the job step; return the agent's exit code.
 
-    The caller must have blocked the signals.
+    The caller must have blocked the stop signals.
     """
     attempt = run.attempt(number)
     try:
@@ -386,9 +383,9 @@ def run_step_task(run: RunDir, number: int) -> int:
 
 
 def run_task(attempt: AttemptDir, task: Task) -> int:
-    """Wait for the plan, and run the agent of this task; return its exit code.
+    """Wait for the plan, then run this task's agent; return the agent's exit code.
 
-    The caller must have blocked the signals.
+    The caller must have blocked the stop signals.
     """
     try:
         plan = await_plan(attempt)
@@ -401,7 +398,7 @@ def run_task(attempt: AttemptDir, task: Task) -> int:
 
 
 def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
-    """Run the agent of one task of a step, or of one rank of another launcher; return its exit code."""
+    """Run the agent for a task of a step, or for a rank of another launcher; return the agent's exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
@@ -417,14 +414,14 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
 
 
 def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
-    """Return the stop signal that `received` means; AGENT_SIGNAL means SIGTERM if the run is cancelled."""
+    """Return the stop signal that `received` represents; AGENT_SIGNAL means SIGTERM for a cancelled run."""
     if received != AGENT_SIGNAL:
         return received
     return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
-    """Record the failure of a rank that cannot start, for example because its command does not exist."""
+    """Record the failure of a rank that cannot start, for example because its command was not found."""
     refusal = error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
     print(refusal.render(), flush=True)
     record_refusal(attempt, rank, node_rank, refusal)
@@ -432,18 +429,17 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:
-    """Return the newest later attempt whose ranks have started on other hosts; None if there is none.
+    """Return the newest later attempt whose ranks have started on other hosts, or None.
 
-    If a host was cut off and becomes reachable again, the old ranks on it are killed because of this attempt.
-    Attempts that are pending or have not started their ranks are ignored.
+    If a disconnected host becomes reachable again, its old ranks must be killed in favour of the newer
+    attempt. Attempts that are pending or whose ranks have not started are ignored.
     """
     run = attempt.run
-    # List the folder of attempts instead of looking up the next attempt by name. After a failed look-up, an
-    # NFS client would cache for a minute that the file is missing, and delay the next attempt's agent on this
-    # node.
+    # List the attempts folder instead of looking up the next attempt by name. After a failed look-up, an NFS
+    # client could cache the file's absence for a minute, delaying the next attempt's agent on this node.
     newest = run.latest_number() or 0
     later = range(newest, attempt.number, -1)
-    # A port in the rendezvous file means that the ranks of that attempt are starting.
+    # A port in the rendezvous file means that the attempt's ranks are starting.
     return next((number for number in later if read_rendezvous(run.attempt(number)).port), None)
 
 

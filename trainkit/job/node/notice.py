@@ -1,13 +1,13 @@
-"""Finds the processes of a command that must get a stop signal, and protects them until they have saved.
+"""Finds the processes of a command that need a stop signal, and protects them until they have saved.
 
-A shell, `time`, `accelerate launch`, or Python code that uses `subprocess` does not handle stop signals. A
-stop signal would end this kind of wrapper, and with it the training process that must save. Programs that
-only start another program and forward signals, such as `uv run` and `timeout`, are skipped. Any other process
-above the training process also gets the signal if it handles it, for example torchrun or a shell with a trap.
-If the process above is a shell or only waits for a child, the training process is stopped (SIGSTOP) until the
-kernel lists the forwarded signal as pending for the training process. If the process above does not forward
-the signal in time, trainkit sends the signal to the training process. The training process handles only one
-signal, no matter how many arrive while it is stopped.
+Wrappers such as a shell, `time`, `accelerate launch` or Python code that uses `subprocess` do not handle stop
+signals. A stop signal would kill such a wrapper and, with it, the training process that must save. Programs
+that only start another program and forward signals to it, such as `uv run` and `timeout`, are skipped. Any
+other process above the training process, for example torchrun or a shell with a trap, also gets the signal if
+it handles the signal. If the process above is a shell or only waits for a child, the training process is
+stopped (SIGSTOP) until the forwarded signal is pending for the training process. If the process above does
+not forward the signal in time, trainkit sends the signal to the training process itself. The training process
+handles only one signal, regardless of how many arrive while it is stopped.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from trainkit.plan.workload import STARTERS
 
 ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
-"""Signals that a worker of torch's DataLoader handles in C only to report its death."""
+"""Signals for which torch installs C handlers in a DataLoader worker, only to report the worker's death."""
 STOPS_S = 1.0
-"""Seconds that a process may take to stop after SIGSTOP; a process that is reading from a disk stops only
-afterwards."""
+"""Seconds that a process may take to stop after SIGSTOP; a process in a disk read stops only after the
+read."""
 STOP_POLL_S = 0.002
 PASSED_ON_SHARE = 0.25
-"""The fraction of the grace time after which no process is expected to forward the stop signal anymore."""
+"""The fraction of the grace time after which a stop signal is no longer expected to be forwarded."""
 
 
 def takers(
     roots: Iterable[int], children: Mapping[int, list[int]], numbers: Collection[signal.Signals] = SAVES_ON
 ) -> dict[int, signal.Signals]:
-    """Return the topmost processes at or below `roots` that handle a signal of `numbers`, with that signal.
+    """Map the topmost processes at or below `roots` that handle a signal in `numbers` to that signal.
 
-    A process of `STARTERS` is included only if no process below it handles one of the signals.
+    A process in `STARTERS` is included only if no process below it handles one of the signals.
     """
     found: dict[int, signal.Signals] = {}
     for pid in roots:
@@ -57,15 +57,15 @@ def takers(
                 found |= started
                 continue
             found[pid] = number
-            # A shell runs its trap only after its foreground program has ended, so that program must get the
-            # signal too.
+            # A shell runs its trap only after its foreground program has exited, so that program must also
+            # get the signal.
             below = [child for child in below if is_in_foreground(child)] if is_shell(pid) else []
         found |= takers(below, children, numbers)
     return found
 
 
 def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the topmost programs below a process that handle a stop signal."""
+    """Yield the topmost processes below a process that handle a stop signal."""
     for child in children.get(pid, []):
         if not _is_multiprocessing(child) and _handled(child) & {*SAVES_ON}:
             yield child
@@ -79,7 +79,7 @@ def _first_handled(pid: int, numbers: Collection[signal.Signals]) -> signal.Sign
 
 
 def _handled(pid: int) -> set[int]:
-    """Return the signals that a process handles, or waits for without a handler."""
+    """Return the signals for which a process has a handler, or for which it waits synchronously."""
     caught = own_handlers(signal_mask(pid, "SigCgt"))
     if caught >= _DATA_WORKER and signal.SIGILL not in caught:  # faulthandler also handles SIGILL
         return set()
@@ -88,7 +88,7 @@ def _handled(pid: int) -> set[int]:
 
 
 def _is_multiprocessing(pid: int) -> bool:
-    """Return whether a process was started by Python's multiprocessing, either forked or spawned."""
+    """Return whether a process was forked or spawned by Python's multiprocessing."""
     argv, parent = processes.proc_file(pid, "cmdline"), processes.parent_pid(pid)
     return b"--multiprocessing-fork" in argv or (
         parent is not None and argv == processes.proc_file(parent, "cmdline")
@@ -105,12 +105,12 @@ def _is_starter(pid: int) -> bool:
 
 
 def _only_waits(pid: int) -> bool:
-    """Return whether a process is a shell or just waits for a child, which no training process does."""
+    """Return whether a process is a shell or only waits for a child, unlike any training process."""
     return is_shell(pid) or processes.proc_file(pid, "wchan").startswith(b"do_wait")
 
 
 def _await_stop(pids: Iterable[int]) -> None:
-    """Wait until the processes have stopped; a running process would handle the next signal too early."""
+    """Wait until the processes have stopped; running processes would handle the next signal too early."""
     deadline_s = time.monotonic() + STOPS_S
     for pid in pids:
         while processes.is_running(pid) and not processes.is_stopped(pid) and time.monotonic() < deadline_s:
@@ -118,47 +118,47 @@ def _await_stop(pids: Iterable[int]) -> None:
 
 
 def was_signalled(pid: int) -> bool:
-    """Return whether a stop signal may have ended a process, or the child whose exit code it returned."""
+    """Return whether a stop signal may have killed a process, or the child whose exit code it returned."""
     code = processes.exit_code_of_zombie(pid) or EXIT_OK
     return (signal_exit_code(-code) if code < 0 else code) in map(signal_exit_code, ENDED_BY)
 
 
 @dataclass
 class _Relay:
-    """A process that received the stop signal, and the processes below it to which it may forward the signal.
+    """A process that received the stop signal, and the processes below, to which it may forward the signal.
 
-    The processes below are stopped (SIGSTOP) until the signal is forwarded.
+    The processes below are stopped (SIGSTOP) until the signal has been forwarded.
     """
 
     rank: int
     above: int
     below: dict[int, signal.Signals]
-    """Maps each process that is still stopped to the signal that it handles."""
+    """Maps each process that is still stopped to the signal it handles."""
     waiting: set[int]
-    """The processes that only wait for a child, and may forward the signal in turn."""
+    """The processes that only wait for a child and may forward the signal to it."""
     until_s: float
-    """The monotonic time after which the signal is not expected to be forwarded anymore."""
+    """The monotonic time after which the signal is no longer expected to be forwarded."""
 
 
 class CommandNotice:
-    """Sends the stop signal to members that run a command, and to the saving processes below them."""
+    """Sends the stop signal to members that run a command, and to processes below them that must save."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.configured, self.has_launcher = plan.workload.signal, plan.workload.has_launcher
         named = self.configured != "auto"
         self._numbers = (signal.Signals[f"SIG{self.configured}"],) if named else SAVES_ON
         self._asked: set[bytes] = set()
-        """The command lines of the processes below members that have been asked to save."""
+        """The command lines of processes below members that have already been asked to save."""
         self.groups: dict[int, int] = {}
-        """Maps the pid of each member, which is also the id of its process group, to the member's rank."""
+        """Maps each member's pid, which is also its process group id, to the member's rank."""
         self._heard: signal.Signals | None = None
-        """The stop signal if Slurm has sent it to the command's processes too; None if it has not."""
+        """The stop signal if Slurm also sent it to the command's processes, else None."""
         self._savers: dict[int, LaunchedRanks] = {}
-        """The processes below each member that handle the stop signal, by the member's rank."""
+        """The processes below each member that handle the stop signal, keyed by the member's rank."""
         self._kept: dict[int, set[int]] = {}
-        """The processes that may outlive each member, by the member's rank."""
+        """The processes that may outlive each member, keyed by the member's rank."""
         self._orphaned: set[int] = set()
-        """The ranks whose member has failed since the stop signal."""
+        """The ranks whose member has failed after the stop signal."""
         self._relays: list[_Relay] = []
         self._patience_s = min(PASSED_ON_S, plan.grace_s * PASSED_ON_SHARE)
 
@@ -169,16 +169,16 @@ class CommandNotice:
     def send(
         self, members: Mapping[int, subprocess.Popen[bytes]], heard: signal.Signals | None = None
     ) -> None:
-        """Ask the processes of each member to save, unless Slurm has sent them the signal `heard`."""
+        """Ask each member's processes to save, unless Slurm has sent them the signal `heard`."""
         self._heard = heard
         for rank, member in members.items():
             self._savers[rank], self._kept[rank] = LaunchedRanks(), set()
             self._send(rank, member)
 
     def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """Ask processes to save that a member, such as a shell with a loop, started again after the signal.
+        """Ask processes to save if a member, such as a shell loop, started them again after the signal.
 
-        Processes that were started again are recognized by their command line.
+        Restarted processes are recognized by their command line.
         """
         if not self._asked:
             return
@@ -195,8 +195,8 @@ class CommandNotice:
         children, configured = processes.children_by_parent(), self.configured
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
         orphans, below_member = self._orphans_of(rank, children), dict[int, signal.Signals]()
-        # A child that ends at this moment is still listed below the member, but children of that child may
-        # already be below this agent.
+        # A child that exits at this moment is still listed below the member, but its own children may already
+        # be below this agent.
         roots = [*children.get(member.pid, []), *orphans] if has_ended else self._ranks_of(member.pid)
         for root in roots:
             handlers = takers([root], children, self._numbers)
@@ -204,17 +204,17 @@ class CommandNotice:
             if not has_ended and not handlers:
                 handlers = {root: processes.signal_handled_by(root, configured)}
             found |= handlers
-        if not roots and not has_ended:  # the launcher has not started a rank yet
+        if not roots and not has_ended:  # the launcher has not started any ranks yet
             os.kill(member.pid, signal.SIGTERM)
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
-        # Find the processes before sending the signal, because the signal may end a shell between two of
-        # them.
+        # Find all processes before sending the signal, which may kill a shell that lies between two of the
+        # processes.
         below = {pid: {*savers_below(pid, children)} for pid in found}
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
-            # If Slurm ended a shell in between, it has also signalled the processes that the shell left
-            # behind.
+            # If Slurm killed a shell in the meantime, Slurm has also signalled the processes that the shell
+            # left behind.
             kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
@@ -229,7 +229,7 @@ class CommandNotice:
     def _signal(
         self, rank: int, numbers: Mapping[int, signal.Signals], below: Mapping[int, Iterable[int]]
     ) -> None:
-        """Signal the processes in `numbers`; before that, stop the processes `below` those that only wait."""
+        """Stop the processes in `below`, then send each process in `numbers` its signal."""
         relays = []
         for pid in numbers.keys() & below.keys():
             handled = {saver: _first_handled(saver, self._numbers) for saver in below[pid]}
@@ -244,14 +244,14 @@ class CommandNotice:
         self._relays += relays
 
     def poll(self) -> bool:
-        """Continue stopped processes that need not wait for a forwarded signal; return whether any remain."""
+        """Resume stopped processes that need not wait for a signal; return whether any remain stopped."""
         for relay in [*self._relays]:
-            # Check this first, because a process forwards its signal before it ends.
+            # Check this first, because a process forwards a signal before it exits.
             is_over = not processes.is_running(relay.above) or time.monotonic() > relay.until_s
             for pid in [*relay.below]:
                 pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}
                 if pending or is_over or not processes.is_running(pid):
-                    # A signal that is already pending would not arrive a second time.
+                    # A signal that is already pending would not be delivered twice.
                     number = signal.Signals(min(pending)) if pending else relay.below[pid]
                     below = {*savers_below(pid, processes.tree_of(pid))} if pid in relay.waiting else {}
                     self._kept[relay.rank].update(below)
@@ -264,21 +264,21 @@ class CommandNotice:
         return bool(self._relays)
 
     def _ranks_of(self, member: int) -> list[int]:
-        """Return the processes to notify: `member`, or the ranks that a launcher has started so far."""
+        """Return the processes to signal: `member`, or the ranks that a launcher has started so far."""
         if not self.has_launcher:
             return [member]
-        # A launcher that starts a single process, such as accelerate, does not set RANK.
+        # A launcher that starts only one process, such as accelerate, does not set RANK.
         return processes.ranks_below(member) or processes.descendants(member)[:1]
 
     def _is_notice_for(self, pid: int, heard: signal.Signals) -> bool:
-        """Return whether a process that received the signal `heard` from Slurm needs no further signal."""
+        """Return whether a process that Slurm sent the signal `heard` needs no further signal."""
         if self.configured == "auto":
-            # The process may have had a handler that restored the default action after the first signal.
+            # The process may have had a handler that restored the signal's default action.
             return heard != signal.SIGUSR2 or not processes.ignores(pid, heard)
         return heard.name == f"SIG{self.configured}"
 
     def _orphans_of(self, rank: int, children: Mapping[int, list[int]]) -> list[int]:
-        """Return the processes of a member that became children of this agent when the member ended."""
+        """Return a member's processes that became children of this agent when the member exited."""
 
         def is_of_rank(pid: int) -> bool:
             group, environ = _group_of(pid), processes.environ_of(pid)
@@ -289,18 +289,18 @@ class CommandNotice:
         return list(filter(is_of_rank, children.get(os.getpid(), [])))
 
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether a failed member may have failed because Slurm signalled it.
+        """Return whether Slurm's signal may be the reason that a member failed.
 
-        The signal may have killed the member; or the member is a shell or one of `STARTERS`, and left saving
-        processes behind. For example, make exits with 2 if a signal has ended its recipe, and a shell with a
-        trap may exit with any code. A crash of any other program is reported immediately, whatever processes
-        the program leaves behind.
+        Slurm's signal may have killed the member itself, or the member is a shell or one of `STARTERS` and
+        left saving processes behind. For example, make exits with 2 if a signal kills its recipe, and a shell
+        with a trap may exit with any code. A crash of any other program is reported immediately, even if the
+        program leaves processes behind.
         """
         if was_signalled(member.pid):
             return True
         if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
             return False
-        # Only the name of an ended process can still be read.
+        # For an exited process, only the name can still be read.
         name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()
         if name not in (*SHELLS, *STARTERS):
             return False
@@ -308,30 +308,30 @@ class CommandNotice:
         return bool(takers(self._orphans_of(rank, children), children, self._numbers))
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether a process started by an ended member is still saving."""
+        """Return whether a process started by an exited member is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # For example, make has failed if a signal ended its recipe, because make then exits with 2.
+        # Any other exit code is a failure; for example, make exits with 2 if a signal kills its recipe.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)
-            for _ in range(2):  # a second pass finds processes that got a new parent during the first
+            for _ in range(2):  # the second pass finds processes that were reparented during the first pass
                 self._send(rank, member)
         return any(map(processes.is_running, self._kept[rank]))
 
     def exit_code(self, rank: int, code: int, of_notice: int) -> int:
-        """Return the exit code of the saving processes below a member, else the member's own `code`."""
+        """Return the exit code of the saving processes below a member, or else the member's own `code`."""
         codes = {*self._savers[rank].codes} if rank in self._savers else set()
         if not codes or code == EXIT_STOPPED:
             return code
         if codes <= {EXIT_OK, EXIT_STOPPED}:
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_OK
-        # A wrapper may exit with 1, whatever exit code its child returned.
+        # A wrapper may exit with 1, regardless of its child's exit code.
         failed = any(one is not None and one > EXIT_OK and one != EXIT_STOPPED for one in codes)
         return of_notice if code == EXIT_FAILED and not failed else code
 
     def reap_orphans(self) -> None:
-        """Reap orphaned processes of this agent's members, and record the exit codes of those that saved."""
+        """Reap orphaned processes of this agent's members; record the exit codes of processes that saved."""
         for pid in processes.children_of(os.getpid()) if self.groups else ():
             code = processes.exit_code_of_zombie(pid)
             if code is None or pid in self.groups:

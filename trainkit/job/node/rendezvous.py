@@ -1,4 +1,4 @@
-"""The rendezvous of an attempt: the node and ranks of each agent, and the address where rank 0 listens."""
+"""The rendezvous of an attempt: each agent's node and ranks, and the address where rank 0 listens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.run.files import wait_for_json
 from trainkit.run.rundir import AttemptDir
 
 LOCAL_ADDR = "127.0.0.1"
-"""The address of rank 0 if all nodes of the run are this machine."""
+"""The address of rank 0 if the run uses only this machine."""
 
 NUM_CANDIDATES = 64
 LOWEST_PORT = 10_000
@@ -30,7 +30,7 @@ DEFAULT_EPHEMERAL = (32_768, 60_999)
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """Return the kernel's port range for outgoing connections as (first, last), both inclusive."""
+    """Return the first and last port, both inclusive, of the kernel's range for outgoing connections."""
     try:
         low, high = EPHEMERAL_RANGE.read_text().split()
         return int(low), int(high)
@@ -39,14 +39,14 @@ def ephemeral_range() -> tuple[int, int]:
 
 
 def candidate_ports() -> list[int]:
-    """Return random ports outside the range for outgoing connections; empty if the range covers all ports."""
+    """Return random ports outside the range for outgoing connections; empty if there are none."""
     low, high = ephemeral_range()
     pool = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
     return secrets.SystemRandom().sample(pool, min(NUM_CANDIDATES, len(pool)))
 
 
 def is_free(port: int) -> bool:
-    """Return whether rank 0 could listen on a port; tests all addresses, as TCPStore does."""
+    """Return whether rank 0 could listen on a port; like TCPStore, tests all addresses."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -56,7 +56,7 @@ def is_free(port: int) -> bool:
 
 
 def choose_port() -> int:
-    """Choose a free port on this machine for a rendezvous; raise TrainkitError if no port is free."""
+    """Choose a free port on this machine for a rendezvous; raise TrainkitError if there is none."""
     candidates = candidate_ports()
     if not candidates:
         with socket.socket() as probe:
@@ -75,7 +75,7 @@ def choose_port() -> int:
 RENDEZVOUS_TIMEOUT_S = 300.0
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
-"""Seconds to wait for a file to appear, because an NFS client may cache for a minute that it is missing."""
+"""Seconds to wait for a file to appear; an NFS client may cache the file's absence for a minute."""
 
 
 class StopSignalReceived(Exception):
@@ -91,24 +91,24 @@ class NotATask(TrainkitError):
 
 
 class Listener(Protocol):
-    """Records the stop signals that arrive at the ranks of an agent."""
+    """Records the stop signals received by an agent's ranks."""
 
     def has_heard(self, number: signal.Signals) -> bool:
-        """Return whether the ranks have also received the signal that the agent has just received."""
+        """Return whether the ranks have also received the signal that the agent just received."""
 
 
 class Task(ABC):
     """The role of an agent: a task in a scheduler's step, or a rank of another launcher."""
 
     has_scheduler = True
-    """True if `key` is unique to this start of the step, and a signal reaches all tasks."""
+    """True if `key` is unique to this start of the step and signals reach all tasks."""
     task: int
     """The index of this task among all tasks."""
     node_rank: int
     local_task: int
-    """The index of this task among the tasks of its node."""
+    """The index of this task among the tasks on its node."""
     tasks: tuple[int, ...]
-    """The number of tasks on each node."""
+    """The number of tasks on each node of the step."""
 
     @property
     def num_tasks(self) -> int:
@@ -120,7 +120,7 @@ class Task(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the first task of the step, which acts for all tasks."""
+        """Return whether this is the first task of the step, which acts on behalf of all tasks."""
         return self.task == 0
 
     @property
@@ -131,55 +131,55 @@ class Task(ABC):
     @property
     @abstractmethod
     def first(self) -> str:
-        """The task that announces the run, as named in messages."""
+        """The name, in messages, of the first task, which announces the run."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """A string that identifies this start of this step."""
+        """A string that identifies this particular start of the step."""
 
     @abstractmethod
     def meet(self, attempt: AttemptDir, plan: LaunchPlan) -> Rendezvous:
-        """Return the rendezvous of the task's agent, which the first task publishes.
+        """Return the rendezvous of this task's agent, based on what the first task publishes.
 
         Raises TrainkitError if the step does not match the plan or the rendezvous is not published in time,
         and StopSignalReceived if a stop signal arrives during the wait.
         """
 
     def listen(self) -> Listener | None:
-        """Start a listener if Slurm may also signal the ranks directly.
+        """Start a listener for signals if Slurm may also signal the ranks directly.
 
-        Call this after starting the ranks, with the signals blocked.
+        Must be called after the ranks have started, with the signals blocked.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The node and the ranks of one agent, and the address of rank 0."""
+    """The node and ranks of one agent, and the address of rank 0."""
 
     node_rank: int
     local_ranks: tuple[int, ...]
     master_addr: str
     master_port: int
     peer: str | None
-    """Another host of the job; None if all ranks are on this host."""
+    """Another host of the job, or None if all ranks are on this host."""
     nonce: str = ""
-    """A random value by which the ranks of an attempt recognize their own rank 0, in case another job uses
-    the same address."""
+    """A random value by which ranks recognize rank 0 of their own attempt, in case another job uses the same
+    address."""
     task: Task | None = None
-    """The role of the agent; None in a local run, whose supervisor starts and signals all agents."""
+    """The role of the agent; None in a local run, where the supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
-        """Return whether rank 0 is among the agent's workers."""
+        """Return whether rank 0 is one of the agent's workers."""
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
-    """Record a stop signal, for the supervisor of a step or for rank 0 of another launcher."""
+    """Record a stop signal for the step's supervisor, or for rank 0 if another launcher started the ranks."""
     if task.has_scheduler and not task.is_first:
-        return  # the scheduler has signalled all tasks, and the first task records the signal
+        return  # the scheduler signals all tasks, and the first task records the signal
     if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
         return  # after a failure, the launcher kills the other ranks, so this is not a stop notice
     with contextlib.suppress(OSError):  # the ranks have received the signal even if it cannot be recorded
@@ -188,13 +188,13 @@ def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, tim
 
 
 def recorded_notices(attempt: AttemptDir) -> list[signal.Signals]:
-    """Return the stop signals that `record_notice` has recorded for an attempt."""
+    """Return the stop signals recorded for an attempt by `record_notice`."""
     events = read_events(attempt.run, "signal", attempt=attempt.number)
     return [signal.Signals[str(event.values["signal"])] for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
-    """Wait until the attempt's plan is visible on this host, and return it.
+    """Wait until the attempt's plan is visible on this host, and return the plan.
 
     Raises TrainkitError after the timeout, and StopSignalReceived if a stop signal arrives during the wait.
     """
@@ -208,25 +208,25 @@ def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> Lau
 
 
 def pause(seconds: float) -> None:
-    """Sleep; raise StopSignalReceived if a stop signal arrives in the meantime."""
+    """Sleep for `seconds`; raise StopSignalReceived if a stop signal arrives during the sleep."""
     received = processes.wait_for_signal(seconds)
     if received is not None and received != signal.SIGCHLD:
         raise StopSignalReceived(received)
 
 
 def new_nonce() -> str:
-    """Return a new nonce for an attempt; never write it to a file that others can read."""
+    """Return a new random nonce for an attempt; never write the nonce to a file that other users can read."""
     return secrets.token_hex(16)
 
 
 def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: str = "") -> Rendezvous:
-    """Return the rendezvous of one agent of a local run, where every node is this machine."""
+    """Return the rendezvous for one agent of a local run, where every node is this machine."""
     ranks = tuple(range(plan.workers_of(node_rank)))
     return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 
 
 class PauseUntilFailure:
-    """Pauses while a task waits for other tasks, which may fail during the wait.
+    """Pauses while this task waits for other tasks, which may fail in the meantime.
 
     Raises TrainkitError if another task has failed, and StopSignalReceived if any task received a stop
     signal.

@@ -1,6 +1,6 @@
-"""The environment variables and command lines of the workers that an agent starts.
+"""The environment variables and command lines of the workers started by an agent.
 
-The environment variables include the network interfaces for gloo and NCCL.
+The environment variables of a worker include the network interfaces for gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from trainkit.shipped import Guard, in_ranks, with_launcher
 
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-"""The variables with which a user may have configured torch's allocator, by their current and older names."""
+"""The environment variables that configure torch's allocator, under their current and older names."""
 BUFFER_VARIABLES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
-"""The variables with which a user may have configured torch's flight recorder, by their current and older
-names.
+"""The environment variables that set the buffer size of torch's flight recorder, under their current and
+older names.
 """
 NUM_RECORDED = 2000
-"""Number of collectives that torch's flight recorder keeps; this has been the default since torch 2.13.
-Recording costs 1.5 us per call and 3 MB of memory."""
+"""Number of collectives kept by torch's flight recorder; the default since torch 2.13. Recording costs 1.5 us
+per call and 3 MB of memory in total."""
 AT_START_VARIABLE = "TRAINKIT_JOB_AT_START"
-"""The variable that lists the files for `trainkit.job.python_start` to load."""
+"""The environment variable that lists the files to be loaded by `trainkit.job.python_start`."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
-"""The variable with the path of a file that a command creates when it is done, so that exit code 0 after a
-stop signal means finished."""
+"""The environment variable with the path of a file that a command creates when it is done, so that exit code
+0 after a stop signal means "finished"."""
 
 
 def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> RankEnv:
-    """Return the rank environment of one worker; ranks are numbered node by node."""
+    """Return the rank environment for one worker; ranks are numbered node by node."""
     return RankEnv(
         rank=plan.first_rank_of(rendezvous.node_rank) + local_rank,
         local_rank=local_rank,
@@ -70,9 +70,9 @@ def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> Ra
 
 
 def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is not a rank yet: inherited variables and `launch.env`."""
+    """Return the environment for a process that is not yet a rank: inherited variables plus `launch.env`."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
-    # On Slurm, the job script has already set PYTHONPATH, which begins with the code snapshot.
+    # On Slurm, the job script has already set PYTHONPATH to begin with the code snapshot.
     kept = {"PYTHONPATH"} if plan.is_job else set()
     return environ | {name: value for name, value in plan.environment.variables.items() if name not in kept}
 
@@ -88,8 +88,8 @@ def worker_environ(
 ) -> dict[str, str]:
     """Return a worker's environment: inherited variables, `launch.env`, trainkit's defaults, and its rank.
 
-    `defaults` are variables of this host and attempt, such as the network interface. If there is a copy of
-    the code, Python imports the packages of the original folder from this copy.
+    `defaults` contains variables specific to this host and attempt, such as the network interface. If there
+    is a copy of the code, packages in the original folder are imported from the copy.
     """
     environ = configured_environ(plan, inherited)
     environ.setdefault(
@@ -99,19 +99,19 @@ def worker_environ(
     for name, value in defaults.items():
         environ.setdefault(name, value)
     if plan.is_here and plan.device == "cuda":
-        # Prefer the GPUs that the supervisor reserved for the run to those in launch.env.
+        # GPUs reserved by the supervisor take precedence over GPUs set in launch.env.
         visible = inherited.get(VISIBLE, environ.get(VISIBLE))
         if visible is not None or plan.num_nodes > 1:
             environ[VISIBLE] = gpu_slice(plan, rank_env.node_rank, visible)
     if "SLURM_ARRAY_TASK_ID" in environ and attempt.run.name.isdigit():
-        # If a group consists of several arrays, each array numbers its tasks from 0, so use the run's own
-        # index.
+        # If a group consists of several arrays, each array numbers its tasks from 0, so use the index of the
+        # run in the group.
         environ["SLURM_ARRAY_TASK_ID"] = attempt.run.name
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
         environ[NONCE_VARIABLE] = rank_env.nonce
     if (venv := plan.environment.venv) is not None:
-        # Set the same variables as bin/activate.
+        # Set the same variables as bin/activate does.
         environ["VIRTUAL_ENV"] = venv
         environ["PATH"] = f"{venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
@@ -141,16 +141,16 @@ def worker_environ(
             _keep_git_inside(environ, plan, [str(attempt.run.path), str(Path(code.code).parent)])
         return environ
     if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
-        # Without expandable segments, changing sizes, for example in the last batch of a validation, would
+        # Without expandable segments, varying batch sizes, as in the last batch of a validation, would
         # fragment the memory.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environ
 
 
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
-    """Keep Git from using a repository above these folders, or one set in the submitting shell's environment.
+    """Keep Git from using a repository above `folders` or one set in the submitting shell's environment.
 
-    Without this, Git commands in a run folder inside the project would show the current state of the project.
+    Otherwise, Git commands in a run folder inside the project would show the project's current state.
     """
     for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
@@ -161,20 +161,22 @@ def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequenc
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
     environ[DONE_FILE_VARIABLE] = str(attempt.done_file)
     if not plan.workload.has_launcher:
-        # Set the same variable as torchrun, so that a framework uses these ranks instead of those in Slurm's
-        # variables. With Slurm's variables, Lightning would also ignore SIGTERM.
+        # Set the same variable as torchrun, so that frameworks use the ranks set here instead of those in
+        # Slurm's variables. If Lightning used Slurm's variables, it would also ignore SIGTERM.
         environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
-    # torchrun waits this long for its ranks after SIGTERM; its default is 30 s.
+    # TORCH_ELASTIC_SHUTDOWN_TIMEOUT is how long torchrun waits for its ranks after SIGTERM; the default is 30
+    # s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
     if plan.workload.launcher == "accelerate" and plan.device == "cpu":
-        # Without this variable, accelerate on a host without GPUs treats every rank as a single process.
+        # Without ACCELERATE_USE_CPU, accelerate on a host without GPUs treats every rank as a single-process
+        # run.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 @cache
 def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
-    """Return the private folders of the ranks on this host; print a note if they are outside TMPDIR.
+    """Return the ranks' private folders on this host; print a note if the folders are outside TMPDIR.
 
     Raises OSError.
     """
@@ -187,13 +189,13 @@ def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
 
 
 def with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
-    """Return the environment, extended by private folders for temporary files and caches."""
-    # If ranks must share a folder with other programs, users set launch.env.TMPDIR.
+    """Return the environment with private folders for temporary files and caches added."""
+    # To share a folder for temporary files with other programs, users set launch.env.TMPDIR.
     return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.environment.variables).added_to(environ)
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
-    """Return the number of CPU threads per worker on this node, for a plan that does not set this number."""
+    """Return the number of CPU threads per worker on this node, for plans that do not set the number."""
     given = inherited.get("SLURM_CPUS_PER_TASK", "")
     num_cpus = len(os.sched_getaffinity(0))
     if given.isdigit():
@@ -203,9 +205,9 @@ def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str
 
 
 def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for one node of a local run; all its nodes share the GPUs of this machine.
+    """Return CUDA_VISIBLE_DEVICES for one node of a local run, whose nodes share this machine's GPUs.
 
-    `visible` is the inherited value of CUDA_VISIBLE_DEVICES; None means all GPUs, numbered from 0.
+    `visible` is the inherited value of CUDA_VISIBLE_DEVICES, or None for all GPUs, numbered from 0.
     """
     count = plan.workers_per_node
     names = visible.split(",") if visible else [str(index) for index in range(plan.world_size)]
@@ -213,7 +215,7 @@ def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
 
 
 def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
-    """Return the command line of an agent's child process: a rank, or the launcher of all ranks of a node."""
+    """Return the command line for an agent's child: a rank, or the launcher of all the node's ranks."""
     if not plan.workload.is_command:
         trainer = module_argv("trainkit.trainer", str(run.path))
         python = plan.environment.python
@@ -238,19 +240,20 @@ IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
 VIRTUAL = ("docker", "virbr")
-"""Prefixes of the names of interfaces that reach no other host; NCCL avoids them too."""
+"""Name prefixes of virtual interfaces, which cannot reach other hosts; NCCL also avoids these interfaces."""
 DISCARD_PORT = 9
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
-    """Return the variables for a network preset or an interface name, and a sentence that explains them.
+    """Return the variables for a network preset or interface name, and a sentence explaining the choice.
 
-    `peer` is another host of the job, or None if all ranks are on this host. gloo gets the interface on the
-    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL is therefore left to choose
-    its interfaces itself, unless the config names one or this host has only one.
+    `peer` is another host of the job, or None if all ranks are on this host. gloo uses the interface on the
+    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL therefore chooses its
+    interfaces itself, unless the config names an interface or this host has only one.
 
-    Raises UsageError if this host has no interface `preset`, or no InfiniBand device for the preset ``ib``.
+    Raises UsageError if this host has no interface named `preset`, or no InfiniBand device for the preset
+    ``ib``.
     """
     if preset not in PRESETS:
         names = [name for _, name in socket.if_nameindex()]
@@ -276,35 +279,36 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
 
 
 def _nccl(name: str) -> dict[str, str]:
-    # NCCL treats an interface name as a prefix. Without the equals sign, eth1 would also match eth10.
+    # NCCL treats an interface name as a prefix unless the name begins with an equals sign. For example, the
+    # name eth1 without an equals sign would also match eth10.
     return {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def interface_to(host: str) -> str | None:
-    """Return the interface on the route to a host; None if unknown."""
+    """Return the interface on the route to a host, or None if unknown."""
     return addresses().get(address_towards(host) or "")
 
 
 def address_towards(host: str) -> str | None:
-    """Return this host's IPv4 address on the route to another host; None if unknown."""
+    """Return this host's IPv4 address on the route to another host, or None if unknown."""
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # looks up a route, but sends nothing
+            probe.connect(found[0][4])  # connecting a UDP socket looks up the route without sending anything
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def addresses() -> Mapping[str, str]:
-    """Map each IPv4 address of this host to its interface."""
+    """Return a mapping from each IPv4 address of this host to its interface."""
     names = [name for _, name in socket.if_nameindex()]
     found = {name: _ask(SIOCGIFADDR, name) for name in names}
     return {socket.inet_ntoa(answer[20:24]): name for name, answer in found.items() if answer is not None}
 
 
 def usable_interfaces() -> list[str]:
-    """Return the interfaces that can reach other hosts: up, with IPv4, neither loopback nor virtual."""
+    """Return the interfaces that can reach other hosts: up, with an IPv4 address, not loopback or virtual."""
     return [
         name
         for name in addresses().values()
@@ -319,7 +323,7 @@ def _flags(name: str) -> int:
 
 
 def _ask(request: int, name: str) -> bytes | None:
-    """Return the kernel's answer to a request about an interface (a struct ifreq); None without an answer."""
+    """Return the kernel's reply (a struct ifreq) to a request about an interface, or None on an error."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))

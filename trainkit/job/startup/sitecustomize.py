@@ -1,7 +1,7 @@
-"""Runs when a Python interpreter starts in a job, because PYTHONPATH of every rank begins with this folder.
+"""Runs when a Python interpreter starts in a job, because every rank's PYTHONPATH begins with this folder.
 
-Python imports only the first module named sitecustomize, so this file imports the next one itself. Any
-version of Python may read this file, so it uses the syntax of Python 2.7.
+Python imports only the first module named sitecustomize, so this module imports the next one itself. Any
+version of Python may execute this file, so its syntax is limited to Python 2.7.
 """
 
 import os
@@ -19,7 +19,6 @@ if __name__ == "sitecustomize":
             SourceFileLoader(module.__name__, module.__file__).exec_module(module)
         except Exception as error:
             sys.stderr.write("trainkit cannot prepare this Python: %s: %s\n" % (type(error).__name__, error))  # noqa: UP031
-    # If no other sitecustomize exists, Python reports that this module is missing, as it would without this
-    # file.
+    # If there is no other sitecustomize, Python reports the module as missing, as it would without this file.
     del sys.modules[__name__]
     import sitecustomize  # type: ignore # noqa: F401
