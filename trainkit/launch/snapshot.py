@@ -130,7 +130,7 @@ def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: Launch
             shutil.rmtree(run.code_dir, ignore_errors=True)
             if had_one:
                 kept.rename(run.code_dir)
-            # If job.json cannot be written now, the earlier change could not be written either.
+            # If job.json cannot be written now, its earlier change was not written either.
             with suppress(OSError), changed_job(run) as job:
                 job.code = before.code
         raise
@@ -367,7 +367,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
                 found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
-                new.flush()  # A later flush would change the modification time.
+                new.flush()  # Flush now, because a later flush would change the modification time.
                 os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -452,7 +452,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
     sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
-        diff = None  # Secrets would not be found in a diff with another format.
+        diff = None  # Secrets cannot be found in a diff that has a different format.
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {

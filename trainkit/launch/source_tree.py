@@ -51,8 +51,8 @@ _OUTPUT_FOLDER = _matcher(
 _WRITTEN = _matcher(
     "*.png *.jpg *.jpeg *.gif *.svg *.pdf *.html *.csv *.tsv *.log *.out *.err *.npy *.npz *.pkl *.pickle"
 )
-"""Matches files that scripts often write to their working directory. If such a file were symlinked, a run
-would overwrite the original."""
+"""Matches files that scripts often write to their working directory. If a file of this kind were symlinked, a
+run would overwrite the original."""
 MAX_WRITTEN, MAX_WRITTEN_BYTES = 100, 1_000_000
 """Limits for copying files that match `_WRITTEN`: the number of files in a folder, and the size of a file in
 bytes. Files beyond these limits are considered data and are symlinked."""

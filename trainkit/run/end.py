@@ -106,7 +106,7 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
     """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
-        record = read_object(path)  # {} if a crash truncated the file
+        record = read_object(path)  # empty if a crash truncated the file
         if record:
             failure = read_record(RankFailure, record)
             if failure.code is not None:
@@ -118,9 +118,9 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Extra seconds allowed between the first error of another rank and the record of a kill by one of
-`ENDING_SIGNALS`. The agent waits before it records such a kill as a failure: if the agent also receives the
-stop signal, the kill was part of a normal stop."""
+"""Additional number of seconds to `NOTICED_S` if the rank was killed by one of `ENDING_SIGNALS`. The agent
+waits before it records a kill by one of these signals as a failure: if the agent also receives the stop
+signal, the kill was part of a normal stop."""
 NOTICED_S = 2.5
 """Maximum number of seconds between the first error of a killed rank's peers and the agent's record of the
 kill."""
@@ -181,7 +181,8 @@ class AttemptEnd:
     best: Best | None = None
     """The best result of the run."""
     guessed: bool = field(default=False, metadata=OPTIONAL)
-    """True if the attempt itself could not write end.json, so a later start of the job wrote it."""
+    """True if the attempt could not write its own end.json, so that a later start of the job wrote the
+    file."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
     """The reason without the next action; set only if `reason` also mentions the next action."""
     saved: bool = field(default=False, metadata=OPTIONAL)
@@ -217,7 +218,7 @@ def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
 
 
 def is_over(attempt: AttemptDir) -> bool:
-    """Return whether an attempt has ended and the run does not resume automatically."""
+    """Return whether an attempt has ended and will not be resumed automatically."""
     end = read_end(attempt)
     return end is not None and not end.resumes
 

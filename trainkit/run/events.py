@@ -170,7 +170,7 @@ def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
         middle = (first + last) // 2
         between = _attempt_at(stream, middle)
         # Push the newer half last, so that it is bisected first: if there are more than `MAX_EDGES` attempts,
-        # the newest ones are found.
+        # the older attempts are omitted.
         todo += [(first, before, middle, between), (middle, between, last, after)]
     return found[::-1]
 
@@ -341,8 +341,8 @@ def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
 def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {}) -> dict[int, float | None]:
     """Map each step to the last value of a metric at that step; a non-finite value becomes None.
 
-    `begins` is the result of `first_steps`; without it, a step would keep a stale value if the later attempt
-    never logged the metric.
+    `begins` is the result of `first_steps`; it excludes stale values even if the later attempt never logged
+    the metric.
     """
     found: dict[int, float | None] = {}
     attempt = None

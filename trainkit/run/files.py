@@ -305,8 +305,8 @@ def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator
 def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines before an offset in reverse order, with their line terminators.
 
-    The first item is the text after the last line terminator, which is often empty. A line of at least
-    `longest` bytes is yielded in chunks, the last chunk first.
+    The first item is the text after the last line terminator; it is empty if the file ends with a complete
+    line. A line of at least `longest` bytes is yielded in chunks, the last chunk first.
     """
     rest: list[bytes] = []  # Blocks of a line whose beginning has not been read yet, the last block first.
     num_bytes, was_cut = 0, False

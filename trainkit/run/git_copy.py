@@ -26,8 +26,8 @@ GIT_LOCATIONS = {
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE", "OBJECT_DIRECTORY")
 }
-"""Environment variables that make Git use another repository than the one in the working directory; Git sets
-them for its hooks."""
+"""Environment variables that make Git use a repository other than the one in the working directory; Git sets
+them when it runs hooks."""
 OF_SHA256 = b"\n\tobjectformat = sha256\n"
 """The lines in a repository's Git config that select SHA-256 hashes."""
 _STAT = struct.Struct(">10I")

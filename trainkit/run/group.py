@@ -307,8 +307,8 @@ def is_index(text: str) -> bool:
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
     """Return `run`; first create its folder if `run` is a trial that has no folder yet.
 
-    The folder of a trial is normally created when its array task starts, or earlier if a command needs the
-    folder. Raises UsageError for the same reasons as `task_run`.
+    The folder of a trial is created when its array task starts, or earlier if a command needs the folder.
+    Raises UsageError for the same reasons as `task_run`.
     """
     found = None if run.exists() else group_of(run)
     return run if found is None else task_run(*found, job_id)

@@ -92,7 +92,7 @@ class Attempt:
     state: str | None = None
     reason: str | None = None
     action: str | None = None
-    """The action that the supervisor chose last, because an earlier choice may have turned out to be
+    """The last action that the supervisor chose; the supervisor may choose again if an action turns out to be
     impossible."""
     start_step: int = 0
     """The step from the checkpoint that the attempt resumed from; 0 if it started from scratch."""
@@ -247,7 +247,7 @@ def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[A
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
     """Return the total number of seconds between consecutive attempts in the same allocation.
 
-    Only restarts count, because a requeue releases the allocation.
+    Only restarts are considered, because a requeue releases the allocation.
     """
     return sum(_idle_s(attempt, following) for attempt, following in pairwise(attempts))
 

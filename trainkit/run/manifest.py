@@ -354,7 +354,8 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
     # If a checkpoint was validated only after a resume, its own manifest does not say that it is the best
-    # checkpoint. Only later manifests then identify the best checkpoint, in their `best_step`.
+    # checkpoint. Only the manifests of later checkpoints then identify the best checkpoint, in their
+    # `best_step`.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

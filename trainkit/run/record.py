@@ -319,7 +319,8 @@ def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
     """Return whether the supervisor of a local attempt is alive; None if this host cannot determine it."""
     alive = entry.alive()
     # The record may have been written in a container on this machine, or before the hostname changed. An
-    # equal boot id means that the supervisor ran on this machine, so its lock shows whether it is alive.
+    # equal boot id means that the supervisor ran on this machine, so the lock shows whether the supervisor is
+    # alive.
     return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
 
 
@@ -381,7 +382,7 @@ def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
     """Record that the user cancelled the newest attempt, and return its record.
 
-    `now` means that no checkpoint was saved.
+    `now` means that the attempt was cancelled without saving a checkpoint.
     """
     return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 

@@ -100,7 +100,7 @@ def starts() -> list[Start]:
             with suppress(OSError):  # The folder may have been deleted since it was listed.
                 time = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
                 found[key] = Start(folder, None, time)
-    # Sort, then reverse, so that of two lines with the same time, the later line comes first.
+    # Sort, then reverse: if two lines have the same time, the later line must come first.
     return sorted(found.values(), key=lambda start: start.time)[::-1]
 
 

@@ -262,7 +262,7 @@ class AttemptDir:
     profile_dir = Child("profile")
     done_file = Child("done")
     """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means that
-    the COMMAND finished if this file exists, and that it was interrupted if not."""
+    the COMMAND has finished if this file exists, or that it was interrupted otherwise."""
     rendezvous_file = Child("rendezvous.json")
     """The address where the ranks on several hosts connect; empty until the first host has written it."""
     store_file = Child("store")
