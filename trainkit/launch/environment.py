@@ -78,8 +78,8 @@ def command_python(
 ) -> tuple[str, ...]:
     """Return the Python interpreter for a launcher such as torchrun.
 
-    It is taken from the config or, if the config has none, from the command. Otherwise, it is the interpreter
-    of the active environment or of this process.
+    The interpreter is taken from the config or, if the config has none, from the command. If neither
+    specifies one, the interpreter of the active environment or of this process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv

@@ -78,7 +78,7 @@ class Gatherer:
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
 
-        # Imported here because it is slow to import and needed only for Slurm.
+        # Imported here because the import is slow and needed only for Slurm.
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor() as threads:

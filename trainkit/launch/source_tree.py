@@ -88,9 +88,9 @@ class SourceTree:
     subfolder: str = ""
     """The path of the working directory relative to the root."""
     files: dict[str, os.stat_result] = field(default_factory=dict)
-    """The regular files and symlinks to copy."""
+    """The regular files and symlinks to copy, with their `stat` results."""
     links: list[str] = field(default_factory=list)
-    """The paths to symlink."""
+    """Paths that are symlinked from the copy to the source instead of being copied."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """The omitted files, as (path, reason)."""
     repositories: list[str] = field(default_factory=list)

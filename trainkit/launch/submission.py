@@ -123,7 +123,7 @@ class Submission:
     @cached_property
     def group_trials(self) -> list[Trial]:
         """Return the trials in the form stored in sweep.json."""
-        from trainkit.run.group import Trial  # imported here because it is slow to import
+        from trainkit.run.group import Trial  # imported here because the import is slow
 
         first = self.trials[0]
         plan = first.plan.to_dict()
@@ -214,7 +214,7 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
     if after:
-        # imported here because it is slow to import
+        # imported here because the import is slow
         from trainkit.launch.dependency import dependencies, with_dependency
 
         waits_for = dependencies(after, warn, on_slurm=submission.plan.is_job)

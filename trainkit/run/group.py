@@ -413,7 +413,7 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
 
 def trial_texts(group: RunGroup, trial: Trial) -> tuple[str, str]:
     """Return the initial content of config.yaml and plan.json for a trial's run."""
-    from trainkit.config.yamlfile import dump  # imported here because it is slow to import
+    from trainkit.config.yamlfile import dump  # imported here because the import is slow
 
     config, plan = changed(group.record.config, trial.config), changed(group.record.plan, trial.plan)
     return dump(config), json.dumps(plan, indent=2, ensure_ascii=False) + "\n"

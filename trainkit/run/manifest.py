@@ -256,7 +256,7 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; after an interrupted deletion, no partial checkpoint looks published.
+    """Delete a checkpoint; an interrupted deletion leaves no folder that looks like a published checkpoint.
 
     The folder is first renamed like an unfinished save, which the next attempt deletes.
     """

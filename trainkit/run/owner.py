@@ -135,9 +135,7 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
 
 def _refuse_used(folder: Path, option: str) -> None:
     """Raise UsageError if the requested run folder is a file, or a folder that is not empty."""
-    from trainkit.run.group import (
-        RunGroup,
-    )  # Imported here because it is slow to import and rarely needed.
+    from trainkit.run.group import RunGroup  # imported here because the import is slow and rarely needed
 
     shown = shown_path(folder)
     if RunDir(folder).exists():

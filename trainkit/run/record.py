@@ -325,7 +325,7 @@ def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
 
 
 def add_attempt(run: RunDir, attempt: int, pid: int, reason: str) -> AttemptRecord:
-    """Record that the supervisor with the id `pid` on this host executes an attempt.
+    """Record that the supervisor with the process id `pid` on this host executes an attempt.
 
     The caller must hold the run's lock.
     """

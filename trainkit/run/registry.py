@@ -252,7 +252,7 @@ def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
     If there is none in ./runs, returns all runs whose folder has this name or, if there are none, all runs
     whose config has this name. With `acts`, returns only runs that belong to the current folder.
     """
-    # If the index has no name for a run, compare the folder name instead.
+    # Include runs that have no name in the index, because their config may have this name.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()

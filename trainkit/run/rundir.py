@@ -130,8 +130,8 @@ class RunDir(RunFolder):
     caches_dir = Child("caches")
     """The compile caches for hosts that have no private folder for temporary files."""
     heartbeat_file = Child("heartbeat")
-    """A file that a COMMAND touches while it prints nothing for a long time, so that it is not considered
-    hung."""
+    """A COMMAND that prints nothing for a long time can touch this file, so that the COMMAND is not
+    considered hung."""
     tensorboard_dir = Child("tensorboard")
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
@@ -190,8 +190,8 @@ class RunDir(RunFolder):
                     self.path = found
                     return True
         with contextlib.suppress(OSError):
-            # Despite the different stat, the folder may be the same: a remount changes the device number, and
-            # a restart of the file server can make all open handles stale.
+            # The folder may be the same although its stat differs: a remount changes the device number, and a
+            # restart of the file server can make all open handles stale.
             if self._when_made() != self._made:
                 # The path now refers to another run's folder, where this run must not write.
                 self.path, self.was_replaced = self.path.with_name(f"{self.name}{DELETED}"), True

@@ -22,8 +22,8 @@ from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
 
 SUBMITTED_VARIABLE = "TRAINKIT_JOB_SUBMITTED"
-"""The environment variable for the `submitted_hash`. It is set by the batch script or, for a run on this
-machine, by the command that starts the supervisor."""
+"""The environment variable for the `submitted_hash`. The variable is set by the batch script or, for a run on
+this machine, by the command that starts the supervisor."""
 HASH_DIGITS = 32
 
 
