@@ -1,4 +1,4 @@
-"""Describe which config a command or a Python call requests, and which values it changes in the config."""
+"""Describe the config that a command or Python call requests, and the values that it overrides."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ FLAGS = {
     "backend": "launch.backend",
     "note": "note",
 }
-"""Maps an argument of a command or a function to its config key."""
+"""Maps an argument of a command or Python function to its config key."""
 
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """The config to load and the changes that the command line makes to it."""
+    """A config to load, and the changes to it from the command line."""
 
     path: str
-    """The config file as typed, or the name of a shipped config. If CONFIG was omitted, this is the name of
-    the default config or an empty text."""
+    """The config file as typed, or the name of a built-in config. If CONFIG was omitted, the name of the
+    default config or an empty string."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
-    """Maps a dotted key to the flag as the user typed it and the flag's value."""
+    """Maps a dotted key to the command-line flag, as the user typed it, and its value."""
     argv: tuple[str, ...] = ()
-    """The COMMAND after ``--``, which determines the default name of the run."""
+    """The COMMAND after ``--``; determines the default name of the run."""
     chooses_nodes: bool = False
-    """True for ``--nodes auto``."""
+    """True if ``--nodes auto`` is given."""
     repeats: RepeatedRun | None = None
-    """The run whose config is loaded, instead of a config file with its layers."""
+    """A run whose config is loaded instead of a config file and its layers."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
-        """Load the config with all its layers; raise a ConfigError that lists all problems.
+        """Load the config with all its layers; raise a ConfigError that lists every problem.
 
-        On a host without Slurm, no cluster is searched for, so the `defaults` of cluster profiles do not
+        On a host without Slurm, does not search for a cluster, so the `defaults` of cluster profiles do not
         apply.
         """
         if self.repeats is not None:
@@ -77,10 +77,10 @@ class ConfigRequest:
         )
 
     def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
-        """Load the config for a command that plans a run of `workload`, by default the trainer.
+        """Load the config for a command that plans a run of `workload`, which defaults to the trainer.
 
-        For an invalid config, the ConfigError also lists problems found while planning a run with the
-        config's valid values.
+        If the config is invalid, the ConfigError also lists problems found by planning a run with the valid
+        values.
         """
         from trainkit.config import InvalidConfig
 

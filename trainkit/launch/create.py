@@ -1,4 +1,4 @@
-"""Create the folder of a run or group where other users cannot change it, and start its job."""
+"""Create the folder of a run or group where no other user can change it, and start its job."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CreatedRun:
-    """A run folder that is complete except for the first attempt."""
+    """A run folder that is complete but has no attempt yet."""
 
     run: RunDir
     config_name: str
     job: JobRecord
-    """The content of job.json; for a group, the values that all its runs share."""
+    """The content of job.json; for a group, the values shared by all its runs."""
 
     @property
     def name(self) -> str:
-        """Return the config's name, with a number if ./runs already contained a folder with this name."""
+        """Return the config's name, with a number appended if ./runs already contained this folder name."""
         return self.job.name
 
     @property
     def code(self) -> CodeCopy | None:
-        """Return the copy of the code; None if the run uses the original files."""
+        """Return the code copy; None if the run uses the original files."""
         return self.job.code
 
 
@@ -62,8 +62,8 @@ def create_submission(
 ) -> CreatedRun:
     """Create the folder of a run or group without starting its job.
 
-    `option` is the command-line option that sets `run_dir`. Raises UsageError if `run_dir` is not empty or
-    cannot be written, or if a secret would be written.
+    `option` is the command-line option for `run_dir`, which is shown in errors. Raises UsageError if
+    `run_dir` is not empty or not writable, or if a secret would be written to a file.
     """
     config, plan = submission.trials[0].config, submission.trials[0].plan
     if submission.array is None:
@@ -89,12 +89,12 @@ def create_run(
     code_from: CodeCopy | None = None,
     stdin: bytes | None = None,
 ) -> CreatedRun:
-    """Create the folder of a run, which is ``runs/NAME`` or `run_dir`; `run_dir` must be new or empty.
+    """Create the folder of a run: `run_dir`, which must be new or empty, or by default ``runs/NAME``.
 
-    `code_from` is another run's copy of the code, which is used instead of the current code. `stdin` is the
-    standard input of rank 0 of a COMMAND in each attempt.
+    `code_from` is the code copy of another run, which is used instead of the current code. `stdin` is the
+    content of standard input for rank 0 of a COMMAND, reused in each attempt.
 
-    Raises UsageError if the folder cannot be written, the code cannot be copied, or a secret would be written
+    Raises UsageError if the folder is not writable, the code cannot be copied, or a secret would be written
     to a file.
     """
     with new_folder(config.name, run_dir) as (folder, name):
@@ -115,10 +115,10 @@ def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
 def start_submission(
     submission: Submission, created: CreatedRun, *, now: bool = False
 ) -> tuple[str, int | None]:
-    """Start what `create_submission` created; return the job id and, for a run, the attempt number.
+    """Start a created submission; return its job id and, for a single run, the attempt number.
 
-    `now` is passed on to `NewAttempt` if a run is started. Raises SlurmRefused after removing the folder, and
-    SlurmUnreachable, which keeps the folder because the job may exist.
+    For a single run, `now` is passed to `NewAttempt`. If Slurm rejects the job, removes the folder and raises
+    SlurmRefused. If the job may exist, keeps the folder and raises SlurmUnreachable.
     """
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
@@ -130,10 +130,10 @@ def start_submission(
 def start_group(group: RunGroup) -> str:
     """Start a group and return its job id.
 
-    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps the group because its job
-    may exist.
+    If Slurm rejects the job, removes the group and raises SlurmRefused. If the job may exist, keeps the group
+    and raises SlurmUnreachable.
     """
-    with defer_sigint():  # Ctrl-C must not leave a started group that no command can find.
+    with defer_sigint():  # Ctrl-C must not leave a started group that is not recorded.
         job_id = backend_named(group.record.backend).start_group(group)
         group.update(job_id=job_id, submitted_at=utc_now())
         register(RunDir(group.path), group.name)
@@ -143,10 +143,10 @@ def start_group(group: RunGroup) -> str:
 def start_run(
     run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
-    """Start the first attempt of a run that was just created and return its job.json entry.
+    """Start the first attempt of a newly created run, and return its entry in job.json.
 
-    `job` is the content of the run's job.json. If `reason` is ``run``, a run on this machine ends together
-    with this process. The run folder is removed if the attempt cannot be started.
+    `job` is the content of the run's job.json. If `reason` is ``run``, a run on this machine stops when this
+    process exits. If the attempt cannot be started, the run folder is removed.
     """
     try:
         with run_lock(run):
@@ -160,10 +160,10 @@ def start_run(
 def start_attempt(
     run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
-    """Start a run's next attempt and return its job.json entry; call with the run's lock held.
+    """Start the next attempt of a run, and return its entry in job.json.
 
-    `job` is the content of job.json, and `reason` is one of ``submit run requeue resume``. `now` affects only
-    runs on this machine.
+    The caller must hold the run's lock. `job` is the content of job.json, and `reason` is one of ``submit run
+    requeue resume``. `now` affects only runs on this machine.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -178,7 +178,7 @@ def start_attempt(
 
 
 def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, submitted: str) -> JobScript:
-    """Return the batch script of a run's next attempt."""
+    """Return the batch script for a run's next attempt."""
     from trainkit.launch.script import script_for
 
     if job.cwd is None:
@@ -199,7 +199,7 @@ def _group_record(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
-        # If the plan allows several clusters, Slurm chooses one, and sbatch reports its name.
+        # If the plan allows several clusters, Slurm chooses one of them, and sbatch reports its name.
         cluster=None if first.plan.clusters else cluster_name(),
         array=submission.array.directive,
         keys=list(dict.fromkeys(key for trial in submission.trials for key in trial.values)),
@@ -214,11 +214,11 @@ def _group_record(
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Defer the KeyboardInterrupt of a first SIGINT to the end of the block.
+    """Defer the KeyboardInterrupt for the first SIGINT to the end of the block.
 
-    A second SIGINT raises KeyboardInterrupt immediately. Only the main thread receives signals, so in other
-    threads nothing is deferred. If SIGINT is ignored, it stays ignored. Ctrl-C still reaches child processes
-    in the terminal's foreground process group.
+    A second SIGINT raises KeyboardInterrupt immediately. Only the main thread receives signals, so nothing is
+    deferred in other threads. If SIGINT is ignored, it remains ignored. Ctrl-C still sends SIGINT to child
+    processes in the terminal's foreground process group.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -243,10 +243,10 @@ def defer_sigint() -> Iterator[None]:
 
 @contextmanager
 def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
-    """Create a new folder for a run or a group, and yield it and its name.
+    """Create a new folder for a run or group, and yield (folder, name).
 
-    If the block fails, the folder is removed. `option` is the command-line option that sets `run_dir`. Raises
-    UsageError for the same reasons as `refuse_place`.
+    If the block raises an exception, the folder is removed. `option` is the command-line option for
+    `run_dir`, which is shown in errors. Raises UsageError for the same reasons as `refuse_place`.
     """
     refuse_place(name, run_dir, option)
     folder = None
@@ -257,7 +257,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         else:
             ensure_folder(run_dir.parent, parents=True)
             ensure_folder(run_dir, 0o700)
-            try:  # If two commands found the folder empty, only one of them may use it.
+            try:  # If two commands both found the folder empty, only one of them may use it.
                 os.close(os.open(run_dir / LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
                 raise cannot_create(run_dir, "another command is creating a run there", option) from None
@@ -265,7 +265,8 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         yield folder, name
     except BaseException as error:
         if folder is not None:
-            # This command has created everything in the folder, which would block a retry, so remove it.
+            # Everything in the folder was created by this command; remove the folder, because it would block
+            # a retry.
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -273,10 +274,10 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
 
 
 def _next_free_folder(parent: Path, name: str) -> Path:
-    """Create `parent/name`, or the first of `name-2`, `name-3` and so on that does not exist yet."""
+    """Create the first of `parent/name`, `parent/name-2`, `parent/name-3` and so on that does not exist."""
     if not parent.is_dir():
         ensure_folder(parent, 0o755)
-        parent.chmod(0o755)  # The umask may have denied access to others.
+        parent.chmod(0o755)  # The umask may have removed the permissions of other users.
     for folder in folders_named(parent, name):
         try:
             folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Find the dependencies for ``--after RUN``: Slurm jobs or, on this machine, run folders."""
+"""Find the dependencies for ``--after RUN``: Slurm jobs or, for runs on this machine, run folders."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
 Dependency = RunStatus | TrialStatus
-"""A run that another job is to wait for; its job id is None if it was never submitted."""
+"""A run that a new job waits for; its job id is None if the run was never submitted."""
 
 
 def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
-    """Return the unfinished runs among `runs`; raise UsageError if one of them will not finish."""
+    """Return the unfinished runs in `runs`; raise UsageError if one of them can no longer finish."""
     found = [run for run in runs if run.state != "finished"]
     wrong = [run for run in found if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
@@ -51,11 +51,12 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
-    """Return the Slurm jobs whose success means that all of `runs` have finished; `text` is RUN as typed.
+    """Return the ids of the Slurm jobs that must succeed before all of `runs` have finished.
 
-    The result is empty if all runs have finished. The `job_id` of each run and the results have the form that
-    `on_cluster` returns; `arrays` are the array jobs of a group. Raises UsageError if a run is on this
-    machine, and for the same reasons as `open_runs`.
+    The result is empty if all runs have already finished. `text` is RUN as typed, and `arrays` contains the
+    array jobs of a group. The `job_id` of each run, `arrays` and the results have the format returned by
+    `on_cluster`. Raises UsageError if a run executes on this machine without Slurm, and for the same reasons
+    as `open_runs`.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
@@ -71,16 +72,17 @@ def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] 
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[str]) -> LaunchPlan:
-    """Return the plan with a dependency on the runs of `--after`.
+    """Return the plan with a dependency on the runs given with `--after`.
 
-    `texts` are the runs as the user typed them, and `waits_for` is the result of `dependencies` for them.
+    `texts` contains the runs as the user typed them, and `waits_for` is the corresponding result of
+    `dependencies`.
     """
     names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
     if not waits_for:
         reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
         return replace(plan, reasons=reasons)
-    # A job whose dependency has failed stays pending, both on Slurm and on this machine, and `status` reports
-    # it.
+    # If the dependency fails, the job stays pending, both on Slurm and on this machine, and `status` reports
+    # this.
     reason = f"starts once {names} {verb} finished successfully"
     backend = backend_named(plan.backend)
     if not plan.is_job:
@@ -97,10 +99,10 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
 
 
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
-    """Return the jobs, or the folders on this machine, whose success means that the named runs are finished.
+    """Return the jobs, or run folders on this machine, that must succeed before the named runs are finished.
 
-    With `on_slurm`, the result contains jobs, otherwise folders on this machine. Raises UsageError for a run
-    that has failed or is unknown and, with `on_slurm`, for a run on this machine.
+    With `on_slurm`, returns job ids, otherwise run folders on this machine. Raises UsageError for a run that
+    is unknown or has failed and, with `on_slurm`, for a run on this machine.
     """
     waits_for: list[str] = []
     for name in names:
@@ -112,7 +114,7 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
         else:
             trials = GroupFiles(found)
             status = trials.status(query_jobs(trials.open_ids), datetime.now(timezone.utc))
-            # Include the cluster in each job id, because jobs on two clusters may have the same id.
+            # Include the cluster in each job id, because jobs on different clusters may have the same id.
             runs = [replace(trial, job_id=trials.jobs.get(trial.index)) for trial in status.trials]
             arrays = found.jobs
         if on_slurm:

@@ -1,4 +1,4 @@
-"""Determine the environment of ranks: the interpreter, its activation and the container."""
+"""Determine the environment of the ranks: the interpreter, its activation and the container."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 def find_interpreter(
     launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """Return the Python of a launch section, by default this process's, and the section's problems.
+    """Return the Python interpreter for a launch section, and the problems found in the section.
 
-    Relative folders in the section are relative to `cwd`.
+    The default is the interpreter of this process. Relative folders in the section are resolved against
+    `cwd`.
     """
     problems = list(_contradictions(launch))
     if no_paths := list(_no_paths(launch, cwd)):
@@ -38,12 +39,12 @@ def find_interpreter(
         argv = ("python3",)
     if launch.venv is not None:
         venv = _absolute(launch.venv, cwd)
-        if not in_container:  # A folder in a container may exist only there.
+        if not in_container:  # Do not check a folder inside a container, because it may exist only there.
             problems += _venv_problems("launch.venv", launch.venv, venv)
         argv = (f"{venv}/bin/python",)
     elif launch.uv is not None:
         # Do not use `uv run`: it adds a process per rank, and forwards signals that Slurm already sends to
-        # every process of the step.
+        # each process in the step.
         venv, problem = _uv_environment(launch.uv, environ, cwd)
         problems += problem
         argv = (f"{venv}/bin/python",)
@@ -52,7 +53,7 @@ def find_interpreter(
         problems += problem
         argv = ("python",) if prefix is None else (f"{prefix}/bin/python",)
     if launch.python is not None:
-        # For a name without a slash, the job searches PATH.
+        # A name without a slash is searched for in the job's PATH.
         is_path = "/" in launch.python and not in_container
         argv = (_absolute(launch.python, cwd) if is_path else launch.python,)
         is_found = in_container or shutil.which(argv[0], path=environ.get("PATH", os.defpath)) is not None
@@ -75,10 +76,10 @@ def find_interpreter(
 def command_python(
     launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return the Python for a launcher such as torchrun: the one that would run the command directly.
+    """Return the Python interpreter for a launcher such as torchrun.
 
-    The interpreter is taken from the config, or else from the command. If neither specifies one, the
-    interpreter of the active environment or of this process is used.
+    The interpreter is taken from the config or, if the config has none, from the command. If neither
+    specifies one, the interpreter of the active environment or of this process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
@@ -94,7 +95,7 @@ _JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
 def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
-    """Yield (key, message, hint) for each launch setting that is invalid regardless of the machine."""
+    """Yield (key, message, hint) for each launch setting that is invalid on every machine."""
     for name in launch.modules:
         if name.startswith("-") or len(name.split()) != 1:
             hint = "write one module name per entry; put other `module` commands in launch.setup"
@@ -137,9 +138,10 @@ def _venv_problems(key: str, given: str, folder: str) -> Iterator[KeyProblem]:
 
 
 def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[KeyProblem]]:
-    """Return the environment folder of a uv project, and its problems.
+    """Return the environment folder of a uv project, and the problems found.
 
-    In a uv workspace, the folder is above the folders of the members.
+    In a uv workspace, the environment is in the root folder of the workspace, not in the folders of its
+    members.
     """
     project = Path(_absolute(given, cwd))
     if not (project / "pyproject.toml").is_file():
@@ -160,12 +162,12 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
 def _conda_environment(
     given: str, launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
 ) -> tuple[str, str | None, str | None, list[KeyProblem]]:
-    """Return (name or folder to activate, path of conda.sh, folder of the environment, problems).
+    """Return (name or folder to activate, path of conda.sh, environment folder, problems).
 
-    The folder is None if it cannot be determined on this host.
+    The environment folder is None if it cannot be determined on this host.
     """
     program = environ.get("CONDA_EXE") or shutil.which("conda", path=environ.get("PATH", os.defpath))
-    # The base folder of Conda is two levels above its executable.
+    # The conda executable is two levels below the base folder of Conda.
     base = Path(program).resolve().parents[1] if program and Path(program).is_file() else None
     script = None if base is None else base / "etc" / "profile.d" / "conda.sh"
     is_folder = "/" in given or given.startswith("~")
@@ -175,7 +177,7 @@ def _conda_environment(
     problem, hint = None, "`conda env list` lists the environments and their folders"
     if is_folder and prefix is None:
         problem = f"is {given!r}, but there is no {name}/bin/python"
-    elif base is None and not launch.modules:  # A module may provide conda.
+    elif base is None and not launch.modules:  # A module in `launch.modules` may provide conda.
         problem = f"is {given!r}, but there is no conda on PATH"
         hint = "add the module that provides it to launch.modules, or set launch.python"
     elif prefix is None and not launch.modules:
@@ -190,7 +192,7 @@ def _conda_environment(
 
 
 def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> list[Path]:
-    """Return the folders where a conda environment with this name may be."""
+    """Return candidate folders for the conda environment with a given name."""
     home = Path(environ.get("HOME", "/"))
     places = filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep))
     found = [folder / name for folder in (*map(Path, places), base / "envs", home / ".conda" / "envs")]
@@ -210,7 +212,7 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _options(program: str) -> tuple[str, ...]:
-    """Return the options for an interpreter, whose version is taken from the name of its resolved file."""
+    """Return the options for an interpreter; its version is derived from its resolved file name."""
     if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))
@@ -224,10 +226,10 @@ _FORBIDDEN_IN_MOUNTS = ',:"'
 
 
 def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
-    """Return the container program: ``apptainer``, its older name ``singularity``, or ``pyxis``.
+    """Return the container program: ``apptainer``, ``singularity`` (its former name) or ``pyxis``.
 
-    Returns None if there is no image, or if the program cannot be determined. `available` are the container
-    programs on the cluster.
+    Returns None if no image is set, or if the program cannot be determined. `available` contains the
+    container programs on the cluster.
     """
     image = launch.container
     if image is None:
@@ -244,9 +246,10 @@ def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> st
 
 
 def absolute_image(image: str, program: str, cwd: str) -> str:
-    """Return the absolute path of an image that is a file; return a URI or an image name unchanged.
+    """Return the absolute path of an image file; return a URI or image name unchanged.
 
-    Apptainer treats every image without a URI scheme as a path; pyxis does so only if it looks like a path.
+    Apptainer treats every image without a URI scheme as a path; pyxis does so only if the image looks like a
+    path.
     """
     if image.startswith(_APPTAINER_SCHEMES):
         return image
@@ -256,7 +259,7 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
 
 
 def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:
-    """Yield problems with the container settings; image paths are relative to `cwd`, which is mounted."""
+    """Yield problems in the container settings; image paths are relative to `cwd`, which is mounted."""
     image = launch.container
     if image is None:
         if launch.container_mounts:
@@ -291,20 +294,21 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
 
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""srun ignores sbatch's --cpus-per-task from the first of these Slurm versions until before the second."""
+"""Affected Slurm versions (first inclusive, second exclusive), where srun ignores the --cpus-per-task of
+sbatch."""
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The environment of the ranks, as the template templates/partials/environment.sh.j2 needs it."""
+    """The environment of the ranks, as used by the template templates/partials/environment.sh.j2."""
 
     workdir: str
-    """The working directory of the job: a folder in the copy of the code, or the folder of submission."""
+    """The working directory of the job: a folder in the code copy, or the working directory at submission."""
     rank_python: tuple[str, ...]
-    """The start of a command line that runs Python in a task of the step: container, interpreter and
+    """The beginning of a command line that runs Python in a task of the step: container, interpreter and
     options."""
     host_python: tuple[str, ...]
-    """The start of a command line that runs Python in the batch script, outside of any container."""
+    """The beginning of a command line that runs Python in the batch script, outside of any container."""
     srun_options: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     venv: str | None = None
@@ -314,7 +318,7 @@ class JobEnvironment:
     python_path: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
-    """True if the script must pass --cpus-per-task to srun too."""
+    """True if the script must pass --cpus-per-task to srun in addition to sbatch."""
     rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 
@@ -332,11 +336,11 @@ def make_job_environment(
     program: str | None = None,
     gpus: bool = False,
 ) -> JobEnvironment:
-    """Return the job environment that a launch section and its interpreter define.
+    """Return the job environment for a launch section and its interpreter.
 
-    `env` contains the environment variables; by default, those in `launch`. A container mounts the run
+    `env` contains the environment variables, and defaults to those in `launch`. A container mounts the run
     folder, `workdir` and `folders`, each at its own path. `program` is the result of `container_program`. The
-    path of an image is relative to `cwd`, by default `workdir`.
+    path of an image is resolved against `cwd`, which defaults to `workdir`.
     """
     variables = launch.env if env is None else env
     options: tuple[str, ...] = ()
@@ -345,7 +349,7 @@ def make_job_environment(
         program = program or "apptainer"
         image = absolute_image(launch.container, program, cwd or workdir)
         places = dict.fromkeys((run_dir, workdir, *folders))
-        # Mount only the outermost folders, each with an explicit target, which pyxis requires.
+        # Mount only the outermost folders, and specify each target explicitly, as pyxis requires.
         outer = [
             place
             for place in places
@@ -353,8 +357,8 @@ def make_job_environment(
         ]
         mounts = [item if ":" in item else f"{item}:{item}" for item in (*outer, *launch.container_mounts)]
         if program == "pyxis":
-            # If the image sets a variable, pyxis uses the job's value only if the variable is listed, whereas
-            # Apptainer always uses it.
+            # If the image sets a variable, pyxis uses the job's value only if the variable is listed here;
+            # Apptainer always uses the job's value.
             names = ",".join(dict.fromkeys((*variables, *(["PYTHONPATH"] if python_path else []))))
             options = (
                 f"--container-image={image}",
@@ -378,6 +382,6 @@ def make_job_environment(
         env=tuple(variables.items()),
         python_path=tuple(python_path),
         setup=launch.setup,
-        # If the version of Slurm is unknown, pass the value anyway, because it is the job's.
+        # If the Slurm version is unknown, pass --cpus-per-task anyway; its value is the same as for sbatch.
         sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
     )

@@ -1,8 +1,8 @@
-"""Create a Git repository for a copy of the code; it behaves like the original but has no credentials.
+"""Create a Git repository for a code copy; it behaves like the original but has no credentials.
 
-Git only reads the original repository, with commands that start no hooks, filters or other programs. The full
-history is not copied. The copied repository has a pack with the objects of its commit and its changes, and
-reads all other objects from the original as long as that exists.
+Git only reads the original repository, using commands that start no hooks, filters or other programs. The
+complete history is not copied. The copied repository has a pack with the objects of recent commits and of
+uncommitted changes; it reads all other objects from the original repository, as long as that exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainkit.launch.source_tree import SourceTree, run_git
 from trainkit.run.git_copy import GIT, OF_SHA256, index_entries, write_index, write_private
 
 MAX_COMMITS = 2_000
-"""Maximum number of commits in the pack, counted back from HEAD."""
+"""Maximum number of commits in the pack, counted backwards from HEAD."""
 LIMIT_S = 20.0
 _CONFIG = re.compile(
     r"core\.(?:autocrlf|eol|safecrlf|filemode|ignorecase|precomposeunicode|symlinks|quotepath|excludesfile)"
@@ -28,21 +28,21 @@ _CONFIG = re.compile(
     r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
     re.DOTALL,
 )
-"""Matches the keys of a repository's Git config that are copied. These keys affect Git's output, but never
+"""Matches the keys in a repository's Git config that are copied. These keys affect Git's output but never
 make Git start a program."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
 _PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
 
 
 class NoRepository(Exception):
-    """Raised with a reason if a copy cannot have a Git repository."""
+    """Raised with a reason if a code copy cannot have a Git repository."""
 
 
 def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, int]:
-    """Create in `stage` a copy of the Git repository at `prefix`, but without its index.
+    """Create a copy of the Git repository at `prefix` in the folder `stage`, without its index.
 
-    Returns the path of the original's index, and the size of its hashes in bytes. Raises NoRepository and
-    OSError.
+    Returns the path of the original index, and the hash size of the repository in bytes. Raises NoRepository
+    if the repository cannot be copied, and OSError.
     """
     root = f"{tree.root}/{prefix}"
     places = [Path(root, line) for line in _ask(root, *_git_paths()).split("\n")[:-1]]
@@ -77,7 +77,7 @@ def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, in
 
 
 def finish_repository(tree: SourceTree, prefix: str, stage: str, index: Path, hash_size: int) -> None:
-    """Write the index of the copied repository after the files are copied; raises OSError and ValueError."""
+    """Write the copied repository's index after the files are copied; raises OSError and ValueError."""
     if index.exists():
         write_index(Path(tree.root, prefix), Path(stage, prefix), index, hash_size)
 
@@ -93,7 +93,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
-    """Return the output of a git command; raise NoRepository if it fails."""
+    """Return the output of a Git command; raise NoRepository if the command fails."""
     try:
         done = run_git(folder, *args, timeout_s=LIMIT_S, content=content)
     except UsageError as error:
@@ -105,7 +105,7 @@ def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
 
 
 def _try(folder: str, *args: str) -> str:
-    """Return the output of a git command; an empty string if it fails."""
+    """Return the output of a Git command; an empty string if the command fails."""
     try:
         return _ask(folder, *args).strip()
     except NoRepository:
@@ -113,7 +113,7 @@ def _try(folder: str, *args: str) -> str:
 
 
 def _write_refs(new: Path, listed: str) -> None:
-    """Write the refs listed by `for-each-ref`: symbolic refs into files, all others into packed-refs."""
+    """Write the refs in the output of `for-each-ref`: symbolic refs to files, others to packed-refs."""
     packed = ["# pack-refs with: peeled fully-peeled sorted \n"]
     for line in filter(None, listed.split("\n")):
         oid, name, peeled, target = line.split(" ")
@@ -151,7 +151,7 @@ def _escaped(text: str) -> str:
 def without_credentials(value: str) -> str:
     """Return a Git config value; if it is a URL, remove its password, token and query.
 
-    Returns "" for a URL that would make Git start a transport program.
+    Returns "" for a URL for which Git would start a transport program.
     """
     if re.match(r"[\w+.-]+::", value):
         return ""

@@ -1,4 +1,4 @@
-"""Find the packages that an interpreter imports, and report those that a run needs but lacks."""
+"""Find the packages that an interpreter would import, and report required packages that are missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.shipped import launchers, load
 
 
 class NoAnswer(Exception):
-    """Raised with a reason if an interpreter does not run or cannot report its packages."""
+    """Raised with a reason if an interpreter does not start or cannot report its packages."""
 
     def __init__(self, reason: str, *, is_slow: bool = False) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class NoAnswer(Exception):
 
 
 _MARK = "trainkit-answer:"
-"""Marks the line with the answer, because imported packages may also print."""
+"""Marks the output line with the JSON result, because imported packages may also print to stdout."""
 _PACKAGES = """
 import importlib.util, json, platform, sys
 from importlib import metadata
@@ -71,10 +71,10 @@ def ask(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Run a script with an interpreter, and return the JSON object that it prints.
+    """Run a script in an interpreter, and return the JSON object that the script prints.
 
-    The script receives `_MARK` as its first argument and prints it before the JSON object. `env` is added to
-    the environment variables of this process. Raises NoAnswer if the script fails.
+    The script receives `_MARK` as its first argument, and prints it in front of the JSON object. `env` is
+    added to the environment variables of this process. Raises NoAnswer if the script fails.
     """
     try:
         with subprocess.Popen(
@@ -91,7 +91,7 @@ def ask(
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except BaseException:
-                kill_group(process)  # Also kill child processes of the script, such as ranks.
+                kill_group(process)  # Also kill the script's child processes, such as ranks.
                 raise
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{argv[0]} did not finish within {timeout_s:.0f} s", is_slow=True) from None
@@ -107,20 +107,21 @@ def ask(
 
 @dataclass(frozen=True)
 class Packages:
-    """The packages that an interpreter would import.
+    """The packages that an interpreter would import, with their versions.
 
-    A plain folder with the name of a package, such as W&B's ``wandb/``, does not count as a package.
+    A folder without code that has the name of a package, such as W&B's ``wandb/``, is not considered a
+    package.
     """
 
     python: str
     program: str
     files: Mapping[str, str]
-    """Maps a package to the file that Python imports first."""
+    """Maps a package name to the file that Python would import first."""
     versions: Mapping[str, str]
 
     @cached_property
     def torch(self) -> TorchBuild:
-        """Return information about the build of torch, as far as torch's version.py contains it."""
+        """Return the build information in torch's version.py; unknown values are None."""
         return TorchBuild.read(self.program, self.files.get("torch"))
 
 
@@ -131,7 +132,7 @@ def find_packages(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Packages:
-    """Return the packages among `names` that the interpreter `argv` imports; raises NoAnswer if it fails."""
+    """Return the packages in `names` that the interpreter `argv` would import; raise NoAnswer on failure."""
     return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
 
 
@@ -143,14 +144,14 @@ def own_packages(*names: str) -> Packages:
 
 
 def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return why the built-in trainer cannot run with interpreter `program`, and a hint; None if it can."""
+    """Return (reason, hint) if the interpreter `program` cannot run the built-in trainer; None if it can."""
     if packages.files.keys().isdisjoint(("torch", "trainkit")):
         return "has no torch and no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
     return trainkit_problem(packages, program) or torch_problem(packages, program)
 
 
 def trainkit_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return why the trainkit of interpreter `program` cannot be used, and a hint; None if it can."""
+    """Return (reason, hint) if the trainkit of the interpreter `program` is not usable; None if it is."""
     if "trainkit" not in packages.files:
         return "has no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
     version = packages.versions["trainkit"]
@@ -172,7 +173,7 @@ def _install_hint(program: str) -> str:
 
 
 def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return why the trainer cannot use the torch of interpreter `program`, and a hint; None if it can."""
+    """Return (reason, hint) if the trainer cannot use torch from the interpreter `program`, else None."""
     if "torch" in packages.files:
         return release_problem(packages.torch.version)
     install = f"`{shlex.quote(program)} -m pip install {shlex.quote(REQUIREMENT)}` installs it"
@@ -180,14 +181,14 @@ def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
 
 
 SYSTEM_FOLDER = "/usr"
-"""Packages below this folder may differ between the current host and the nodes of a cluster."""
+"""Packages below this folder may differ between the current host and the cluster nodes."""
 
 
 def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
-    """Return the environment of the ranks, with the problems that can be detected on this host.
+    """Return the environment of the ranks, with all problems that can be detected on this host.
 
-    If a package cannot be checked here, either the ranks check it, or the job prints a warning and trains
-    anyway.
+    If a package cannot be checked on this host, either the ranks check it, or the job prints a warning and
+    trains anyway.
     """
     launch, asked_by = config.launch, dict[str, str]()
     if config.logging.tensorboard is True and not workload.is_command:
@@ -199,7 +200,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         key, launch = None, LaunchConfig(env=launch.env)
     interpreter, found = find_interpreter(launch, cwd)
     program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
-    # On another host, the same name in PATH may refer to another program.
+    # On another host, PATH may find a different program with the same name.
     is_known = not found and "/" in program and launch.container is None
     is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
     trains_here = not workload.is_command and (key is None or not on_slurm)
@@ -208,7 +209,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     modules = launchers().get(workload.launcher, ())
     is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
     if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
-        modules = ()  # The COMMAND runs with another Python.
+        modules = ()  # The COMMAND uses a different Python interpreter.
     if "PYTHONPATH" in launch.env:
         asked_by, modules = {}, ()
     packages, torch = None, None
@@ -224,7 +225,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     if on_slurm:
         found = [*launch_problems(launch), *found]
     if packages is not None:
-        # The nodes may have torch even if this host does not.
+        # The cluster nodes may have torch even if this host does not.
         is_unknown = is_of_nodes and "torch" not in packages.files
         if trains_here and key is None and not is_unknown and (problem := torch_problem(packages, program)):
             found.append(("", f"{program} {problem[0]}", problem[1]))

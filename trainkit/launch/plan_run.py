@@ -1,4 +1,4 @@
-"""Plan a run: gather facts about machine, data and environment, check the config, and make the plan."""
+"""Plan a run: inspect the machine, data and environment, check the config, and make the launch plan."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from trainkit.quoting import quote
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 
 _BATCH_ONLY = ("modules", "conda", "container", "setup")
-"""Launch settings that only a batch script uses."""
+"""Launch settings that are used only in batch scripts."""
 _EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
-"""Maps each setting that was tested only with a stand-in program to the name of the real program."""
+"""Maps each setting that was tested only with a substitute program to the name of the real program."""
 
 
 class Gatherer:
-    """Gathers facts for configs that share their target and mostly the data, such as a group's trials."""
+    """Collects facts for configs that share their target and most of their data, such as a group's trials."""
 
     def __init__(self, target: Target | None = None, code_dir: Path | None = None) -> None:
         self._target = target
         self._code_dir = Path() if code_dir is None else code_dir
-        """The folder to which the paths of the user's code files are relative."""
+        """The base folder for relative paths of the user's code files."""
         self._machine: Machine | None = None
         self._data: dict[str, DataFacts] = {}
         self._environments: dict[tuple[str, bool, bool], Environment] = {}
 
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
-        """Return what is known about the machine, cluster, environment and data that a config refers to.
+        """Return the facts about the machine, cluster, environment and data that a config refers to.
 
         Set `resumes` if the run has a checkpoint to resume from.
 
@@ -73,17 +73,17 @@ class Gatherer:
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
-        """Return the target; check the interpreter and the data while waiting for Slurm."""
+        """Return the target; check the interpreter and the data while waiting for Slurm's response."""
         launch = loaded.config.launch
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
 
-        # imported here because it is slow to import and needed only for Slurm
+        # Imported here because the import is slow and needed only for Slurm.
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor() as threads:
-            # If a check fails in a thread, the exception is ignored here, because the later call raises it
-            # again.
+            # An exception in the thread is ignored here, because a later call with the same arguments raises
+            # it again.
             threads.submit(self._environment_of, loaded.config, True, workload)
             if not workload.is_command:
                 threads.submit(self._data_of, loaded.config)
@@ -113,21 +113,21 @@ def gather(
     resumes: bool = False,
     code_dir: Path | None = None,
 ) -> Facts:
-    """Return the same as `Gatherer.facts`; with `target`, do not detect the cluster."""
+    """Return the result of `Gatherer.facts` for one config; with `target`, do not detect the cluster."""
     return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 
 def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyProblem]:
-    """Yield a problem for each key that refers to a missing file or run; `code_dir` contains the code."""
-    # A run with a checkpoint of its own does not load init_from.
+    """Yield a problem for each config key that refers to a missing file or run."""
+    # A run that has its own checkpoint does not load init_from.
     source = None if resumes else config.model.init_from
-    # A run without a checkpoint is accepted, because it may save one before this run starts (--after).
+    # Accept a run that has no checkpoint yet, because it may save one before the new run starts (--after).
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
         message = f"is {source}, which is neither a run folder nor a checkpoint"
         yield "model.init_from", message, "`trainkit ckpt ls RUN` lists the checkpoints of a run"
     key, name = config.model_source
     file, _, _ = name.rpartition(":")
-    # A task may also be in an installed module, but an architecture is always in a file.
+    # A task may also be defined in an installed module, but an architecture is always defined in a file.
     if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():
         message = f"is {name}, but there is no file {shown_path((code_dir / file).absolute())}"
         yield key, message, "FILE.py is relative to the current folder"
@@ -141,10 +141,10 @@ def plan_run(
     code_dir: Path | None = None,
     before: LaunchPlan | None = None,
 ) -> LaunchPlan:
-    """Return the launch plan for a config on this machine or the cluster.
+    """Return the launch plan for running a config on this machine or on the cluster.
 
-    `code_dir` is the working directory of the ranks, by default the current folder. `before` is passed on to
-    `plan_nodes`. Raises a ConfigError that lists all problems.
+    `code_dir` is the ranks' working directory, by default the current directory. `before` is passed to
+    `plan_nodes`. Raises a ConfigError that lists every problem.
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
     plan = plan_nodes(loaded, facts, workload, before)
@@ -166,7 +166,8 @@ def plan_run(
         refuse_secrets(workload.argv, config.secrets)
         environment = replace(environment, python=command_python(launch, workload.argv, cwd))
     if not plan.is_job and facts.environment is not None:
-        # No batch script starts the agents of this run, so they use the interpreter that `launch` selects.
+        # This run's agents are not started by a batch script, so they use the interpreter selected in
+        # `launch`.
         interpreter = facts.environment.interpreter
         if unused := [f"launch.{name}" for name in _BATCH_ONLY if getattr(launch, name)]:
             warnings.append(f"{', '.join(unused)}: no effect outside of Slurm batch jobs")
@@ -179,17 +180,17 @@ def plan_run(
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
-    """Return an error with the problems of an invalid config, and of planning with its valid keys."""
+    """Return an error with the problems of an invalid config and of planning with its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
-    # If Slurm or a file cannot be read, report at least the problems found while loading the config.
+    # If Slurm or a file cannot be queried, report at least the problems found when loading the config.
     except TrainkitError as error:
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
 
 
 def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:
-    """Raise UsageError for a command that cannot start in `cwd`, its working directory."""
+    """Raise UsageError for a command that cannot start in its working directory `cwd`."""
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     runs_unchanged = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
     if runs_unchanged and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
@@ -204,7 +205,7 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
             hint = f"{command[0]} is a command of the shell: -- bash -c {quote(shlex.join(command))}"
         raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
-    # launch.setup may change the working directory or create the script.
+    # launch.setup may change the working directory or create the script, so the script cannot be checked.
     folder_is_known = launch.container is None and not launch.setup
     if script is not None and folder_is_known and not (cwd / script).exists():
         raise UsageError(
@@ -213,13 +214,13 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
 
 
 BUILTINS = ("cd", "source", ".", "export", "set", "exec", "ulimit", "alias", "eval")
-"""Commands that are built into the shell, and so are not programs."""
+"""Commands that are built into the shell and therefore do not exist as programs."""
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """Return the Python script that a command starts; None if there is none or if it is unclear."""
+    """Return the Python script that a command runs; None if there is none or if it is ambiguous."""
     if PurePath(command[0]).name in SHELLS:
-        return None  # The argument is a shell script, which may start any files.
+        return None  # The argument is a shell script, which may run any files.
     before = takewhile(lambda word: word not in ("-m", "-c"), command)
-    # An argument with a space may be a whole command line, as after `env -S`.
+    # An argument that contains a space may be a whole command line, as in `env -S`.
     return next((word for word in before if word.endswith(".py") and " " not in word), None)

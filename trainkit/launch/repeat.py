@@ -1,4 +1,4 @@
-"""Load the config of an existing run again, and repeat the run in a new folder."""
+"""Load the config of an existing run again, and repeat this run in a new folder."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import keys_of
 
 REPLAY_FILE = "replay.json"
-"""A file that `trainkit replay` writes to its job folder; it contains the run and the steps to replay."""
+"""A file in the job folder of `trainkit replay`, which contains the run and the steps to replay."""
 FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
-"""Maps each key that may be ``auto`` to the attribute of the plan with the resolved value."""
+"""Maps each key that may be ``auto`` to the plan attribute with its resolved value."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
 
 
 @dataclass(frozen=True)
 class RepeatedRun:
-    """A run that is to be repeated."""
+    """A run to repeat in a new folder."""
 
     run: RunDir
     config: RunConfig
     plan: LaunchPlan
     job: JobRecord
     code: CodeCopy | None
-    """The copy of the run's code; None if the new run uses the current code."""
+    """The run's code copy; None if the new run uses the current code."""
     stdin: bytes | None
-    """The standard input for rank 0 of the COMMAND; None if the run stored none."""
+    """The content of standard input for rank 0 of the COMMAND; None if the run did not store it."""
 
     def found_values(self, typed: Collection[str]) -> dict[str, tuple[str, object]]:
-        """Return the values found for this run's ``auto`` keys, except for keys that the user `typed`.
+        """Return the values found for this run's ``auto`` keys, excluding keys that the user `typed`.
 
-        The result maps a key to the origin of the value and the value.
+        The result maps a key to (origin of the value, value).
         """
         found = dict(flatten(self.config.model_dump(mode="json")))
         return {
@@ -55,7 +55,7 @@ class RepeatedRun:
         }
 
     def described(self, plan: LaunchPlan) -> LaunchPlan:
-        """Add a reason to the new run's plan that names the repeated run and the differences from it."""
+        """Return the new run's plan with a reason that names the repeated run and the differences from it."""
         taken = ["config"]
         argv = plan.workload.argv
         taken += ["command"] if argv and argv == self.plan.workload.argv else []
@@ -71,7 +71,7 @@ class RepeatedRun:
 
 
 def find_repeated(text: str) -> RunDir | None:
-    """Return the run that an argument refers to; None if it refers to no run."""
+    """Return the run that an argument refers to; None if it does not refer to a run."""
     try:
         return one_run(find_run_or_group(text, to_change=True), text)
     except UnknownRun:
@@ -79,10 +79,10 @@ def find_repeated(text: str) -> RunDir | None:
 
 
 def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
-    """Return what is needed to repeat a run.
+    """Return the config, code copy and standard input that are needed to repeat a run.
 
-    With `uses_current_code`, the copy of the run's code is not used. Raises UsageError if the run cannot be
-    repeated or another user could have written its files.
+    With `uses_current_code`, the new run uses the current code instead of the run's code copy. Raises
+    UsageError if the run cannot be repeated, or if another user could have written its files.
     """
     refuse_replay(run)
     refuse_by_hand(run)
@@ -105,7 +105,7 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
 def config_and_plan(folder: RunDir | AttemptDir) -> tuple[RunConfig, LaunchPlan]:
     """Read the config and plan of a run or an attempt.
 
-    Raises UsageError if a file is damaged or could have been written by another user.
+    Raises UsageError if a file is damaged, or if another user could have written it.
     """
     return read_effective(folder.config_file), LaunchPlan.read(folder.plan_file)
 
@@ -117,11 +117,11 @@ def load_again(
     flags: Mapping[str, tuple[str, object]],
     profile: str | None = None,
 ) -> LoadedConfig:
-    """Load the config of a run again with changed values; `before` is the plan of that run."""
+    """Load the config of a run again with changed values; `before` is the plan of the run."""
     loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
-        # config.yaml contains every key, but a value that the user did not set must not be passed to the
+        # config.yaml contains all keys, but a value that the user did not set must not be passed to the
         # launcher.
         adjustable = loaded.origins.keys() - keys_of(before.parts)
     origin = loaded.origins["name"].rpartition(":")[0]
@@ -130,10 +130,10 @@ def load_again(
 
 @contextmanager
 def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[Path]:
-    """Change to the folder that a run was submitted from, to which paths in its config are relative.
+    """Change to the working directory at a run's submission, because paths in its config are relative to it.
 
-    Yields the working directory of the run's COMMAND: a folder in the code snapshot, unless there is none or
-    `takes_new_code` is set.
+    Yields the working directory of the run's COMMAND: a folder in the code snapshot or, if there is no
+    snapshot or `takes_new_code` is set, the folder of submission.
     """
     here = Path.cwd()
     submitted = Path(job.cwd or here)
@@ -145,7 +145,7 @@ def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[
 
 
 def refuse_by_hand(run: RunDir) -> None:
-    """Raise UsageError for a run of `trainkit.loop` in a program that was started without trainkit."""
+    """Raise UsageError for a run of `trainkit.loop` in a program that trainkit did not start."""
     if run.was_started_by_hand:
         raise UsageError(
             f"{run.shown} was not started by trainkit",
@@ -154,7 +154,7 @@ def refuse_by_hand(run: RunDir) -> None:
 
 
 def refuse_replay(run: RunDir) -> None:
-    """Raise UsageError if the run is a job of `trainkit replay`."""
+    """Raise UsageError if the run was created by `trainkit replay`."""
     try:
         record = read_json(run.path / REPLAY_FILE)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Render the batch script of a Slurm job from a plan, a config and a run folder."""
+"""Render the batch script for a Slurm job from a plan, a config and a run folder."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def script_for(
     submitted: str,
     array: str | None = None,
 ) -> JobScript:
-    """Return the batch script of an attempt; `cwd` is the folder that the run was submitted from.
+    """Return the batch script for an attempt; `cwd` is the working directory at submission.
 
-    `submitted` is the result of `submitted_hash` or `submitted_group_hash`. `code` describes the copy of the
-    code; None if there is no copy. With `array`, such as ``0-9%4``, `run` is the folder of a group, where
-    each task finds its own run. Templates in ``cwd/templates`` override those that trainkit ships. Raises
-    UsageError if a value cannot be written in a script or is a secret.
+    `submitted` is the result of `submitted_hash` or `submitted_group_hash`. `code` describes the code copy;
+    None if there is no copy. With `array`, such as ``0-9%4``, `run` is the folder of a group, and each array
+    task finds its own run in the group. Templates in ``cwd/templates`` override the built-in templates.
+    Raises UsageError if a value cannot be written to a script or is a secret.
     """
     backend = backend_named(plan.backend)
     assert backend.template is not None
@@ -78,12 +78,12 @@ def script_for(
 
 
 def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str | None:
-    """Return the working directory to use if the folder that a run was submitted from no longer exists.
+    """Return a working directory to use if the working directory at submission no longer exists.
 
-    Returns None if the job needs the files in that folder.
+    Returns None if the job needs files in the original working directory.
     """
     if plan.workload.is_command:
-        return None  # A COMMAND either already runs in its copy of the code, or has no copy.
+        return None  # A COMMAND either already runs in its code copy, or has no copy.
     return str(run.path) if code is None else code.workdir
 
 
@@ -93,12 +93,12 @@ def _job_environment(
     launch = config.launch
     interpreter, _ = find_interpreter(launch, cwd)
     if plan.workload.is_command and launch.container is None:
-        # The environment of a COMMAND may lack trainkit, so its agent uses the current interpreter.
+        # The environment of a COMMAND may not contain trainkit, so its agent uses the current interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     workdir, python_path, folders = str(cwd), list[str](), [str(cwd)]
     if code is not None:
-        folders.append(code.code)  # The copy may be in the folder of the group.
+        folders.append(code.code)  # The code copy may be in the group's folder.
         python_path = code.import_path
         workdir = code.workdir if plan.workload.is_command else workdir
     if not plan.workload.is_command:
@@ -125,7 +125,7 @@ def _data_paths(config: RunConfig) -> list[str]:
     named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir, config.model.init_from]
     if config.model.hf is not None:
         folder = Path(config.model.hf)
-        # The files of a downloaded model are symlinks to blobs, which are next to the snapshots folder.
+        # The files of a downloaded model are symlinks to the folder `blobs`, which is next to `snapshots`.
         named.append(str(folder.parents[1] if folder.parent.name == "snapshots" else folder))
     if config.task in TASKS:
         files = (config.task_args.get(name) for name in TASKS[config.task].paths)
@@ -144,9 +144,10 @@ TEMPLATES_FOLDER = "templates"
 
 
 def render(name: str, context: Mapping[str, object], project: Path) -> str:
-    """Render the template `name` in ``project/templates/`` or, if it is not there, the shipped one.
+    """Render the template `name` from ``project/templates/`` or, if it is missing there, the built-in one.
 
-    The rendered text has no trailing spaces and no repeated empty lines. A template can use these filters:
+    The rendered text has no trailing spaces and no repeated empty lines. The following filters are available
+    in templates:
 
     - `quote` for one bash argument
     - `words` for several bash arguments
@@ -165,7 +166,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     except UsageError as error:
         raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
     except TemplateSyntaxError as error:
-        # For an unclosed tag, jinja2 sets only `name`, which is then the path of the file.
+        # If a tag is not closed, jinja2 sets only `name`, which then contains the path of the file.
         message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
         raise UsageError(message, hint=f"the files in {TEMPLATES_FOLDER}/ are Jinja templates") from error
     except TemplateNotFound as error:
@@ -173,8 +174,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
         raise UsageError(message, hint="check the name after `extends` or `include`") from error
     except Exception as error:
-        # An expression in the template failed, for example because of an undefined name or a division by
-        # zero.
+        # An expression in the template failed, for example with an undefined name or a division by zero.
         place = _place(error, folders) or f"{name}: "
         names = (
             f"variables in templates: {', '.join(sorted(context))}"
@@ -190,26 +190,26 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
 
 
 def _folders(project: Path) -> list[Path]:
-    """Return the template folders, the project's first.
+    """Return the template folders; the project's folder comes first.
 
-    If the project is trainkit itself, both folders are the same.
+    If the project is trainkit itself, both folders are identical.
     """
     own, shipped = project / TEMPLATES_FOLDER, shipped_templates()
     return [own, shipped] if own.is_dir() and not own.samefile(shipped) else [shipped]
 
 
 def _environment(folders: list[Path]) -> Environment:
-    """Return a sandboxed jinja2 environment, where a template cannot run code."""
+    """Return a sandboxed jinja2 environment, where templates cannot execute arbitrary code."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Loader(FileSystemLoader):
-        """Loads templates, and adds a newline to the end of a template that has none."""
+        """Loads templates, and appends a newline to a template that does not end in one."""
 
         def get_source(self, environment: Environment, template: str) -> Any:
             source, path, is_current = super().get_source(environment, template)
-            # Without a final newline, the last line of an included template would be joined with the next
-            # line.
+            # Without a final newline, the last line of an included template would be joined with the line
+            # after the include.
             return source if source.endswith("\n") else f"{source}\n", path, is_current
 
     environment = ImmutableSandboxedEnvironment(
@@ -227,8 +227,8 @@ def _environment(folders: list[Path]) -> Environment:
 
 
 def _verbatim(value: str) -> str:
-    # Hex-encode the lines between NULs so that `_tidy` leaves them alone. The NULs are unambiguous, because
-    # no other filter outputs one.
+    # Hex-encode the lines between NULs so that `_tidy` does not change them. The NULs are unambiguous,
+    # because no other filter outputs one.
     if "\0" in value:
         message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")
@@ -236,13 +236,13 @@ def _verbatim(value: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Remove trailing spaces and repeated empty lines, and end the text with exactly one newline."""
+    """Remove trailing spaces and repeated empty lines, and end the text with a single newline."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n") + "\n"
 
 
 def _place(error: BaseException, folders: list[Path]) -> str:
-    """Return ``FILE:LINE: `` for the template that raised an error; "" if the error has another origin."""
+    """Return ``FILE:LINE: `` for the template that raised an error; "" if no template raised it."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders):
             return f"{frame.filename}:{frame.lineno}: "

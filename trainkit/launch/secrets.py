@@ -1,4 +1,4 @@
-"""Refuse secrets in files that a run needs, and mask secrets in files that are only for information."""
+"""Reject secrets in files that a run needs, and mask secrets in files that are only informational."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from trainkit.quoting import quote
 
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 _INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s$-]\S*)")
-"""Matches an option inside one argument, as in ``sh -c 'train --token VALUE'``."""
+"""Matches an option within a single argument, as in ``sh -c 'train --token VALUE'``."""
 CONTEXT_CHARS = 400
-"""Number of characters before an argument that `mask_secrets` takes into account when it judges the
-argument."""
+"""Number of characters before an argument that are passed to `mask_secrets` as context."""
 _NUMBER = re.compile(r"[\d.,_e+-]+")
 _COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
 _NAME = r"(?P<name>[A-Za-z_][\w.-]*)"
@@ -38,14 +37,14 @@ _HARMLESS_FILE = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORE
 
 
 def looks_secret(name: str) -> bool:
-    """Return whether a file with this name usually contains a key or a password."""
+    """Return whether files with this name usually contain a key or password."""
     return _SECRET_FILE.match(name) is not None and not _HARMLESS_FILE.search(name)
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """Return the command line with `***` in place of values that look like secrets or have a secret's name.
+    """Return a command line with values masked by `***` if they look like secrets or have a secret's name.
 
-    `secrets` contains the names in `launch.secrets`.
+    `secrets` contains the variable names in `launch.secrets`.
     """
     masked: list[str] = []
     line = ""
@@ -56,15 +55,15 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
             found = mask_secrets(line + _masked_word(word, secrets))
             found = found.removeprefix(line) if found.startswith(line) else MASK
         masked.append(MASK if found.startswith(MASK) else found)
-        # Keep the preceding words, because the meaning of `-p` depends on the program.
+        # Keep the preceding words as context, because the meaning of `-p` depends on the program.
         line = f"{line}{masked[-1]} "[-CONTEXT_CHARS:]
     return masked
 
 
 def secret_options(command: Sequence[str]) -> Iterator[str]:
-    """Yield the options of a command whose values look like secrets, such as `--api-key`.
+    """Yield the options in a command whose values look like secrets, such as `--api-key`.
 
-    A reference to an environment variable does not count as a secret.
+    A reference to an environment variable is not considered a secret.
     """
     masked = without_secrets(command, ())
     for index, (word, following) in enumerate(pairwise([*command, ""])):
@@ -93,7 +92,7 @@ def _is_secret_option(word: str) -> bool:
 
 
 def _is_count(name: str, value: str) -> bool:
-    """Return whether a value is a harmless number, as in ``--max-tokens 4096``."""
+    """Return whether an option's value is a harmless number, as in ``--max-tokens 4096``."""
     return _NUMBER.fullmatch(value) is not None and _COUNT.search(name) is not None
 
 
@@ -138,7 +137,7 @@ def _masked_section(section: str) -> str:
 def _masked_assignment(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     has_digit_and_letter = re.search(r"\d", value) is not None and re.search(r"[A-Za-z]", value) is not None
-    # In code, lowercase names such as `key=` are often harmless, but names in capitals are shell variables.
+    # In code, lowercase names such as `key=` are often harmless, whereas uppercase names are shell variables.
     if (
         not LOOKS_SECRET.search(name)
         or _is_count(name, value)
@@ -150,10 +149,10 @@ def _masked_assignment(match: re.Match[str]) -> str:
 
 
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a text to be written contains the value of an environment variable in `names`.
+    """Raise UsageError if `text` contains the value of an environment variable in `names`.
 
-    `where` says where the text will be written, for example ``submit.sbatch``. The message contains the name
-    of the variable, but not its value.
+    `where` is the file that the text will be written to, for example ``submit.sbatch``. The error message
+    contains the name of the variable, but not its value.
     """
     if (name := leaked(text, names, environ)) is not None:
         raise UsageError(
@@ -163,12 +162,12 @@ def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[s
 
 
 def leaked(text: str, names: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Return the first variable in `names` whose value a text contains; None if there is none.
+    """Return the first variable in `names` whose value occurs in a text; None if there is none.
 
-    Finds the value as it is, and as it is escaped in scripts, JSON and URLs.
+    Finds both the literal value and the value as escaped in scripts, JSON and URLs.
     """
     for name in filter(environ.get, names):
-        # A multi-line key may be indented in the text, so search only for its longest line.
+        # The lines of a multi-line key may be indented in the text, so search only for the longest line.
         line = max(environ[name].strip().splitlines() or [""], key=len)
         if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):
             return name
@@ -189,6 +188,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # as bash writes it in single quotes
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # as bash writes it in $'…' quotes
+    yield value.replace("'", "'\"'\"'")  # as bash escapes it in single quotes
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # as bash escapes it in $'…' quotes
     yield url_quote(value, safe="")

@@ -1,4 +1,4 @@
-"""Store what a run starts from: its provenance, and a copy of the code for protection from later edits."""
+"""Store the provenance of a run, and a copy of its code that later edits do not change."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from trainkit.shipped import packages_of
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000
 MAX_LISTED = 100
-"""Maximum number of skipped files, and of symlinks, that job.json lists."""
+"""Maximum number of omitted files, and of symlinks, that are listed in job.json."""
 NUM_THREADS = 8
-"""Number of threads that copy files, because copying a file on a shared file system takes milliseconds."""
+"""Number of threads that copy files; several are used because copying a file on a shared file system takes
+milliseconds."""
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--src-prefix=a/", "--dst-prefix=b/")
-"""Options that fix the prefixes in a diff, which the user's git config may change and `mask_diff` relies
-on."""
+"""Options that fix the path prefixes in a diff: the user's git config may change the prefixes, but
+`mask_diff` needs these."""
 MAX_SCRIPT_BYTES = 1_000_000
 _WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")
-"""Separates words, as in ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
+"""Separates the words of a command, as in ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
 _PATH_ABOVE = re.compile(r"[\"'](\.\./[^\"'\n]*\w[^\"'\n]*)[\"']")
-"""Matches a quoted path in a script that leads outside of the script's folder."""
+"""Matches a quoted path in a script that points outside of the script's folder."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
     "the command runs in a copy of the code (work/ in the run folder), so relative output paths lead there"
@@ -59,10 +60,10 @@ NO_REPOSITORY = "Git finds no repository in the copy of the code"
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
-    """Return whether a run gets a copy of the code.
+    """Return whether a run gets a code copy.
 
-    A copy protects a job that waits in a queue from later edits. A COMMAND on this machine also runs in a
-    copy, so that its outputs are in the same place as on a cluster.
+    A copy protects a queued job from later edits of the code. A COMMAND on this machine also runs in a copy,
+    so that its outputs are in the same folder as on a cluster.
     """
     return config.launch.snapshot and (plan.is_job or plan.workload.is_command)
 
@@ -70,13 +71,13 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 def write_origin(
     run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """Copy the code of a run and write provenance.json; return a description of the copy.
+    """Copy a run's code and write provenance.json; return a description of the copy.
 
-    `code_from` is another run's copy of the code, which is used instead of the current code. Raises
-    UsageError if the code cannot be copied or a secret would be written.
+    `code_from` is the code copy of another run, which is used instead of the current code. Raises UsageError
+    if the code cannot be copied, or if a secret would be written to a file.
     """
     cwd = Path.cwd()
-    # Run git and the copy in parallel, because they take about equally long.
+    # Run git and the copy in parallel, because both take about the same time.
     with ThreadPoolExecutor(1) as thread:
         provenance = thread.submit(collect_provenance, cwd)
         if code_from is not None:
@@ -95,7 +96,7 @@ def write_origin(
 def future_code(
     run: RunDir, config: RunConfig, plan: LaunchPlan, code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """Return the description that `write_origin` would return, without writing anything.
+    """Return the description that `write_origin` would return, but write nothing.
 
     Raises UsageError for the same reasons as `write_origin`.
     """
@@ -106,10 +107,11 @@ def future_code(
 
 @contextmanager
 def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: LaunchPlan) -> Iterator[JobRecord]:
-    """Replace the run's copy of the code with the current code; the old copy becomes ``code.001`` and so on.
+    """Replace a run's code copy with the current code; rename the old copy to ``code.001`` and so on.
 
-    `before` is the content of job.json; yields the new content. Call with the run's lock held. If the block
-    starts no attempt, the old copy is restored. Raises UsageError for the same reasons as `copy_code`.
+    `before` is the content of job.json; the function yields the new content. The caller must hold the run's
+    lock. If no attempt is started within the block, the old copy is restored. Raises UsageError for the same
+    reasons as `copy_code`.
     """
     attempts = run.attempt_numbers()
     candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
@@ -128,20 +130,20 @@ def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: Launch
             shutil.rmtree(run.code_dir, ignore_errors=True)
             if had_one:
                 kept.rename(run.code_dir)
-            # If job.json cannot be written now, it was not changed before either.
+            # If job.json cannot be written now, its earlier change was not written either.
             with suppress(OSError), changed_job(run) as job:
                 job.code = before.code
         raise
 
 
 def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
-    """Copy the code in a working directory to the run's code/; if that fails, copy nothing.
+    """Copy the code in a working directory to the run's code/; if this fails, remove the partial copy.
 
-    Returns a description of the copy. File modes and symlinks are kept: a symlink to a copied file points to
-    the copy of that file, any other symlink to its old target. For a COMMAND, files that are not copied are
-    symlinked, because the COMMAND may expect its data there, as in ``python train.py --data
-    data/train.jsonl``. Raises UsageError if the code is too large, a file cannot be read, or the run folder
-    cannot be written.
+    Returns a description of the copy. File modes and symlinks are preserved: a symlink to a copied file
+    points to the copy of this file, and any other symlink to its original target. For a COMMAND, files that
+    are not copied are symlinked, because the COMMAND may expect data in its working directory, as in ``python
+    train.py --data data/train.jsonl``. Raises UsageError if the code is too large, a file cannot be read, or
+    the run folder is not writable.
     """
     code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
@@ -176,7 +178,7 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
 
 
 def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
-    """Copy another run's copy of the code to this run's code/; return a description of the new copy.
+    """Copy another run's code copy to this run's code/; return a description of the new copy.
 
     Raises UsageError for the same reasons as `copy_code`.
     """
@@ -191,9 +193,9 @@ def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
 
 
 def moved(code: CodeCopy, folder: Path) -> CodeCopy:
-    """Return the description of a copy of the code after its files were copied or moved to `folder`.
+    """Return the description of a code copy after its files were copied or moved to `folder`.
 
-    Raises UsageError if the description refers to files outside the copy.
+    Raises UsageError if the description refers to files outside of the copy.
     """
     try:
         paths = [
@@ -221,7 +223,7 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
 
 
 def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, SourceTree]:
-    """Return the description that `copy_code` would return, and the files to copy, without writing anything.
+    """Return the description that `copy_code` would return, and the files to copy; write nothing.
 
     Raises UsageError for the same reasons as `copy_code`.
     """
@@ -268,8 +270,8 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
-        # Python would also import modules next to a script with an absolute path from the source, not from
-        # the copy.
+        # Given the absolute path of a script in the source, Python would import the modules next to it from
+        # the source, not from the copy.
         if Path(word).is_relative_to(source) and Path(word).is_file():
             how = f"to run the copy, give the path relative to {source}"
             code.notes.append(f"{word} is run from the original folder, where it may change; {how}")
@@ -286,10 +288,10 @@ def _size(num_bytes: int) -> str:
 
 
 def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
-    """Yield a note for each relative path in a command, or in its script, that the copy does not contain.
+    """Yield a note for each relative path in a command or its script that is missing in the code copy.
 
-    Paths that are also missing in the source are ignored. Raises UsageError if an argument or the value of
-    an option is a path outside of the copied folder.
+    Paths that do not exist in the source either are ignored. Raises UsageError if an argument or option value
+    is a path outside of the copied folder.
     """
     in_place = "or use the files in place with --no-snapshot"
     for word in command:
@@ -314,9 +316,9 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
 
 
 def _has_path(tree: SourceTree, path: str) -> bool:
-    """Return whether the copy will contain a path of the source.
+    """Return whether the code copy will contain a path from the source.
 
-    A folder always counts as present in the copy, because programs create their output folders.
+    A folder is always considered present, because programs create their output folders.
     """
     inside = below(tree.root, path)
     if inside and Path(path).is_dir():
@@ -326,19 +328,19 @@ def _has_path(tree: SourceTree, path: str) -> bool:
 
 
 def _text(tree: SourceTree, script: str) -> str:
-    """Return the text of a script in the project; "" if the script is missing or too large."""
+    """Return the text of a script in the project; "" if it is missing or too large."""
     inside = below(tree.root, os.path.normpath(Path(tree.root, tree.subfolder, script)))
     if inside not in tree.files or tree.files[inside].st_size > MAX_SCRIPT_BYTES:
         return ""
     try:
         return Path(tree.root, inside).read_text(errors="replace")
     except OSError:
-        return ""  # The copy will fail with a more useful error.
+        return ""  # Ignore the error, because copying will fail with a more useful error.
 
 
 def _make_folders(tree: SourceTree, target: str) -> set[str]:
     folders = tree.folders | {parent for path in tree.links for parent in parents(path)}
-    for folder in sorted(folders - {""}):  # Sorted, so that parents are created first.
+    for folder in sorted(folders - {""}):  # Sort, so that parents are created first.
         Path(target, folder).mkdir(mode=0o700)
     return folders
 
@@ -352,20 +354,20 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
             plain.append(path)
 
     def copy(path: str) -> None:
-        """Copy the content, mode and modification time of a file.
+        """Copy a file with its mode and modification time.
 
-        Do not use a hard link, because an editor may change the source file in place.
+        The copy is not a hard link, because an editor may modify the source file in place.
         """
-        # If a symlink or a pipe has just replaced the file, the open fails.
+        # The open fails if a symlink or pipe has just replaced the file.
         with suppress(FileNotFoundError):  # The file may have been deleted since it was listed.
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
-                # Make the copy read-only, because the trials of a sweep share it; outputs belong in a run's
-                # working folder.
+                # Make the copy read-only, because the trials of a sweep share it; outputs should go to a
+                # run's working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
                 found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
-                new.flush()  # A later flush would change the modification time.
+                new.flush()  # Flush now, because a later flush would change the modification time.
                 os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -373,7 +375,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
 
 
 def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
-    """Return the target for the copy of a symlink: a path in the copy if possible, else the old target."""
+    """Return the target for a copied symlink: a path in the copy if possible, else the original target."""
     text = str(Path(tree.root, path).readlink())
     parent = path.rpartition("/")[0]
     target = os.path.normpath(text if text.startswith("/") else f"{tree.root}/{parent}/{text}")
@@ -384,9 +386,9 @@ def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
 
 
 def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[str], list[str]]:
-    """Return the folders in the copy to add to PYTHONPATH, and notes about folders that cannot be added.
+    """Return folders in the copy to add to PYTHONPATH, and notes about folders that cannot be added.
 
-    A project installed with ``pip install -e`` would otherwise be imported from the source, which can change
+    Otherwise, a project installed with ``pip install -e`` would be imported from its source, which may change
     after submission; PYTHONPATH takes precedence over the installation. The folders are the working
     directory, the package folder of each project that contains it, and the copies of those folders of
     `inherited` (PYTHONPATH) that are below the source.
@@ -440,9 +442,9 @@ def collect_provenance(cwd: Path) -> dict[str, object]:
 
 
 def git_state(cwd: Path) -> dict[str, object] | None:
-    """Return the commit, branch and uncommitted changes of a folder's repository; None if there is none.
+    """Return the commit, branch and uncommitted changes of a folder's repository; None if it has none.
 
-    In the diff, values that look like secrets are masked.
+    Values in the diff that look like secrets are masked.
     """
     commit = _git(cwd, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
     if commit is None:
@@ -450,7 +452,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
     sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
-        diff = None  # in another diff format, secrets would not be found
+        diff = None  # Secrets cannot be found in a diff that has a different format.
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
@@ -464,7 +466,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 
 
 def _git(cwd: Path, *args: str) -> str | None:
-    """Return the output of a git command; None if git or a repository is missing, or after a timeout."""
+    """Return the output of a git command; None if git or a repository is missing, or on timeout."""
     try:
         done = run_git(str(cwd), *args, timeout_s=GIT_TIMEOUT_S)
     except (OSError, UsageError):

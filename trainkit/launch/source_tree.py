@@ -1,9 +1,9 @@
-"""Find the code files of a project, and the files to symlink into a copy of the code.
+"""Find the code files of a project, and the files to symlink into its code copy.
 
-Another user may have written the folder where Git lists files, so Git must not start any program that the
-repository names. The config of a repository can name programs for nearly all Git operations: filters for
-files to compare, a file system monitor, hooks and transports. Filters in the user's own config do not run
-either, because they may read the repository's config, as git-lfs does.
+The folder may have been written by another user, so Git must not start any program that the repository's
+config specifies. The config can specify programs for nearly all Git operations: filters for comparing files,
+a file system monitor, hooks and transports. Filters in the user's own config are also disabled, because they
+may read the repository's config, as git-lfs does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from trainkit.run.rundir import RUNS_FOLDER
 
 MAX_LINKS = 10_000
 MAX_SEARCHED = 200_000
-"""Maximum number of files that are searched without git; a folder with more files is not taken for a
+"""Maximum number of files that are searched without git; a folder with more files is not considered a
 project."""
 MAX_FILE_BYTES = 50_000_000
-"""Size in bytes above which a file counts as data, in a folder without a Git repository."""
+"""Size in bytes above which a file is considered data instead of code; used for folders without a Git
+repository."""
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:
-    """Return a regular expression that matches file names like any of the patterns, such as ``*.py``."""
+    """Return a regular expression for file names that match any of the patterns, such as ``*.py``."""
     return re.compile("|".join(map(translate, patterns.split())))
 
 
@@ -50,11 +51,11 @@ _OUTPUT_FOLDER = _matcher(
 _WRITTEN = _matcher(
     "*.png *.jpg *.jpeg *.gif *.svg *.pdf *.html *.csv *.tsv *.log *.out *.err *.npy *.npz *.pkl *.pickle"
 )
-"""Matches files that scripts often write into their folder. If a file of this kind were symlinked, a run
-would overwrite the original."""
+"""Matches files that scripts often write to their working directory. If a file of this kind were symlinked, a
+run would overwrite the original."""
 MAX_WRITTEN, MAX_WRITTEN_BYTES = 100, 1_000_000
-"""Maximum number, and maximum size in bytes, of files in a folder that match `_WRITTEN` and are copied;
-beyond these limits, they count as data and are symlinked."""
+"""Limits for copying files that match `_WRITTEN`: the number of files in a folder, and the size of a file in
+bytes. Files beyond these limits are considered data and are symlinked."""
 _NO_SOURCES = _matcher(".* __pycache__ node_modules runs checkpoints wandb mlruns lightning_logs")
 """Folders that `pattern_tree` skips, in addition to Python environments."""
 IS_SECRET = "looks like a secret"
@@ -67,88 +68,88 @@ def looks_like_source(name: str) -> bool:
 
 
 def looks_like_output(path: str) -> bool:
-    """Return whether training usually writes a file with this path.
+    """Return whether a path looks like an output of a training run.
 
-    A file that training writes must not be symlinked, because a run could then read the weights of another
-    run.
+    Outputs must not be symlinked, because a run could then read the weights of another run.
     """
     names = path.split("/")
     if looks_like_source(names[-1]):
-        return False  # The file may be new code in a package named `logs`.
+        return False  # The file may be new code in a package that is named `logs`.
     return bool(_OUTPUT.match(names[-1])) or any(_OUTPUT_FOLDER.match(name.lower()) for name in names)
 
 
 @dataclass
 class SourceTree:
-    """The files of a project by path relative to its root; a name may contain bytes that are not UTF-8."""
+    """The files of a project by path relative to its root; paths may contain invalid UTF-8."""
 
     root: str
     kind: str
     """How the files were found: ``git`` or ``pattern``."""
     subfolder: str = ""
-    """The working directory relative to the root."""
+    """The path of the working directory relative to the root."""
     files: dict[str, os.stat_result] = field(default_factory=dict)
-    """The regular files and symlinks to copy."""
+    """The regular files and symlinks to copy, with their `stat` results."""
     links: list[str] = field(default_factory=list)
-    """The paths to symlink."""
+    """Paths that are symlinked from the copy to the source instead of being copied."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """The omitted files, as (path, reason)."""
     repositories: list[str] = field(default_factory=list)
-    """The path prefixes of the Git repositories below the root; each is empty or ends with a slash."""
+    """The path prefixes of the Git repositories in the project; the prefix is empty for the root, and
+    otherwise ends with a slash."""
     apart: set[str] = field(default_factory=set)
     """The folders that must not be symlinked, because they contain keys, outputs or files of runs."""
     is_run: Callable[[str], bool] = field(default_factory=lambda: cache(_is_run))
-    """A function that returns whether a folder is a run or a group of runs, whose files are not code."""
+    """A function that returns whether a folder is a run or group; files of runs are not considered code."""
 
     def add(self, path: str, found: os.stat_result) -> None:
-        """Add a regular file or a symlink; record any other kind of file as omitted."""
+        """Add a regular file or symlink; record any other kind of file as omitted."""
         if S_ISREG(found.st_mode) or S_ISLNK(found.st_mode):
             self.files[path] = found
         else:
             self.left_out.append((path, "is not a regular file"))
 
     def keep_apart(self, path: str, reason: str) -> None:
-        """Omit a file that must stay out of other runs, and do not symlink its parent folders as a whole."""
+        """Omit a file that other runs must not use; its parent folders are not symlinked as a whole."""
         self.left_out.append((path, reason))
         self.apart.update(parents(path))
 
     def is_in_run(self, path: str) -> bool:
-        """Return whether a file is in a run folder below the root."""
+        """Return whether a file is in a run folder within the project."""
         return any(self.is_run(f"{self.root}/{parent}") for parent in parents(path))
 
     @property
     def folders(self) -> set[str]:
-        """Return the folders of the files, and the root as the empty path."""
+        """Return the folders that contain the files; the root is the empty path."""
         return {"", *(parent for path in self.files for parent in parents(path))}
 
 
 def printable(path: str) -> str:
-    r"""Convert a path to printable text; bytes that are not UTF-8 become ``\xNN``."""
+    r"""Convert a path to printable text; invalid UTF-8 bytes become ``\xNN``."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def below(root: str, path: str) -> str:
-    """Return a path relative to `root`; an empty string if it is not below `root`."""
+    """Return a path relative to `root`; an empty string if the path is not below `root`."""
     prefix = root.rstrip("/") + "/"
     return path.removeprefix(prefix) if path.startswith(prefix) else ""
 
 
 def parents(path: str) -> Iterator[str]:
-    """Yield the folders that contain a file, from the innermost to the outermost, without the root."""
+    """Yield the folders that contain a file, from the innermost to the outermost, excluding the root."""
     while path := path.rpartition("/")[0]:
         yield path
 
 
 def _is_run(folder: str) -> bool:
     is_group = Path(folder, "sweep.json").is_file() and Path(folder, "logs").is_dir()
-    # A run that never started has no attempts, and a run of `trainkit.loop` outside of trainkit's launcher
-    # has no plan.
+    # A run that has never started has no attempts, and a run of `trainkit.loop` outside of trainkit's
+    # launcher has no plan.
     is_known = Path(folder, "attempts").is_dir() or Path(folder, "plan.json").is_file()
     return is_group or (is_known and Path(folder, "job.json").is_file())
 
 
 def find_tree(cwd: str, run_dir: str) -> SourceTree:
-    """Return the files that git lists; without git or in an ignored folder, the files that look like code."""
+    """Return the files listed by git; without git or in an ignored folder, files that look like code."""
     known = repository_tree(cwd, run_dir)
     if known is None:
         return pattern_tree(cwd, run_dir)
@@ -159,12 +160,12 @@ def find_tree(cwd: str, run_dir: str) -> SourceTree:
 
 
 def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
-    """Return the code in the Git work tree that contains a folder; None without a work tree or without git.
+    """Return the code in the Git work tree that contains `cwd`; None if there is no work tree or no git.
 
-    Code is every file that is tracked, or neither tracked nor ignored; this includes submodules and nested
-    clones. Run folders are omitted. Untracked files that look like keys or passwords are omitted; tracked
-    ones are kept, because they are in the repository anyway and the code may need them. The paths `cwd` and
-    `run_dir` must not contain symlinks. Raises UsageError if git fails.
+    All tracked files, and all untracked files that are not ignored, are considered code, including files in
+    submodules and nested clones. Run folders are omitted. Untracked files that look like keys or passwords
+    are omitted; tracked ones are included, because they are in the repository anyway and the code may need
+    them. The paths `cwd` and `run_dir` must not contain symlinks. Raises UsageError if git fails.
     """
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None
@@ -191,10 +192,10 @@ def _git_error(folder: str, stderr: str) -> UsageError:
 
 
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
-    """Add the files of a repository and of nested repositories; tracked files in `runs_dir` count as code."""
+    """Add the files of a repository and its nested repositories; tracked files in `runs_dir` are code."""
     folder = f"{tree.root}/{prefix}"
     tree.repositories.append(prefix)
-    # Pass the folders of runs to git as literal .gitignore patterns, so that git does not search them.
+    # Pass the run folders to git as literal .gitignore patterns, so that git does not search them.
     patterns = [
         "--exclude=/" + re.sub(r"([*?\[\]\\ ])", r"\\\1", path.removeprefix(prefix))
         for path in (run_dir, runs_dir)
@@ -211,10 +212,10 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             try:
                 found = os.lstat(f"{tree.root}/{path}")
             except (FileNotFoundError, NotADirectoryError):
-                continue  # The file was deleted but is still in the index.
+                continue  # The file was deleted but is still in the Git index.
             if S_ISDIR(found.st_mode):
                 if tree.is_in_run(path):
-                    tree.apart.update(parents(path))  # The repository is an earlier run's copy of the code.
+                    tree.apart.update(parents(path))  # The repository is the code copy of an earlier run.
                 elif Path(tree.root, path, ".git").exists():
                     _add_repository(tree, f"{path}/", run_dir, runs_dir)
             elif is_tracked:
@@ -234,11 +235,11 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
-    """Return the code below a folder: files with the names of source files, and all symlinks.
+    """Return the code below a folder: files that have names of source files, and all symlinks.
 
     Hidden folders, Python environments, runs and caches are skipped. Files that look like keys or passwords,
     and very large files, are omitted. The paths `cwd` and `run_dir` must not contain symlinks. Raises
-    UsageError if the folder is too large to be a project.
+    UsageError if the folder contains too many files to be a project.
     """
     tree, waiting, num_searched = SourceTree(cwd, "pattern"), [cwd], 0
     while waiting:
@@ -246,7 +247,7 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except FileNotFoundError:
-            continue  # The folder was deleted after it was listed.
+            continue  # The folder was deleted since it was listed.
         except PermissionError:
             tree.left_out.append((below(cwd, folder), "cannot be read"))
             continue
@@ -280,19 +281,19 @@ def _has_sources(tree: SourceTree, entry: os.DirEntry[str], run_dir: str) -> boo
         is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
         return not is_environment and not tree.is_run(entry.path)
     except PermissionError:
-        return True  # Opening the folder will fail, and it is then reported as omitted.
+        return True  # Opening the folder will fail, and the folder is then recorded as omitted.
 
 
 def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
-    """Add symlinks for files and folders that are next to copied files but are not copied.
+    """Add symlinks for files and folders that are next to copied files but are not copied themselves.
 
     Keys, passwords, run folders, outputs and Python caches are not symlinked. Outputs are added to
-    `tree.left_out`. Small files that a script may overwrite are added to `tree.files`, so that they are
-    copied. Raises UsageError if more than `MAX_LINKS` symlinks are needed.
+    `tree.left_out`. Small files that a script may overwrite are added to `tree.files`, and so are copied
+    instead of symlinked. Raises UsageError if more than `MAX_LINKS` symlinks are required.
     """
     folders, known = tree.folders, {path for path, _ in tree.left_out} | tree.files.keys()
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
-    # With a symlink to an output folder, a run could read and replace the outputs of another run.
+    # Through a symlink to an output folder, a run could read and replace the outputs of another run.
     known |= folders | tree.apart | {place for run in runs for place in (run, *parents(run))}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
     small: dict[str, dict[str, os.stat_result]] = {}
@@ -320,7 +321,7 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
 
 
 def _small_output(tree: SourceTree, path: str) -> os.stat_result | None:
-    """Return the `stat` of a small file that scripts may write and overwrite; None for any other file."""
+    """Return the `stat` of a small file that scripts are likely to overwrite; None for any other file."""
     if not _WRITTEN.match(path.rpartition("/")[2].lower()):
         return None
     found = os.lstat(f"{tree.root}/{path}")
@@ -334,8 +335,8 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
     if tree.is_in_run(f"{path}/"):
         return False
     if tree.kind == "git" and Path(folder).is_dir() and not any(files for *_, files in os.walk(folder)):
-        # An empty folder is probably meant for outputs, which belong to the run, so it is not symlinked. But
-        # if git ignores the folder, as it usually ignores data folders, it is symlinked.
+        # Do not symlink an empty folder, because it is probably meant for outputs, which belong to the run.
+        # An empty folder that git ignores is symlinked, because it is usually meant for data.
         return run_git(tree.root, "check-ignore", "--quiet", path).returncode == 0
     try:
         with os.scandir(folder) as entries:
@@ -343,16 +344,17 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
                 tree.is_run(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)
             )
     except OSError:
-        return True  # The path is a file, or a folder that cannot be read.
+        return True  # The path is a file, or a folder that is not readable.
 
 
 GIT_LIMIT_S = 60.0
 _GIT_KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_FILESYSTEM|CONFIG_\w+)")
-"""Matches the environment variables that are passed to Git: where it is installed, where it searches, and its
+"""Matches the environment variables that are passed to Git: its installation path, its search limits and its
 config."""
 _GIT_OWN = {
     "LC_ALL": "C",
-    # In a partial clone, Git would fetch missing objects with a program that the repository names.
+    # Otherwise, Git would fetch missing objects of a partial clone with a program that the repository
+    # specifies.
     "GIT_ALLOW_PROTOCOL": "",
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_TERMINAL_PROMPT": "0",
@@ -369,9 +371,9 @@ _COMPARING = {
     "diff": ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty"),
     "status": ("--ignore-submodules=dirty",),
 }
-"""Maps the Git commands that read the work tree, and so would start filters, to options that prevent it.
+"""Maps Git commands that read the work tree, and would therefore start filters, to options that prevent this.
 
-For a submodule with changed files, Git would start another process, with the filters in the submodule's
+For a submodule with changed files, Git would start another process that runs the filters in the submodule's
 config.
 """
 
@@ -379,10 +381,10 @@ config.
 def run_git(
     folder: str, *args: str, timeout_s: float = GIT_LIMIT_S, content: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder, independently of the environment; raise UsageError after `timeout_s`.
+    """Run git in a folder, ignoring most GIT_* environment variables; raise UsageError after `timeout_s`.
 
-    `content` is the standard input of git. ``diff`` and ``status`` compare the files as they are on disk,
-    without conversion by a filter. Also raises UsageError if the name of a filter cannot be written in git's
+    `content` is passed to git as standard input. ``diff`` and ``status`` compare the files as they are on
+    disk, without applying filters. Also raises UsageError if the name of a filter cannot be passed in git's
     options.
     """
     own = _without_filters(folder, timeout_s) if args[0] in _COMPARING else []
@@ -415,7 +417,7 @@ def _call_git(
 
 
 def _without_filters(folder: str, timeout_s: float) -> list[str]:
-    """Return git options that disable all filters in the config of the repository and the user."""
+    """Return git options that disable all filters in the repository's and the user's config."""
     listed = _call_git(folder, ["config", "--includes", "-z", "--name-only", "--list"], timeout_s)
     if listed.returncode:
         reason = os.fsdecode(listed.stderr).strip()

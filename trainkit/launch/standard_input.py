@@ -1,8 +1,8 @@
 """Decide which standard input a COMMAND receives, and store its content in the run folder if needed.
 
-Rank 0 of ``trainkit run`` inherits standard input, like a program that a shell starts. A job starts later and
-may restart, so ``trainkit submit`` stores the content in the run folder. trainkit must not consume input that
-another process reads from the same stream, such as the shell that executes a script or a loop.
+For ``trainkit run``, rank 0 inherits standard input, like a program started by a shell. A job starts later
+and may restart, so ``trainkit submit`` stores the content in the run folder. trainkit must not consume input
+that is meant for another process, such as a shell that reads a script from the same stream.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trainkit.plan.workload import WRAPPERS, Workload
 
 MAX_BYTES = 64_000_000
 SILENCE_S = 60.0
-"""Maximum number of seconds without data from an open pipe."""
+"""Maximum number of seconds to wait for data from an open pipe."""
 NOTE_AFTER_S = 2.0
 _BLOCK = 1 << 20
 _FILE_HINT = "write the input to a file, and pass the file to the COMMAND as an argument"
 
 
 def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str | None]:
-    """Return the standard input to store for rank 0 of a COMMAND, and a message about it; each may be None.
+    """Return (standard input to store for rank 0 of a COMMAND, message for the user); each may be None.
 
-    If rank 0 inherits the stream (`streams`), the content is stored only if it is complete and the COMMAND
-    reads it according to its command line. The run can then be resumed with the stored content. Raises
-    UsageError if the content is too large or does not end.
+    With `streams`, rank 0 inherits the stream, and the content is stored only if it is complete and the
+    command line shows that the COMMAND reads it. The run can then be resumed with the same input. Raises
+    UsageError if the content is too large or the stream does not end.
     """
     if not workload.is_command:
         return None, None
@@ -41,7 +41,7 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
         return None, note if workload.reads_input else None
     found = os.fstat(0)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode)):
-        return None, None  # The stream is a device such as /dev/null.
+        return None, None  # Standard input is a device such as /dev/null.
     is_file = stat.S_ISREG(found.st_mode)
     state = 0 if is_file else _pipe_state()
     has_ended, has_data = bool(state & (select.POLLHUP | select.POLLRDHUP)), bool(state & select.POLLIN)
@@ -69,7 +69,7 @@ def _pipe_state() -> int:
 
 
 def _content(is_file: bool) -> bytes:
-    """Return all of standard input; for a file, read from its current position and keep that position."""
+    """Return all of standard input; for a file, start at its current position and restore that position."""
     content = b"".join(_file_blocks() if is_file else _pipe_blocks())
     if len(content) > MAX_BYTES:
         limit = f"{MAX_BYTES / 1e6:.0f} MB"
@@ -109,7 +109,7 @@ def _pipe_blocks() -> Iterator[bytes]:
 
 
 def _is_shared(found: os.stat_result) -> bool:
-    """Return whether a parent process has the same standard input, such as a shell that executes a loop."""
+    """Return whether a parent process, such as a shell that executes a loop, has the same standard input."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -118,8 +118,8 @@ def _is_shared(found: os.stat_result) -> bool:
             fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             name = (process / "comm").read_text(errors="replace").strip()
         except OSError:
-            return False  # The process belongs to another user and has another stream.
-        if name not in WRAPPERS:  # Wrappers only pass the stream on.
+            return False  # The process belongs to another user and has a different standard input.
+        if name not in WRAPPERS:  # Wrappers only pass on their standard input.
             return os.path.samestat(own, found)
         pid = int(fields[1])
     return False

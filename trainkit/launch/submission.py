@@ -1,6 +1,6 @@
-"""Plan the runs that one command submits: a single run, or the trials of a sweep or array as one group.
+"""Plan the runs that a command submits: a single run, or the trials of a sweep or array as one group.
 
-A single run is planned like a group with one trial. All trials are checked before anything is written (by
+A single run is planned like a group with one trial. All trials are checked before any file is written (by
 `create.py`).
 """
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
-"""Maximum number of listed problems for a group."""
+"""Maximum number of problems that are listed for a group."""
 PLENTY_SHARE = 0.05
-"""Checkpoints that need a smaller share of the free disk space cause no warning."""
+"""Checkpoints that need less than this fraction of the free disk space cause no warning."""
 
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A run to submit, with its config and plan."""
+    """A run to submit, along with its config and plan."""
 
     index: int
     values: dict[str, object]
@@ -56,23 +56,23 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class Submission:
-    """The trials of one job: a single run, or the trials of a group, which share a batch script."""
+    """The trials of one submission: a single run, or the trials of a group, which share a batch script."""
 
     trials: list[PlannedTrial]
     array: ArraySpec | None = None
     """The Slurm array of a group; None for a single run."""
     choice: NodesChoice | None = None
-    """Why trainkit chose the number of nodes; None if the user chose it."""
+    """The reason why trainkit chose the number of nodes; None if the user specified it."""
     code_from: CodeCopy | None = None
-    """The copy of the code of the run that is repeated."""
+    """The code copy of the run that is repeated; None if the run uses the current code."""
     stdin: bytes | None = None
-    """The standard input for rank 0 of the COMMAND."""
+    """The content of standard input for rank 0 of the COMMAND."""
 
     @cached_property
     def plan(self) -> LaunchPlan:
-        """Return the plan of the first trial, but with the warnings of all trials.
+        """Return the plan of the first trial with the warnings of all trials.
 
-        If a reason differs between the trials, its text says so.
+        If a reason differs between trials, its text mentions this.
         """
         first = self.trials[0].plan
         others = [trial.plan.reasons for trial in self.trials[1:]]
@@ -86,10 +86,10 @@ class Submission:
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
-        """Return the exact batch script, and the plan files by path, without writing anything.
+        """Return the exact batch script, and the plan files by path; write nothing.
 
-        For a run on this machine, the script is replaced by the plan as a line of JSON. Raises UsageError if
-        the script would contain a secret.
+        For a run on this machine, returns the plan as a line of JSON instead of a script. Raises UsageError
+        if the script would contain a secret.
         """
         config, plan = self.trials[0].config, self.trials[0].plan
         run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
@@ -98,7 +98,7 @@ class Submission:
             files |= {place.path / name: text for name, text in trial.plan.files.items()}
         if not plan.is_job:
             return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
-        # imported here because only a job with a script has a copy of the code to describe
+        # Imported here because only a job with a script has a code copy to describe.
         from trainkit.launch.snapshot import future_code
 
         script = self.script(run, future_code(run, config, plan, self.code_from))
@@ -108,7 +108,7 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
-        """Yield the runs with their folders; of several runs with the same plan files, only the first."""
+        """Yield the runs with their folders; of several runs with identical plan files, only the first."""
         seen: list[Mapping[str, str]] = []
         for trial in self.trials:
             if trial.plan.files not in seen:
@@ -122,8 +122,8 @@ class Submission:
 
     @cached_property
     def group_trials(self) -> list[Trial]:
-        """Return the trials as sweep.json stores them."""
-        from trainkit.run.group import Trial  # imported here because it is slow to import
+        """Return the trials in the form stored in sweep.json."""
+        from trainkit.run.group import Trial  # imported here because the import is slow
 
         first = self.trials[0]
         plan = first.plan.to_dict()
@@ -138,7 +138,7 @@ class Submission:
         ]
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
-        """Return the batch script for the run folder; raise UsageError if it would contain a secret."""
+        """Return the batch script for a run folder; raise UsageError if it would contain a secret."""
         from trainkit.launch.script import script_for
         from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
@@ -148,7 +148,7 @@ class Submission:
         else:
             array = self.array.directive
             submitted = submitted_group_hash(self.group_config, own, self.group_trials)
-        # Variables that differ between the trials are set by the agents of each trial.
+        # Variables that differ between trials are set by the agents in each trial.
         plan = self.trials[0].plan
         common = _common(trial.plan.environment.variables for trial in self.trials)
         plan = replace(plan, environment=replace(plan.environment, variables=common))
@@ -167,12 +167,13 @@ def plan_submission(
 ) -> Submission:
     """Plan a single run, or every trial of a group.
 
-    The runs start after the runs in `after` have finished. An array that exceeds the cluster's limits is
-    refused before any trial is planned. With `chooses_nodes`, a run without `after` gets the number of nodes
-    with the earliest expected end. With `repeats`, the run uses the code of the repeated run, and the plan's
-    reasons mention that run.
+    The runs start when all runs in `after` have finished. If an array exceeds the cluster's limits, it is
+    rejected before any trial is planned. With `chooses_nodes`, a run without `after` uses the number of nodes
+    for which it is expected to finish earliest. With `repeats`, the run uses the code of the repeated run,
+    and the plan's reasons mention that run.
 
-    Raises a ConfigError with the problems of all trials, or UsageError if one array cannot run all trials.
+    Raises a ConfigError that lists the problems of all trials, or UsageError if the trials do not fit into
+    one array.
     """
     code_from = None if repeats is None else repeats.code
     code_dir = None if code_from is None else Path(code_from.workdir)
@@ -180,7 +181,8 @@ def plan_submission(
     planned: list[PlannedTrial] = []
     refused: list[LoadedTrial] = []
     choice: NodesChoice | None = None
-    # The cache key omits the seed, because a plan depends on the seed only if the command line contains it.
+    # The cache key excludes the seed, because a plan depends on the seed only if the command line contains
+    # the seed.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for trial in trials:
         loaded = trial.loaded
@@ -212,7 +214,7 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
     if after:
-        # imported here because it is slow to import
+        # imported here because the import is slow
         from trainkit.launch.dependency import dependencies, with_dependency
 
         waits_for = dependencies(after, warn, on_slurm=submission.plan.is_job)
@@ -225,7 +227,7 @@ def plan_submission(
 def submission_warnings(
     submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
 ) -> Iterator[str]:
-    """Yield warnings about the run folder and the COMMAND.
+    """Yield warnings for the user about the run folder and the COMMAND.
 
     Raises UsageError if the folder does not support locks or the disk is too full.
     """
@@ -260,10 +262,10 @@ def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
 def disk_forecast(
     folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1, *, starts: bool = True
 ) -> str | None:
-    """Return a line about the disk space that checkpoints will need; None if there is plenty of space.
+    """Return a line about the disk space needed for checkpoints; None if there is plenty of space.
 
-    Also returns None if the size of a checkpoint is unknown. Raises UsageError if the first checkpoint of
-    each run does not fit on the disk and the runs are about to start.
+    Also returns None if the size of a checkpoint is unknown. If the runs are about to start (`starts`),
+    raises UsageError if the first checkpoint of each run does not fit on the disk.
     """
     place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
     if one is None:
@@ -271,7 +273,7 @@ def disk_forecast(
     try:
         free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
     except OSError:
-        return None  # Creating the folder will raise a more useful error.
+        return None  # Ignore the error, because creating the folder will raise a more useful error.
     if one * num_runs > free and starts:
         message = f"a checkpoint needs {size(one)}, but {shown_path(folder)} has only {size(free)} free"
         if num_runs > 1:
@@ -279,11 +281,11 @@ def disk_forecast(
         raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
     if kept is None:
         every, steps = config.checkpoint.every_steps, config.train.steps
-        # Do not count saves by epochs, by minutes or after validations.
+        # Saves that are triggered by epochs, by time or after validations are not counted.
         count = -(-steps // every) if every and steps else 1
         how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
     else:
-        # Count the checkpoints that are kept, the one that is being written, and the best one.
+        # Count the checkpoints to keep, the checkpoint being written, and the best checkpoint.
         count = kept + 1 + (config.checkpoint.best_metric is not None)
         how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
     need = count * one * num_runs
@@ -300,10 +302,10 @@ def disk_forecast(
 def checked(
     planned: list[PlannedTrial], refused: Sequence[LoadedTrial], array: ArraySpec | None
 ) -> Submission:
-    """Return a submission of the planned trials, after checking that all have a plan and fit into one array.
+    """Return a submission of the planned trials after checking that they have plans and fit into one array.
 
-    Raises a ConfigError with the problems of all trials, each labelled with the first trial that has it.
-    Raises UsageError if the trials need jobs with different options.
+    Raises a ConfigError that lists the problems of all trials, each labelled with the first trial that has
+    it. Raises UsageError if the trials need jobs with different Slurm options.
     """
     if refused:
         raise ConfigError(list(_with_trials(refused, len(planned) + len(refused))))
@@ -336,7 +338,7 @@ def checked(
 
 
 def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Problem]:
-    """Yield the problems, each labelled with its trials unless all trials have it."""
+    """Yield each problem, labelled with its trials unless all trials have it."""
     found: dict[Problem, list[LoadedTrial]] = {}
     for trial in refused:
         for problem in trial.loaded.problems if isinstance(trial.loaded, ConfigError) else ():
@@ -354,13 +356,13 @@ def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Pr
 
 
 def reaches_command(trials: Sequence[PlannedTrial], command: Sequence[str]) -> bool:
-    """Return whether all swept values reach the COMMAND, as arguments or environment variables."""
+    """Return whether all swept values are passed to the COMMAND, as arguments or environment variables."""
     keys = {key for trial in trials for key in trial.values}
     return all(key.startswith("launch.env.") or names_key(command, key) for key in keys)
 
 
 def describe_trials(submission: Submission, is_sweep: bool) -> str:
-    """Describe the trials of a group in one line, for the user."""
+    """Describe a group's trials in one line, for the user."""
     trials, array = submission.trials, submission.array
     first_index, first = trials[0].index, trials[0].values
     if is_sweep:
@@ -377,11 +379,11 @@ def describe_trials(submission: Submission, is_sweep: bool) -> str:
 
 
 def _job_of(trial: PlannedTrial) -> dict[str, str]:
-    """Return texts for the user that describe the properties of a trial's job, by name."""
+    """Return descriptions of a trial's job options for the user, by name."""
     plan = trial.plan
     options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
-    # The agents apply launch.env and launch.network, so the script does not contain them.
+    # launch.env and launch.network are applied by the agents, so they are not part of the script.
     launch = trial.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,
@@ -395,15 +397,15 @@ def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[st
 
 
 def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, object]:
-    """Return the `difference` of two configs.
+    """Return the `difference` between two configs.
 
-    Most sections are the same object in both configs, so they are not compared.
+    Sections that are the same object in both configs, as most are, are not compared.
     """
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))
 
 
 def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the items that are the same in all mappings, in the order of the first mapping."""
+    """Return the items that all mappings have in common, in the order of the first mapping."""
     first, *others = mappings
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

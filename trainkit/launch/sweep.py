@@ -1,4 +1,4 @@
-"""Load the configs of the runs that a command requests: a single run, or the trials of a sweep or array."""
+"""Load the configs for the runs that a command requests: a single run, or the trials of a sweep or array."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
 
 
 class ArraySpec(NamedTuple):
-    """The parsed form of an array specification such as ``0-9,20%4``."""
+    """A parsed array specification such as ``0-9,20%4``."""
 
     indices: tuple[int, ...]
-    """The indices of the array tasks; empty if only a limit was given."""
+    """The indices of the array tasks; empty if only a limit was specified."""
     limit: int | None
-    """The maximum number of array tasks that run at the same time; None for no limit."""
+    """The maximum number of array tasks that run simultaneously; None for no limit."""
 
     @property
     def directive(self) -> str:
-        """Return the value of ``#SBATCH --array``."""
+        """Return the value for ``#SBATCH --array``."""
         return array_spec(self.indices, self.limit)
 
 
 def parse_array(text: str) -> ArraySpec:
-    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with or without a limit such as ``%4``, or just a limit.
+    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with an optional limit such as ``%4``, or only a limit.
 
-    Raises UsageError for anything else.
+    Raises UsageError for any other text.
     """
     spec, percent, limit = text.strip().partition("%")
     if percent and not _LIMIT.fullmatch(limit):
@@ -59,7 +59,7 @@ def parse_array(text: str) -> ArraySpec:
 
 @dataclass(frozen=True)
 class LoadedTrial:
-    """A run that is to be planned, with its config or the problems found with the config."""
+    """A run to plan, with its config or with the problems found in the config."""
 
     index: int
     """The index of the trial in the array."""
@@ -71,11 +71,11 @@ class LoadedTrial:
 def group_trials(
     request: ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
 ) -> tuple[ArraySpec | None, Iterator[LoadedTrial]]:
-    """Return the array (None for a single run), and the config of every trial.
+    """Return the array (None for a single run), and the config for each trial.
 
-    The configs are loaded lazily, because a group can have 100,000 trials. A COMMAND may contain placeholders
-    ``{KEY}`` for swept keys. If there is no --sweep, the trials of an array get consecutive seeds, unless
-    they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
+    The configs are loaded lazily, because a group may have 100,000 trials. A COMMAND may contain placeholders
+    ``{KEY}`` for swept keys. Without --sweep, the trials of an array get consecutive seeds, unless they run a
+    COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
     """
     spec = None if array is None else parse_array(array)
     if sweeps:
@@ -104,7 +104,7 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """Yield the config of each trial in a sweep; trials that differ only in the seed share one load."""
+    """Yield the config for each trial of a sweep; trials that differ only in the seed share a single load."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)
@@ -117,7 +117,7 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
                 for key, value in values.items()
-                if is_known(tuple(key.split(".")))  # All other keys occur only in the COMMAND.
+                if is_known(tuple(key.split(".")))  # Any other key occurs only in the COMMAND.
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
             yield LoadedTrial(index, values, loaded[key])

@@ -1,4 +1,4 @@
-"""Check the user's code in another process, because only the trainer may import torch."""
+"""Check the user's code in a separate process, because only the trainer may import torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainkit.shipped import TASK_CHECK
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
-"""Marks the line with the answer, because the user's code may also print."""
+"""Marks the output line with the result, because the user's code may also print to stdout."""
 CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """Return problems of `task`, or of `model.architecture` and the layout, that the trainer would find.
+    """Return the problems that the trainer would find in `task`, or in `model.architecture` and the layout.
 
-    Paths of files are relative to `folder`. Returns an empty list if the code cannot run here within
-    `CHECK_TIMEOUT_S`, because it may work in the job's environment, where the trainer checks it again.
+    File paths are relative to `folder`. Returns an empty list if the code cannot run on this host within
+    `CHECK_TIMEOUT_S`: it may still work in the job's environment, where the trainer checks it again.
     """
     config = loaded.config
     launch = config.launch
@@ -43,8 +43,8 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
         sections |= {"model": True, "data": True}
     else:
         return []
-    # `_check` caches its result, because most trials of a sweep share these values. For a file, the
-    # modification time is part of the cache key; a module is identified by its name alone.
+    # `_check` caches its result for these values, because most trials of a sweep share them. The modification
+    # time of a file is part of the cache key; a module is identified only by its name.
     values = config.model_dump_json(by_alias=True, include=sections)
     path = folder / file.rpartition(":")[0]
     modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
@@ -60,10 +60,10 @@ def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyP
 
 
 def task_problems(loaded: LoadedConfig, option: Literal["--smoke", "--samples"]) -> list[KeyProblem]:
-    """Return the problems of a task that occur when it trains on some samples on a CPU, or reads all samples.
+    """Return problems that occur when a task trains on some samples on a CPU, or reads all samples.
 
-    Each problem refers to the config key or the task method where it occurs. Raises TrainkitError if the
-    process that runs the task crashes.
+    Each problem refers to the config key or task method that causes it. Raises TrainkitError if the process
+    that executes the task crashes.
     """
     task = loaded.config.task
     if not loaded.config.has_user_task:
@@ -87,9 +87,9 @@ def _problems(
 def output_of(
     what: str, argv: Sequence[str], text: str = "", timeout_s: float | None = None, folder: Path | None = None
 ) -> str:
-    """Return the output of a process; `what` names the process in messages.
+    """Return the stdout of a process; `what` is its name in error messages.
 
-    Raises TrainkitError with the last line of stderr if the process fails, and TimeoutExpired.
+    Raises TrainkitError with the last line of stderr if the process fails, and TimeoutExpired on timeout.
     """
     done = subprocess.run(
         argv,

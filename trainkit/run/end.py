@@ -25,27 +25,27 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import CodeLine
 
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
-"""`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
-job, and `follow_up` lets a job that is already in the queue continue the run."""
+"""`restart` restarts the step in the same allocation, `requeue` requeues the job, `resubmit` submits a new
+job, and `follow_up` leaves the run to a chained job that is already in the queue."""
 Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
-"""The cause of a restart: a value of `requeue.on`, ``asked`` when a person requested the restart, or
-``not_started`` when Slurm could not start the step. The cause ``not_started`` does not count as a failure of
-the run. Capabilities define further causes."""
+"""Why an attempt is restarted: a value of `requeue.on`, ``asked`` if a user requested the restart, or
+``not_started`` if Slurm could not start the step. A restart with the cause ``not_started`` is not counted as
+a failure of the run. Capabilities can define additional causes."""
 RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
-"""The actions after which the run resumes automatically, the cheapest first."""
+"""The actions after which a run resumes automatically, ordered from the cheapest to the most expensive."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
-"""The states of a run that may still finish."""
+"""States of a run that has not finished or failed yet."""
 KILLED = "killed by cancel --now"
-"""The `reason` of an attempt that was killed before it could save."""
+"""The `reason` of an attempt that was killed before it could save a checkpoint."""
 NO_RESULT = "NoResult"
 """The failure type of a rank that exited with code 0 before its function returned."""
 SIGNALLED = 128
-"""The exit code of a process that signal N killed is SIGNALLED + N."""
+"""Offset of the exit code for a process that was killed by signal N: the exit code is SIGNALLED + N."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Describes a failure of a rank, a host or a job; a missing or unknown value is None."""
+    """A failure of a rank, host or job; unknown values are None."""
 
     rank: int | None = None
     node_rank: int | None = None
@@ -63,24 +63,24 @@ class RankFailure:
     node: bool | None = field(default=None, metadata=OPTIONAL)
     """True if the failure is specific to the node, so that the run may succeed on another node."""
     code: CodeLine | None = field(default=None, metadata=OPTIONAL)
-    """The innermost line of the user's code in the traceback of an exception."""
+    """The innermost line of user code in the exception's traceback."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
     """The last lines of the rank's log."""
     more: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Other recorded values, such as the traceback."""
+    """Other values in the failure record, such as the traceback."""
 
     @property
     def was_signalled(self) -> bool:
-        """Return whether a signal from another process killed the rank; SIGABRT does not count.
+        """Return whether a signal from another process killed the rank; ignores SIGABRT.
 
-        A process sends SIGABRT to itself.
+        SIGABRT is ignored because a process that aborts sends it to itself.
         """
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
 
     @property
     def died_of_notice(self) -> bool:
-        """Return whether one of `ENDING_SIGNALS` ended the process.
+        """Return whether one of `ENDING_SIGNALS` killed the process.
 
         torchrun raises SignalException when it receives one of these signals.
         """
@@ -100,13 +100,13 @@ class RankFailure:
 
 
 def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tuple[Path, RankFailure]]:
-    """Return the failures that ranks have recorded, each with its file, ordered by time.
+    """Return the failures that ranks have recorded, as (file, failure) pairs ordered by time.
 
-    `job` is the content of job.json; if it is None, job.json is read when needed.
+    `job` is the content of job.json; if it is None, job.json is read if needed.
     """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
-        record = read_object(path)  # The object is empty if a crash truncated the file.
+        record = read_object(path)  # empty if a crash truncated the file
         if record:
             failure = read_record(RankFailure, record)
             if failure.code is not None:
@@ -118,23 +118,23 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Additional seconds by which other errors may precede the record of a kill by one of `ENDING_SIGNALS`. The
-agent waits before it records such a kill as a failure: if the agent receives the stop signal too, the kill
-was part of a normal stop."""
+"""Additional number of seconds to `NOTICED_S` if the rank was killed by one of `ENDING_SIGNALS`. The agent
+waits before it records a kill by one of these signals as a failure: if the agent also receives the stop
+signal, the kill was part of a normal stop."""
 NOTICED_S = 2.5
-"""Maximum number of seconds by which errors of a killed rank's peers may precede the agent's record of the
+"""Maximum number of seconds between the first error of a killed rank's peers and the agent's record of the
 kill."""
 
 
 def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] | None:
-    """Return the first failure of `records`, which are ordered by time; None without records.
+    """Return the first failure in `records`, which must be ordered by time; None if `records` is empty.
 
-    A killed rank takes precedence over exceptions, because its peers may notice the closed connections before
-    its agent can write the record. Ignores a rank that was killed much later than the first failure, because
-    such a rank was killed when the step ended.
+    A killed rank takes precedence over exceptions in other ranks, because they may notice closed connections
+    before the agent of the killed rank can record the kill. A rank that was killed much later than the first
+    failure is ignored, because it was killed when the step was stopped.
     """
     for path, item in records:
-        # A failure without a time counts as simultaneous with the first record.
+        # A failure without a time is treated as simultaneous with the first failure.
         later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
         if item.was_signalled and later_s < NOTICED_S + AWAITED_S * item.died_of_notice:
             return path, item
@@ -142,7 +142,7 @@ def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] 
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; ``signal N`` for a number that this machine does not know."""
+    """Return the name of a signal, or ``signal N`` for a number that is unknown on this machine."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -151,7 +151,7 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """The best result of a run so far."""
+    """The best metric value of a run so far, with its step."""
 
     metric: str
     """Name of the metric: ``val_loss``, or ``loss`` in a run without validation."""
@@ -167,28 +167,29 @@ class AttemptEnd:
     """The state of the run: ``finished``, ``stopped``, ``cancelled`` or ``failed``."""
     action: Action | None = None
     cause: str | None = None
-    """A `Cause`, or a cause that a capability defines."""
+    """A `Cause`, or a cause defined by a capability."""
     exit_code: int | None = None
     reason: str | None = None
     """A sentence that tells the user why the attempt ended."""
     verdict: RankFailure | None = None
     """The root cause: the first failure of the attempt."""
     mark: int | None = None
-    """The run's progress: the step of the newest checkpoint or, for a run without checkpoints, its number of
-    long attempts."""
+    """The progress of the run: the step of its newest checkpoint or, for a run without checkpoints, the
+    number of its attempts that ran for a long time."""
     step: int | None = None
     """The last step that the attempt computed."""
     best: Best | None = None
     """The best result of the run."""
     guessed: bool = field(default=False, metadata=OPTIONAL)
-    """True if the attempt left no record of its end, so that a later start of the job wrote the file."""
+    """True if the attempt could not write its own end.json, so that a later start of the job wrote the
+    file."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
-    """The reason without the next action; set only if `reason` also names the next action."""
+    """The reason without the next action; set only if `reason` also mentions the next action."""
     saved: bool = field(default=False, metadata=OPTIONAL)
-    """True if the attempt did not finish and all workers exited with the exit code of a completed save."""
+    """True if the attempt did not finish, but all workers exited with the exit code for a completed save."""
     time: str | None = None
     more: dict[str, object] = field(default_factory=dict)
-    """Values of end.json that this trainkit version does not know."""
+    """Values in end.json that are unknown to this trainkit version."""
 
     @property
     def resumes(self) -> bool:
@@ -196,40 +197,40 @@ class AttemptEnd:
         return self.action in RESUME_ACTIONS
 
     def write(self, attempt: AttemptDir) -> None:
-        """Write end.json; raise OSError if that fails."""
+        """Write end.json; raise OSError if it cannot be written."""
         write_json(attempt.end_file, to_json(self))
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
-    """Read how an attempt ended; return None while it runs, or if its supervisor was killed."""
+    """Return the parsed end.json of an attempt; None if it is still running or its supervisor was killed."""
     return end_of(read_object(attempt.end_file))
 
 
 def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
-    """Read how the newest attempt of the run in a folder ended; return None while it runs."""
-    # Use the path, because some copy tools replace the link `latest` with a copy of the folder.
+    """Return the parsed end.json of the newest attempt in a run folder; None while it is running."""
+    # Open the file by its path, because some copy tools replace the link `latest` with a copy of the folder.
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
 def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
-    """Parse the content of an end.json; return None for an empty object, which stands for a missing file."""
+    """Parse the content of an end.json; return None for {}, which means a missing file."""
     return read_record(AttemptEnd, content) if content else None
 
 
 def is_over(attempt: AttemptDir) -> bool:
-    """Return whether an attempt has recorded its end and the run does not resume automatically."""
+    """Return whether an attempt has ended and will not be resumed automatically."""
     end = read_end(attempt)
     return end is not None and not end.resumes
 
 
 def end_line(attempt: int, action: str, reason: str) -> str:
-    """Return the last line that an attempt writes to its log.
+    """Return the line that an attempt writes to its log last.
 
-    Any output of Slurm below this line belongs to a later attempt.
+    Output of Slurm below this line belongs to a later attempt.
     """
     return f"attempt {attempt}: {action}: {reason}"
 
 
 def is_end_line(line: str, attempt: int) -> bool:
-    """Return whether a line of a log is the `end_line` of an attempt."""
+    """Return whether a log line is the `end_line` of an attempt."""
     return line.startswith(tuple(end_line(attempt, action, "") for action in get_args(Action)))

@@ -1,4 +1,4 @@
-"""Read and write events.jsonl (what happened in a run) and metrics.jsonl (its logged steps)."""
+"""Read and write events.jsonl (events of a run) and metrics.jsonl (its logged steps)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trainkit.run.rundir import RunDir
 
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
-"""Values that a diverged loss has in metrics.jsonl. NaN is written as null; Infinity is written as 1e999,
-which JSON parsers read as infinity."""
+"""Values in metrics.jsonl that represent a non-finite loss. NaN is written as null; Infinity is written as
+1e999, which JSON parsers read as infinity."""
 MAX_WITHOUT = 200
-"""Maximum number of consecutive records without a metric before the search for that metric stops."""
+"""Stop the search for a metric after this many consecutive records without it."""
 MAX_OTHERS = 100 * MAX_WITHOUT
-"""Maximum number of events of other kinds, such as saves, before the search for a metric stops."""
+"""Stop the search for a metric after this many events of other kinds, such as saves."""
 FAILED_SAVES = 2
-"""Number of consecutive failed saves that cause a warning; a single save may fail by chance."""
+"""Number of consecutive failed saves after which a warning is shown; a single failure may be temporary."""
 
 
 class Entry(Record):
@@ -46,7 +46,7 @@ class Entry(Record):
 
     @property
     def attempt(self) -> int | None:
-        """Return the number of the attempt; None if a COMMAND wrote the line without the number."""
+        """Return the attempt number; None if a COMMAND wrote the line without one."""
         return self.count("attempt")
 
 
@@ -65,7 +65,7 @@ class Event(Entry):
 
     @property
     def rank(self) -> int | None:
-        """Return the rank; None for an event of the whole run."""
+        """Return the rank; None if the event concerns the whole run."""
         return self.count("rank")
 
     @property
@@ -74,12 +74,12 @@ class Event(Entry):
 
     @property
     def reason(self) -> str | None:
-        """Return the reason of the event as a sentence for the user."""
+        """Return the reason for the event, as a sentence for the user."""
         return self.text("reason")
 
     @property
     def failure(self) -> RankFailure:
-        """Return the failure that an event ``rank_failed`` describes."""
+        """Parse the failure in a ``rank_failed`` event."""
         return read_record(RankFailure, self.values)
 
     @property
@@ -89,7 +89,7 @@ class Event(Entry):
 
     @property
     def content(self) -> str:
-        """Format the name and the values: ``checkpoint_commit  step=100``."""
+        """Format the name and values of the event, for example ``checkpoint_commit step=100``."""
         fields = [
             f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
             for key, value in self.values.items()
@@ -103,23 +103,23 @@ class Event(Entry):
 
     @property
     def line(self) -> str:
-        """Format the event with its time: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
+        """Format the event with its time, for example ``12:00:01 attempt 1 checkpoint_commit step=100``."""
         return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
 
 
 WHOLE_BYTES = 2**23
-"""Size in bytes above which only parts of events.jsonl are read: the lines around the start and end of
-attempts, and the last lines."""
+"""If events.jsonl is larger than this number of bytes, only the lines around the start and end of each
+attempt and the last lines are read."""
 EDGE_BYTES, LAST_BYTES = 2**16, 2**21
 MAX_EDGES = 100
 
 
 def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the complete lines of `events.jsonl` between two positions; leave the stream after the last line.
+    """Yield complete lines of `events.jsonl` between two offsets; leave the stream after the last line.
 
-    If the lines have more than `WHOLE_BYTES`, yield only those around the start and end of each attempt, and
-    the last `LAST_BYTES`. Reading the omitted events, which an attempt logs at every step, would take
-    minutes, and they are seldom needed.
+    If the range is larger than `WHOLE_BYTES`, yield only the lines around the start and end of each attempt,
+    and those in the last `LAST_BYTES`. Most omitted lines are events that are logged at every step: reading
+    them would take minutes, and they are rarely needed.
     """
     spans = [(begin, end)]
     if end - begin > WHOLE_BYTES:
@@ -129,7 +129,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
     position = begin
     for first, last in spans:
         if first > position:
-            stream.seek(first - 1)  # a line may begin at `first`
+            stream.seek(first - 1)  # A line may begin exactly at `first`.
             stream.readline(MAX_RECORD_BYTES)
             position = stream.tell()
         stream.seek(position)
@@ -143,7 +143,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
-    """Return where the last `LAST_BYTES` begin, without counting lines that are too long for a record."""
+    """Return the offset of the last `LAST_BYTES`, ignoring lines that are too long for a record."""
     start, num_bytes = end, 0
     for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
         start -= len(line)
@@ -155,9 +155,9 @@ def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
 
 
 def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
-    """Return the approximate positions where the events of each attempt begin.
+    """Return the approximate offset of the first event of each attempt.
 
-    Finds the positions by bisection, because attempt numbers only grow along the file.
+    The offsets are found by bisection, because attempt numbers never decrease within the file.
     """
     found, todo = list[int](), [(begin, _attempt_at(stream, begin), end, _attempt_at(stream, end))]
     while todo and len(found) < MAX_EDGES:
@@ -170,13 +170,13 @@ def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
         middle = (first + last) // 2
         between = _attempt_at(stream, middle)
         # Push the newer half last, so that it is bisected first: if there are more than `MAX_EDGES` attempts,
-        # the newest ones are found.
+        # the older attempts are omitted.
         todo += [(first, before, middle, between), (middle, between, last, after)]
     return found[::-1]
 
 
 def _attempt_at(stream: BinaryIO, position: int) -> int | None:
-    """Return the attempt of the first event after a file position; None if it is unknown."""
+    """Return the attempt number of the first event after a file offset; None if it is unknown."""
     found = events_of(parse_records(sampled_lines(stream, position, position, 1)))
     return next((event.attempt for event in found), None)
 
@@ -187,14 +187,14 @@ def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
 
 
 def read_events(run: RunDir, *names: str, attempt: int | None = None) -> Iterator[Event]:
-    """Yield the events of a run, oldest first; if `names` or `attempt` is given, only matching events."""
+    """Yield the events of a run, oldest first; `names` and `attempt` select only matching events."""
     for event in events_of(read_jsonl(run.events_file, names)):
         if (not names or event.name in names) and attempt in (None, event.attempt):
             yield event
 
 
 def events_of(records: Iterable[Mapping[str, object]]) -> Iterator[Event]:
-    """Yield the events among records of `events.jsonl`; skip damaged ones."""
+    """Yield the valid events in records of `events.jsonl`; skip damaged records."""
     for record in records:
         attempt, step = record.get("attempt"), record.get("step")
         has_counts = (attempt is None or type(attempt) is int) and (step is None or type(step) is int)
@@ -203,7 +203,7 @@ def events_of(records: Iterable[Mapping[str, object]]) -> Iterator[Event]:
 
 
 class StepRecord(Entry):
-    """A logged step of the training."""
+    """A logged training step."""
 
     __slots__ = ()
 
@@ -215,9 +215,10 @@ class StepRecord(Entry):
 
     @property
     def samples_per_s(self) -> float | None:
-        """Return the samples per second if the task's losses count samples instead of tokens; else None.
+        """Return the samples per second if the task counts losses per sample, not per token; else None.
 
-        The trainer does not know whether losses count tokens or samples, so it always logs ``tokens_per_s``.
+        The trainer always logs the value as ``tokens_per_s``, because it does not know whether losses are
+        counted per token or per sample.
         """
         counted, seen = self.count("tokens"), self.count("samples_seen")
         counts_samples = counted is not None and counted == seen
@@ -225,26 +226,26 @@ class StepRecord(Entry):
 
 
 def read_steps(run: RunDir) -> Iterator[StepRecord]:
-    """Yield every logged step of a run in file order; a step that was computed twice appears twice."""
+    """Yield the logged steps of a run in file order; a recomputed step occurs twice."""
     return steps_of(read_jsonl(run.metrics_file))
 
 
 def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
-    """Yield the steps among records of `metrics.jsonl`; skip damaged ones."""
+    """Yield the valid steps in records of `metrics.jsonl`; skip damaged records."""
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
 
 
 def newest_step(run: RunDir, begins: Mapping[int, int] = {}) -> int | None:
-    """Return the last step that a run has logged; None if it has logged none.
+    """Return the last step that a run has logged; None if it has not logged any.
 
-    `begins` is the result of `first_steps`; it excludes stale steps, which the newest attempt computes again.
+    `begins` is the result of `first_steps`; it excludes stale steps, which the newest attempt recomputes.
     """
     records = steps_of(read_jsonl_reversed(run.metrics_file))
     return next((record.step for record in records if not _is_stale(record, begins)), None)
 
 
 def training_curve(run: RunDir) -> list[StepRecord]:
-    """Return the logged steps of a run in ascending order, with the last record of a step computed twice."""
+    """Return the logged steps of a run in ascending order; for a recomputed step, only its last record."""
     by_step = {record.step: record for record in read_steps(run)}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -255,11 +256,10 @@ def read_metrics(run: RunDir) -> list[dict[str, object]]:
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """Return the step since which all losses of a run are NaN or infinite; None if the newest loss is finite.
+    """Return the step since which all losses of a run are non-finite; None if the newest loss is finite.
 
-    Checks the validation losses if the training losses are finite. With `attempt`, also returns None if the
-    newest losses belong to another attempt. Without `attempt`, ignores steps that a later attempt computes
-    again.
+    If the training losses are finite, checks the validation losses. With `attempt`, also returns None if the
+    newest losses belong to another attempt. Without `attempt`, ignores steps that a later attempt recomputes.
     """
     since = _diverged_since(run, attempt)
     if since is None or attempt is not None:
@@ -276,10 +276,10 @@ def _diverged_since(run: RunDir, attempt: int | None, begins: Mapping[int, int] 
 def diverged_in(
     file: str | Path, metric: str, attempt: int | None = None, begins: Mapping[int, int] = {}
 ) -> int | None:
-    """Return the step since which all values of one metric in a file are NaN or infinite; else None.
+    """Return the step since which all values of a metric in a file are non-finite; else None.
 
     With `attempt`, also returns None if the newest value belongs to another attempt. `begins` is the result
-    of `first_steps`; it excludes steps that a later attempt computes again.
+    of `first_steps`; it excludes steps that a later attempt recomputes.
     """
     since: int | None = None
     num_without = num_others = 0
@@ -302,7 +302,7 @@ def diverged_in(
 
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
-    """Append the step `since` to the reason of a run's state; return None if both arguments are None."""
+    """Append the step `since` to the reason for a run's state; return None if both arguments are None."""
     if since is None:
         return reason
     said = f"diverged since step {since}"
@@ -310,13 +310,13 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
 
 
 BEGINNINGS = ("training", "resumed", "first_step")
-"""The events where `first_steps` finds the first step of an attempt."""
+"""Names of the events that contain the first step of an attempt; used by `first_steps`."""
 
 
 def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
-    """Map the number of each attempt to the first step that it computes, as its `BEGINNINGS` events show.
+    """Return the first step that each attempt computes, by attempt number, as found in `BEGINNINGS` events.
 
-    A COMMAND logs none of these events, so the first step of the newest attempt is read from metrics.jsonl.
+    A COMMAND logs none of these events, so the first step of its newest attempt is read from metrics.jsonl.
     """
     found: dict[int, int] = {}
     for event in events:
@@ -331,7 +331,7 @@ def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
 
 
 def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
-    """Return whether a later attempt computes a record's step again."""
+    """Return whether a later attempt recomputes the step of a record."""
     attempt, step = record.attempt, record.count("step")
     if attempt is None or step is None:
         return False
@@ -339,9 +339,10 @@ def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
 
 
 def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {}) -> dict[int, float | None]:
-    """Map each step to the last value of a metric at that step, or to None if that value is not finite.
+    """Map each step to the last value of a metric at that step; a non-finite value becomes None.
 
-    `begins` is the result of `first_steps`; it is needed because an attempt may never have logged the metric.
+    `begins` is the result of `first_steps`; it excludes stale values even if the later attempt never logged
+    the metric.
     """
     found: dict[int, float | None] = {}
     attempt = None
@@ -351,7 +352,7 @@ def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {
         if record.attempt != attempt:
             attempt, step = record.attempt, record.count("step")
             for stale in [one for one in found if step is not None and one >= step]:
-                del found[stale]  # The new attempt computes these steps again.
+                del found[stale]  # The new attempt recomputes these steps.
         value, step = record.values.get(metric, ""), record.count("step")
         if step is not None and (value is None or type(value) in (int, float)):
             found[step] = record.number(metric)
@@ -359,9 +360,9 @@ def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {
 
 
 def best_result(run: RunDir) -> Best | None:
-    """Return the lowest validation loss of a run, or its newest training loss if it was never validated.
+    """Return the lowest validation loss of a run, or its newest training loss if it has no validation loss.
 
-    Returns None for a run without a loss and for a run that has diverged.
+    Returns None for a run that has no loss or has diverged.
     """
     if diverged_since(run) is not None:
         return None
@@ -369,9 +370,9 @@ def best_result(run: RunDir) -> Best | None:
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
-    """Return the best result of a run; None if it has diverged.
+    """Return the best result of a run; None if the run has diverged.
 
-    `events` must contain all ``evaluated`` events.
+    `events` must include all ``evaluated`` events.
     """
     events = list(events)
     begins = first_steps(run, events)

@@ -1,7 +1,7 @@
-"""Read and write the files of a run: JSON, JSON Lines and times.
+"""Read and write the files of a run, in JSON and JSON Lines, and format times for them.
 
-A file is either replaced atomically or grows by complete lines. So a reader never sees a partial file or
-line, except for a line that a crash truncated, which readers skip.
+Each file is either replaced atomically or only appended to, in complete lines. Readers therefore never see
+partial content, except for a line that a crash truncated, which they skip.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from trainkit.trust import open_trusted
 
 
 def utc_now() -> str:
-    """Return the current time in the format that the files of a run use."""
+    """Return the current time in the format used in a run's files."""
     return as_utc(datetime.now(timezone.utc))
 
 
 def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
-    """Format a timezone-aware time as ISO 8601 in UTC, as in the files of a run."""
+    """Format a timezone-aware time as ISO 8601 in UTC, as used in a run's files."""
     return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def parse_time(text: object) -> datetime | None:
-    """Parse a time from a file of a run and convert it to UTC; return None if the text is not a time.
+    """Parse a time from a run's file and convert it to UTC; return None if the text is not a time.
 
-    A time without a zone is read as UTC.
+    A time without a time zone is interpreted as UTC.
     """
     if not isinstance(text, str):
         return None
     try:
         time = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-    # In UTC, a time near year 1 or 9999 may be outside the supported range of years.
+    # Converting a time near year 1 or 9999 to UTC may exceed the supported range of years.
     except (ValueError, OverflowError):
         return None
 
 
 def seconds_between(start: object, end: datetime | None) -> float | None:
-    """Return the seconds from the time in the text `start` to `end`; None if either time is unknown."""
+    """Return the seconds from `start`, a time as text, to `end`; None if either time is unknown."""
     started = parse_time(start)
     return None if started is None or end is None else (end - started).total_seconds()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically, so that a reader sees either the old or the new content.
+    """Replace a file atomically: readers see either the old or the new content.
 
-    Only the owner can read the new file.
+    The new file is readable only by its owner.
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -76,13 +76,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.replace(name, path)
     except BaseException as error:
         if isinstance(error, OSError):
-            error.filename = str(path)  # When a write fails, the error does not contain the name of the file.
+            error.filename = str(path)  # The error of a failed write does not contain the file name.
         os.unlink(name)
         raise
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a file for reading; raise UsageError if another user could have written it."""
+    """Open a file for reading; raise UsageError if another user could have written the file."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
@@ -95,17 +95,17 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def _encoded(text: str) -> bytes:
-    r"""Encode JSON as UTF-8; invalid bytes of a file name become escapes such as ``\udcff``."""
+    r"""Encode JSON text as UTF-8; undecodable bytes of a file name become escapes such as ``\udcff``."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write one JSON value atomically, with indentation and with keys in their given order."""
+    """Write one JSON value atomically, indented and with its keys in the given order."""
     write_atomic(path, _encoded(json.dumps(value, indent=2, ensure_ascii=False) + "\n"))
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a file of a run for reading; raise OSError for a pipe or device, which may never end."""
+    """Open a run's file for reading; raise OSError for a pipe or device, because reading it may never end."""
     return open_regular(path)
 
 
@@ -115,13 +115,13 @@ MAX_JSON_BYTES = 2**26
 def read_json(path: str | Path, *, executes: bool = False) -> Any:
     """Return the JSON value in a file.
 
-    Raises OSError if the file cannot be read, and ValueError if its content is not JSON. `executes` is for a
-    file that decides what a run executes: the file must then pass the checks of `open_trusted`, which raises
-    UsageError.
+    Raises OSError if the file cannot be read, and ValueError if its content is not JSON. Set `executes` for a
+    file that determines what a run executes: the file is then opened with `open_trusted`, which raises
+    UsageError if another user could have written it.
     """
     with (open_trusted if executes else open_file)(path) as stream:
-        # Check the size first, because `read(MAX_JSON_BYTES)` would allocate that much memory even for a
-        # small file.
+        # Check the size first, because `read(MAX_JSON_BYTES)` allocates that much memory even for a small
+        # file.
         if os.fstat(stream.fileno()).st_size > MAX_JSON_BYTES:
             raise ValueError(f"the file has more than {MAX_JSON_BYTES:,} bytes")
         content = stream.read()
@@ -139,14 +139,14 @@ def _parsed_json(text: str) -> Any:
 
 
 def _encodable(value: Any, text: str) -> Any:
-    """Replace unpaired surrogates in a JSON value, because they cannot be printed or written to a file."""
+    """Replace unpaired surrogates in a JSON value, because they cannot be encoded for printing or writing."""
     if not _SURROGATE.search(text):
         return value
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
 
 
 def read_object(path: str | Path) -> dict[str, object]:
-    """Return the JSON object in a file; return {} if the file is missing, unreadable or not an object."""
+    """Return the JSON object in a file; {} if the file is missing, unreadable or not an object."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -155,10 +155,10 @@ def read_object(path: str | Path) -> dict[str, object]:
 
 
 def write_json_in_place(path: Path, value: Any) -> None:
-    """Write one JSON value into a file that other hosts poll with `wait_for_json`.
+    """Write one JSON value into a file that other hosts are polling with `wait_for_json`.
 
-    Keeps the inode of an existing file, because the other hosts may have opened the file already. A reader
-    may see a partial write, but that is not valid JSON.
+    Keeps the inode of an existing file, because other hosts may already have opened the file. A reader may
+    see a partially written file, but its content is then not valid JSON.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
@@ -171,7 +171,8 @@ WAIT_POLL_S = 0.05
 
 
 LONGEST_POLL_S = 1.0
-"""Maximum pause between two polls in seconds, because all nodes of a job may poll one file server."""
+"""Maximum number of seconds between two polls; limits the load when all nodes of a job poll the same file
+server."""
 
 
 def wait_for_json(
@@ -182,14 +183,15 @@ def wait_for_json(
     pause: Callable[[float], object] = time.sleep,
     creates: bool = False,
 ) -> Any:
-    """Wait until a file that another host writes is visible, and return the JSON value in the file.
+    """Wait until a file that another host writes becomes visible, and return its JSON value.
 
-    The wait ends when `accept` returns True for the value. `pause` sleeps between two polls and may raise to
-    stop the wait. Raises TimeoutError, with an explanation, if no accepted value appears in time.
+    Continues to wait until `accept` returns True for the value. `pause` is called to sleep between polls, and
+    may raise an exception to stop waiting. Raises TimeoutError, with an explanation, if no accepted value
+    appears within `timeout_s`.
 
-    With `creates`, a missing file is created empty, and the other host then writes into the existing file.
-    Creating the file avoids a delay: an NFS client caches for up to a minute that a file is missing, but
-    revalidates an existing file each time it is opened.
+    With `creates`, creates a missing file as an empty file; the other host then writes into this file.
+    Creating the file avoids a delay: an NFS client may cache for up to a minute that a file is missing, but
+    revalidates an existing file whenever it is opened.
     """
     deadline_s, pause_s = time.monotonic() + timeout_s, WAIT_POLL_S
     while True:
@@ -207,7 +209,7 @@ def wait_for_json(
 
 
 def _read_or_create(path: Path) -> Any:
-    """Return the JSON value in a file; if the file is missing, create it empty."""
+    """Return the JSON value in a file; create an empty file if it is missing."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), encoding="utf-8") as stream:
         return _parsed_json(stream.read())
 
@@ -215,9 +217,9 @@ def _read_or_create(path: Path) -> Any:
 def refresh_listing(folder: Path) -> None:
     """Make the NFS client fetch a fresh listing of a folder from the server.
 
-    A cached listing may be up to a minute old unless this client itself has changed the folder.
+    A cached listing may be up to a minute old, unless this client has changed the folder itself.
     """
-    # Continue without a refresh if the disk is full or read-only, or if the folder is missing.
+    # If the disk is full or read-only, or the folder is missing, continue without refreshing the listing.
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(prefix=".refresh.", dir=folder)
         os.close(handle)
@@ -225,10 +227,10 @@ def refresh_listing(folder: Path) -> None:
 
 
 def append_jsonl(path: Path, *records: dict[str, object]) -> None:
-    """Append each record as one line, with a single write.
+    """Append each record as one line; all lines are written in a single write.
 
-    If a crash truncated the last line of the file, that line is terminated first, so that the new records
-    start on a new line. Raises OSError if the records do not fit on the disk, and leaves the file unchanged.
+    If a crash truncated the last line of the file, a newline is written first, so that the new records start
+    on a new line. Raises OSError if the disk has no space for the records; the file is then unchanged.
     """
     texts = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
     line = _encoded("".join(f"{text}\n" for text in texts))
@@ -239,7 +241,7 @@ def append_jsonl(path: Path, *records: dict[str, object]) -> None:
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):
-            try:  # The error of a second write distinguishes a full disk from an exceeded quota.
+            try:  # The error of this write distinguishes a full disk from an exceeded quota.
                 written += os.write(descriptor, line[written:])
             finally:
                 if written != len(line):
@@ -251,11 +253,11 @@ def append_jsonl(path: Path, *records: dict[str, object]) -> None:
 
 
 def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, object]]:
-    """Yield the records of a file; skip lines that a crash truncated.
+    """Yield the records in a file; skip lines that a crash truncated.
 
-    A missing file has no records. With `words`, parses only lines that contain one of the words as a JSON
-    string, either as key or as value, because parsing is the slowest part. With `every`, reads only lines 1,
-    1 + `every`, 1 + 2 * `every` and so on.
+    A missing file is treated as an empty file. With `words`, parses only lines that contain one of the words
+    as a JSON key or string value, because parsing is the slowest part. With `every`, reads only lines 1, 1 +
+    `every`, 1 + 2 * `every` and so on.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -264,18 +266,19 @@ def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterato
 
 READ_BYTES = 16_384
 MAX_LINE_BYTES = 2**20
-"""Lines longer than this are read in chunks, because a line of several gigabytes might not fit in memory."""
+"""Lines longer than this number of bytes are read in chunks, because a line of several gigabytes might not
+fit in memory."""
 MAX_RECORD_BYTES = 2**24
-"""A line longer than this is not parsed as a record but skipped."""
+"""Lines longer than this number of bytes are skipped instead of being parsed as records."""
 SEARCHED_BYTES = 2**26
-"""Number of bytes at the end of a file that are searched for the last records."""
+"""Number of bytes at the end of a file that are searched for its last records."""
 MAX_SAMPLE_BYTES = 2**16
 
 
 def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-    """Yield the records in the last `SEARCHED_BYTES` of a file, the last record first.
+    """Yield the records in the last `SEARCHED_BYTES` of a file, in reverse order.
 
-    Reads no further than the caller iterates. `words` selects lines as in `read_jsonl`.
+    The file is read lazily, only as far as the caller iterates. `words` selects lines as for `read_jsonl`.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -284,7 +287,7 @@ def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator
 
 
 def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines up to `SEARCHED_BYTES` in total, which does not include chunks of overlong lines."""
+    """Yield lines up to a total of `SEARCHED_BYTES`, not counting chunks of overlong lines."""
     num_bytes = 0
     for line in lines:
         if len(line) < MAX_RECORD_BYTES:
@@ -295,17 +298,17 @@ def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator[bytes]:
-    """Yield the lines after the stream's position; a line longer than `longest` is yielded in chunks."""
+    """Yield the lines after the stream's position; lines longer than `longest` bytes come in chunks."""
     return iter(partial(stream.readline, longest), b"")
 
 
 def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines before a position including their line ends, the last line first.
+    """Yield the lines before an offset in reverse order, with their line terminators.
 
-    The first item is the text after the last line end, which is often empty. A line of at least `longest`
-    bytes is yielded in chunks, the last chunk first.
+    The first item is the text after the last line terminator; it is empty if the file ends with a complete
+    line. A line of at least `longest` bytes is yielded in chunks, the last chunk first.
     """
-    rest: list[bytes] = []  # Blocks of a line whose start has not been read yet, the last block first.
+    rest: list[bytes] = []  # Blocks of a line whose beginning has not been read yet, the last block first.
     num_bytes, was_cut = 0, False
     while position > 0:
         size = min(max(READ_BYTES, num_bytes), position)
@@ -328,7 +331,7 @@ def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTE
 
 
 def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[bytes]:
-    """Return the lines after `count` evenly spaced positions of a file."""
+    """Return the lines that follow `count` evenly spaced offsets in a file."""
     lines = []
     for index in range(count):
         stream.seek(begin + (end - begin) * index // count)
@@ -345,14 +348,14 @@ class Tail:
         self.path, self.position = path, position
 
     def size(self) -> int:
-        """Return the size of the file in bytes; 0 if the file does not exist."""
+        """Return the file size in bytes; 0 if the file does not exist."""
         try:
             return self.path.stat().st_size
         except FileNotFoundError:
             return 0
 
     def lines(self, *, unfinished: bool = False) -> Iterator[bytes]:
-        """Yield the lines since the last call; yield an unterminated last line only if `unfinished`.
+        """Yield the lines added since the last call; yield an unterminated last line only with `unfinished`.
 
         A line longer than `MAX_RECORD_BYTES` is yielded in chunks.
         """
@@ -367,12 +370,12 @@ class Tail:
                 yield line
 
     def texts(self, *, unfinished: bool = False) -> Iterator[str]:
-        """Yield `lines` as text without line ends; `unfinished` is for a file that no longer grows."""
+        """Yield `lines` as text without line terminators; set `unfinished` if the file no longer grows."""
         for line in self.lines(unfinished=unfinished):
             yield line.removesuffix(b"\n").decode(errors="replace")
 
     def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-        """Yield the records since the last call; `words` selects lines as in `read_jsonl`."""
+        """Yield the records added since the last call; `words` selects lines as for `read_jsonl`."""
         return _parsed(self.lines(), words)
 
 
@@ -381,7 +384,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO | None]:
-    """Open a regular file; yield None for a pipe or device, because reading it might never end."""
+    """Open a regular file; yield None for a pipe or device, because reading it may never end."""
     stream = None
     try:
         stream = open_file(path)
@@ -398,16 +401,16 @@ def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, 
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
-    """Parse lines as JSON objects; skip all other lines."""
+    """Parse lines as JSON objects; skip lines that are not JSON objects."""
     return (record for record in map(parse_record, lines) if record is not None)
 
 
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)
-"""Decodes JSON; NaN and Infinity, which are invalid in JSON, become null."""
+"""A JSON decoder that converts NaN and Infinity, which are not valid JSON, to null."""
 
 
 def parse_record(line: bytes) -> dict[str, object] | None:
-    """Parse a line as a JSON object; return None if the line is not one."""
+    """Parse a line as a JSON object; return None if the line is not a JSON object."""
     text = line.decode("utf-8", errors="replace").strip()
     try:
         record, end = DECODER.raw_decode(text)  # `raw_decode` is twice as fast as `decode`.
@@ -421,15 +424,15 @@ LARGEST = sys.float_info.max
 
 
 def _is_finite(value: object) -> bool:
-    """Return False for a number that does not fit in a float, such as a very large integer; else True."""
+    """Return whether a value fits in a finite float; False also for a very large integer."""
     return type(value) not in (int, float) or abs(cast(float, value)) <= LARGEST
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Wraps a JSON object of a run and reads its values by type.
+    """Wraps a JSON object from a run's file; its methods return values of a requested type.
 
-    A value whose type differs from the requested one counts as missing; so does Infinity.
+    A value of a different type, or Infinity, is treated as missing.
     """
 
     values: Mapping[str, object]
@@ -440,7 +443,8 @@ class Record:
 
     def number(self, key: str) -> float | None:
         value: Any = self.values.get(key)
-        # `_is_finite` is inlined here, because a live view reads thousands of numbers of a large run.
+        # `_is_finite` is inlined here for speed, because `trainkit watch` reads thousands of numbers of a
+        # large run.
         return value if type(value) in (int, float) and abs(value) <= LARGEST else None
 
     def count(self, key: str) -> int | None:
@@ -448,71 +452,72 @@ class Record:
         return value if type(value) is int and _is_finite(value) else None
 
     def texts(self, key: str) -> list[str]:
-        """Return the strings in the list under a key; an empty list without the key."""
+        """Return the strings in the list for a key; an empty list if the key is missing."""
         value = self.values.get(key)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
     def record(self, key: str) -> Record:
-        """Return the object under a key; an empty record without the key."""
+        """Return the object for a key; an empty record if the key is missing."""
         value = self.values.get(key)
         return Record(value if isinstance(value, dict) else {})
 
     def records(self, key: str) -> list[Record]:
-        """Return the objects in the list under a key; an empty list without the key."""
+        """Return the objects in the list for a key; an empty list if the key is missing."""
         value = self.values.get(key)
         return [Record(item) for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def numbers(records: Iterable[Record], key: str) -> list[float]:
-    """Return the numbers under a key; skip records without a number there."""
+    """Return the number for a key in each record; skip records without a number for the key."""
     return [value for record in records if (value := record.number(key)) is not None]
 
 
 def mean(records: Iterable[Record], key: str) -> float | None:
-    """Return the mean of `numbers`; None if there are no numbers."""
+    """Return the mean of `numbers`; None if there are none."""
     values = numbers(records, key)
     return sum(values) / len(values) if values else None
 
 
 T = TypeVar("T")
 LEFT_OUT: Mapping[str, str] = {"json": "left out"}
-"""Metadata of a dataclass field that is never written to JSON."""
+"""Metadata for a dataclass field that is never written to JSON."""
 OPTIONAL: Mapping[str, str] = {"json": "optional"}
-"""Metadata of a dataclass field that is omitted from JSON if it has its default value."""
+"""Metadata for a dataclass field that is omitted from JSON if it has its default value."""
 UNLIMITED: Mapping[str, str] = {"json": "unlimited"}
-"""Metadata of a dataclass field whose infinity is written as null."""
+"""Metadata for a dataclass field whose infinite value is written to JSON as null."""
 _ANYTHING = (Any, object)
 _ANY = frozenset[type]([str, int, float, bool, dict, list, type(None)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The JSON values that a dataclass field accepts, derived from its type."""
+    """The JSON values that are valid for a dataclass field, derived from the field's type."""
 
     types: frozenset[type]
     plain: frozenset[type]
-    """The subset of `types` whose values need no conversion."""
+    """The types in `types` whose values need no conversion."""
     choices: tuple[str, ...] = ()
-    """The strings that a Literal type allows."""
+    """The allowed strings of a Literal type."""
     record: type | None = None
     """The dataclass that a JSON object is converted to."""
     values: _Shape | None = None
-    """The shape of the values in a JSON object that is not converted to a dataclass."""
+    """The shape of the values in a JSON object that is converted to a plain dictionary."""
     items: _Shape | None = None
     """The shape of the items in a list."""
     sequence: type = list
-    """The Python type that a JSON list is converted to."""
+    """The Python type that a JSON list is converted to: list or tuple."""
 
 
 def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = False) -> T:
-    """Read a JSON object as a dataclass; a list becomes a tuple if the field's type is a tuple.
+    """Convert a JSON object to a dataclass; a list becomes a tuple if the field's type is a tuple.
 
-    A file may be damaged, edited by hand or written by another version. So a value of the wrong type counts
-    as missing, and in a list of records, items that are not objects are skipped. Values of the wrong type and
-    unknown keys are kept in the dataclass field `more`, if it exists.
+    The object may come from a file that is damaged, edited by hand or written by another trainkit version.
+    Therefore, a value of the wrong type is treated as missing, and items that are not objects are skipped in
+    a list of records. Values of the wrong type and unknown keys are stored in the dataclass field `more`, if
+    it exists.
 
-    With `strict`, a value of the wrong type raises a TypeError with the name of the value, and unknown keys
-    are ignored. A missing field without a default always raises TypeError.
+    With `strict`, a value of the wrong type raises a TypeError that contains the value's name, and unknown
+    keys are ignored. A missing field that has no default always raises TypeError.
     """
     if strict and not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is {str(value)[:100]!r}")
@@ -537,7 +542,7 @@ def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = Fa
 
 
 def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
-    """Convert a value to a shape; raise a TypeError that contains `name` if the value does not match."""
+    """Convert a value to a shape; raise a TypeError that contains `name` if the value has another type."""
     kind = type(value)
     if kind is dict and shape.record is not None:
         return read_record(shape.record, value, strict=strict)
@@ -592,10 +597,10 @@ _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value for a file or ``--json``: dataclasses and records become objects, times ISO 8601 texts.
+    """Convert a value for JSON: dataclasses and records become objects, and times become ISO 8601 texts.
 
-    Respects the field metadata `LEFT_OUT`, `OPTIONAL` and `UNLIMITED`. The values in the field `more`, which
-    are unknown or damaged, are written unless another field with the same name has a value.
+    Respects the field metadata `LEFT_OUT`, `OPTIONAL` and `UNLIMITED`. Also writes the values in the field
+    `more`, which are unknown or damaged, except for names that another field already has.
     """
     if type(value) in _PLAIN:
         return value
@@ -611,7 +616,7 @@ def to_json(value: Any) -> Any:
                 continue
             if is_unlimited and found == math.inf:
                 own[name] = None
-            else:  # Saves a function call per plain value; a group has 15 such values per trial.
+            else:  # Inlined to save a function call per plain value: a group has 15 plain values per trial.
                 own[name] = found if type(found) in _PLAIN else to_json(found)
         if "more" not in own:
             return own
@@ -625,7 +630,7 @@ def to_json(value: Any) -> Any:
 
 @cache
 def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]]:
-    """Return (name, function for the default, is optional, is unlimited) of each field that is written."""
+    """Return (name, default factory, is optional, is unlimited) for each field that is written."""
     return [
         (item.name, _default_of(item), item.metadata == OPTIONAL, item.metadata == UNLIMITED)
         for item in fields(kind)
@@ -641,7 +646,7 @@ def _default_of(item: Field[Any]) -> Callable[[], Any]:
 
 
 def read_each(kind: type[T], folder: Path) -> list[T]:
-    """Read the records that ranks have written into a folder, ordered by rank; skip damaged files."""
+    """Read the records that ranks have written to a folder, ordered by rank; skip damaged files."""
     found = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -650,9 +655,9 @@ def read_each(kind: type[T], folder: Path) -> list[T]:
 
 
 def difference(base: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
-    """Return the changes that turn the JSON object `base` into `other`, keyed by dotted path.
+    """Return the changes from the JSON object `base` to `other`, as values by dotted path.
 
-    A mapping is replaced as a whole if it lost a key or has a key that contains a dot.
+    If a key was removed from a mapping or contains a dot, the mapping is replaced as a whole.
     """
     return dict(_differences(base, other, ()))
 
@@ -662,7 +667,7 @@ def _differences(
 ) -> Iterator[tuple[str, object]]:
     for key, value in other.items():
         before = base.get(key)
-        # Compare as JSON, because 1 == True in Python, also inside lists.
+        # Compare as JSON, because 1 == True in Python, even inside lists.
         if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
             continue
         if (
@@ -677,7 +682,7 @@ def _differences(
 
 
 def changed(base: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Apply changes returned by `difference` to a copy of `base`, and return the copy."""
+    """Apply changes from `difference` to a copy of `base`, and return the copy."""
     result = dict(base)
     for path, value in changes.items():
         head, dot, rest = path.partition(".")

@@ -1,10 +1,11 @@
-"""Copy a Git repository along with the code, so that Git commands give the same answers in the copy.
+"""Copy a Git repository along with the code, so that Git commands give the same results in the copy.
 
-The copy has a separate HEAD, refs, config and index, but shares the objects of the original repository. So
-Git commands in the copy do not change the original.
+The copy has its own HEAD, refs, config and index, but shares the objects of the original repository. Git
+commands in the copy therefore do not change the original.
 
-A Git index recognizes unchanged files by inode and times, which differ in a copy. `carried_index` replaces
-the inodes and times, so that Git neither reads all files again nor reports unchanged files as changed.
+A Git index recognizes unchanged files by their inodes and timestamps, which differ in a copy. `carried_index`
+replaces the inodes and timestamps, so that Git does not read all files again or report unchanged files as
+changed.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ GIT_LOCATIONS = {
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE", "OBJECT_DIRECTORY")
 }
-"""Environment variables that make Git use a repository other than the working directory's; Git sets
-them for its hooks."""
+"""Environment variables that make Git use a repository other than the one in the working directory; Git sets
+them when it runs hooks."""
 OF_SHA256 = b"\n\tobjectformat = sha256\n"
-"""The text in the config of a repository that uses SHA-256 hashes."""
+"""The lines in a repository's Git config that select SHA-256 hashes."""
 _STAT = struct.Struct(">10I")
-"""Format of the stat values in an index entry: ctime and mtime in seconds and nanoseconds, device, inode,
-mode, user, group and size, each modulo 2**32."""
+"""Format of the stat data in an index entry: ctime and mtime in seconds and nanoseconds, device, inode, mode,
+user, group and size, each modulo 2**32."""
 _HAS_MORE_FLAGS = 0x4000
 _FILE_TYPES = (0o10, 0o12)
-"""The file type bits in the mode of a regular file and of a symlink."""
+"""The file type bits in the mode of regular files and symlinks."""
 _SUBMODULE = 0o16
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An entry of a Git index, which describes one file."""
+    """An entry in a Git index; describes one file."""
 
     position: int
-    """The offset of the entry's stat values in the index file."""
+    """The offset of the entry's stat data in the index file."""
     stat: tuple[int, ...]
     oid: bytes
     name: bytes
 
     def is_unchanged(self, found: os.stat_result, written_s: int) -> bool:
-        """Return whether a file with the stat `found` is unchanged since the index was written.
+        """Return whether the file with the stat `found` has not changed since the index was written.
 
         `written_s` is the modification time of the index.
         """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # If the file changed in the second when the index was written, it may have changed again in that
+        # A file that changed in the same second that the index was written may have changed again within that
         # second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 
@@ -62,7 +63,8 @@ class IndexEntry:
 def _mode(found: os.stat_result) -> int:
     """Return the mode of a file as Git records it.
 
-    A chmod within the same second does not change any time in whole seconds, so the mode is compared too.
+    The mode is compared too, because a chmod within the same second does not change any timestamp in whole
+    seconds.
     """
     if stat.S_ISLNK(found.st_mode):
         return stat.S_IFLNK
@@ -82,7 +84,7 @@ def _compared(found: os.stat_result) -> tuple[int, ...]:
 
 
 def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
-    """Yield the entries of an index of version 2 to 4; raise ValueError for any other version."""
+    """Yield the entries of an index with version 2, 3 or 4; raise ValueError for any other version."""
     signature, version, count = struct.unpack_from(">4sII", data)
     if signature != b"DIRC" or version not in (2, 3, 4):
         raise ValueError(f"unsupported Git index version {version}")
@@ -91,8 +93,7 @@ def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
         start, at = at, at + _STAT.size
         oid, at = data[at : at + hash_size], at + hash_size
         at += 4 if int.from_bytes(data[at : at + 2], "big") & _HAS_MORE_FLAGS else 2
-        # In version 4, an entry omits the part of its name that equals the beginning of the previous entry's
-        # name.
+        # In version 4, an entry stores only the part of its name that differs from the previous entry's name.
         if version == 4:
             num_left_out, at = _varint(data, at)
             end = data.index(b"\0", at)
@@ -112,10 +113,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, target: bytes) -> bytes:
-    """Convert a Git index for a copy of its folder, so that Git sees unchanged files as unchanged.
+    """Convert a Git index for a copy of its folder, so that Git recognizes unchanged files.
 
-    `source` is the original folder, and `target` is the copy. The times of a file that may have changed are
-    set to 0, so that Git compares the content of the file.
+    `source` is the original folder, and `target` is the copy. The timestamps of a file that may have changed
+    are set to 0, so that Git compares the file's content.
     """
     changed = bytearray(data)
     for entry in index_entries(data, hash_size):
@@ -129,43 +130,44 @@ def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, ta
                 values = (*ctime, *mtime, new.st_dev, new.st_ino, entry.stat[6])
                 stat = (*values, new.st_uid, new.st_gid, new.st_size)
         except OSError:
-            pass  # the file is missing in one of the folders or in both
+            pass  # The file is missing in the source, the copy or both.
         _STAT.pack_into(changed, entry.position, *(value & 0xFFFFFFFF for value in stat))
     changed[-hash_size:] = hashlib.new(hash_name(hash_size), changed[:-hash_size]).digest()
     return bytes(changed)
 
 
 def hash_name(hash_size: int) -> str:
-    """Return the name that Git gives to the hash function whose hashes have `hash_size` bytes."""
+    """Return Git's name for the hash algorithm with hashes of `hash_size` bytes."""
     return "sha256" if hash_size == 32 else "sha1"
 
 
 def write_index(source: Path, target: Path, index: Path, hash_size: int) -> None:
-    """Convert the file `index`, which is the Git index of `source`, and write it into the copy `target`."""
+    """Convert the file `index`, which is the Git index of `source`, and write it to the copy `target`."""
     data, written_s = index.read_bytes(), int(index.stat().st_mtime)
     old, new = os.fsencode(source) + b"/", os.fsencode(target) + b"/"
     for entry in index_entries(data, hash_size):
         name = os.fsdecode(entry.name)
         if entry.stat[6] >> 12 == _SUBMODULE and (source / name).is_dir():
-            # Create the folder of a submodule, because Git would report a missing one as deleted.
+            # Create the folder of a submodule, because Git would report a missing submodule folder as
+            # deleted.
             ensure_folder(target / name, 0o700, parents=True)
     write_private(target / GIT / "index", carried_index(data, hash_size, written_s, old, new))
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read; create its parent folder if needed."""
+    """Write a file that only its owner can read; create its parent folders if needed."""
     ensure_folder(path.parent, 0o700, parents=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         stream.write(content)
 
 
 def hash_size_of(repository: Path) -> int:
-    """Return the hash size in bytes of a Git repository that this module or `git_snapshot` has created."""
+    """Return the hash size in bytes for a Git repository that this module or `git_snapshot` created."""
     return 32 if OF_SHA256 in (repository / "config").read_bytes() else 20
 
 
 def repositories_below(root: Path) -> list[Path]:
-    """Return the folders with a Git repository in a copy of the code, relative to the copy's root."""
+    """Return the folders in a code copy that contain a Git repository, relative to the copy's root."""
     found = []
     for folder, folders, _ in os.walk(root):
         if GIT in folders:
@@ -195,7 +197,7 @@ def carry_repository(source: Path, target: Path) -> None:
 
 
 def retire_repository(folder: Path, ending: str) -> None:
-    """Remove the repository of a working folder, or rename it if the run has added Git objects to it."""
+    """Remove the repository of a working folder, or rename it if the run added Git objects to it."""
     repository = folder / GIT
     if any(path.name != "alternates" for path in (repository / "objects").rglob("*") if path.is_file()):
         repository.rename(folder / f"{GIT}{ending}")

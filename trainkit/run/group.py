@@ -1,8 +1,9 @@
-"""Define a group: a folder with the runs of a sweep, which form one Slurm array or share a local process.
+"""Define a group: a folder that contains the runs of a sweep.
 
-The folder of a group contains ``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run
-folder ``INDEX/`` per trial. The folder of a trial is created when the trial starts or, on Slurm, when a
-command needs it. So submitting ten thousand trials takes as long as submitting ten.
+The runs are either tasks of Slurm arrays, or started by one process on this machine. A group folder contains
+``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder ``INDEX/`` per trial. A
+trial's folder is created when the trial starts or, on Slurm, when a command needs the folder. Submitting ten
+thousand trials therefore takes as long as submitting ten.
 """
 
 from __future__ import annotations
@@ -42,42 +43,43 @@ GROUP_VERSION = 1
 WAITS_FOR_ROOM = (
     "Slurm accepts no more jobs from this user now; the run is submitted when a job of the group ends"
 )
-"""The reason why a trial has not been submitted yet; see `RunGroup.left`."""
+"""The reason shown for a trial that has not been submitted yet; see `RunGroup.left`."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a group, as `sweep.json` describes it."""
+    """One run of a group, as described in `sweep.json`."""
 
     index: int = -1
-    """The index of the trial, which is also the name of its folder."""
+    """The index of the trial; also the name of its folder."""
     values: dict[str, object] = field(default_factory=dict)
     """The values of the swept keys in this trial, by dotted key."""
     config: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
-    """The changes from the group's config to the config of the trial, as `difference` computes them."""
+    """The changes from the group's config to the trial's config, in the format that `difference` returns."""
     plan: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
-    """The changes from the group's plan to the plan of the trial."""
+    """The changes from the group's plan to the trial's plan, in the same format as `config`."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One Slurm array of a group.
 
-    A group has several arrays if Slurm limits the size of an array or the number of jobs per user.
+    A group consists of several arrays if Slurm limits the array size or the number of jobs per user.
     """
 
     last: int = -1
-    """The index of the last trial in the array. The first trial of the array follows the last trial of the
-    previous array."""
+    """The index of the last trial in this array. This array begins after the last trial of the previous
+    array."""
     offset: int = 0
-    """The index of a trial minus the id of its array task; not 0 if task ids would exceed Slurm's limit."""
+    """Trial index minus array task id; nonzero if task ids equal to the indices would exceed Slurm's
+    limit."""
     job_id: str | None = None
-    """The id of the array; None until it is known."""
+    """The job id of the array; None until it is known."""
 
 
 @dataclass(frozen=True)
 class GroupRecord(HasCluster):
-    """The content of `sweep.json`, except for the trials."""
+    """The content of `sweep.json`, excluding the trials."""
 
     version: int = GROUP_VERSION
     name: str = ""
@@ -91,21 +93,21 @@ class GroupRecord(HasCluster):
     keys: list[str] = field(default_factory=list)
     """The config keys that differ between the trials."""
     code: CodeCopy | None = None
-    """The copy of the code that all runs share; None if the runs use the original files."""
+    """The code copy that all runs share; None if the runs use the original files."""
     config: dict[str, object] = field(default_factory=dict)
     plan: dict[str, object] = field(default_factory=dict)
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
-    """The process that starts the runs on this machine; None on Slurm."""
+    """The process on this machine that starts the runs; None on Slurm."""
     parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
-    """The arrays on Slurm, in the order of their trials; empty on this machine."""
+    """The group's Slurm arrays, in trial order; empty for a group on this machine."""
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """The path of the group's folder when the group was created. Together with `inode`, this path shows
-    whether the folder has been moved or copied since."""
+    """The path of the group's folder when the group was created. A difference in this path or in `inode`
+    shows that the folder was moved or copied since then."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
-    """Values of sweep.json that this trainkit version does not know."""
+    """Values in sweep.json that are unknown to this trainkit version."""
 
     def to_dict(self, trials: Iterable[Trial]) -> dict[str, object]:
         """Return the JSON value of sweep.json with the given trials."""
@@ -118,34 +120,34 @@ class GroupRecord(HasCluster):
 
 
 class RunGroup(RunFolder):
-    """The paths of one group, and the content of its `sweep.json`."""
+    """The paths in a group's folder, and the content of its `sweep.json`."""
 
     sweep_file = Child("sweep.json")
     script_file = Child("submit.sbatch")
-    """The batch script of the group's first array."""
+    """The batch script for the group's first array."""
     provenance_file = Child("provenance.json")
     code_dir = Child("code")
-    """The code snapshot of the group; the runs link to this folder."""
+    """The code snapshot of the group; the runs have symlinks to this folder."""
     logs_dir = Child("logs")
-    """The logs of the array tasks, each with the complete output of the task's first start; the runs link to
-    these logs."""
+    """The logs of the array tasks; each log contains all output of the task's first start, and the runs have
+    symlinks to their logs."""
     supervisor_lock_file = Child(".supervisor.lock")
-    """A file that is locked by the process that starts the runs on this machine."""
+    """A file that is locked by the process that starts the runs on this machine; unused on Slurm."""
     process_log = Child("logs/group.log")
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
-        """Return the log of an array task; Slurm replaces the index ``%a`` with the task id.
+        """Return the log path of an array task; in the index ``%a``, Slurm inserts the task id.
 
         `offset` is the `Part.offset` of the task's array.
         """
         return self.logs_dir / f"{f'{offset}+' if offset else ''}{index}.log"
 
     def script_of(self, part: Part) -> Path:
-        """Return the batch script of an array; all arrays with offset 0 share one script."""
+        """Return the batch script for an array; all arrays with offset 0 share one script."""
         return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
     def folder(self, index: int) -> str:
-        """Return the folder of a trial, which may not exist yet."""
+        """Return the folder path of a trial; the folder may not exist yet."""
         return f"{self.path}/{index}"
 
     def run(self, index: int) -> RunDir:
@@ -153,17 +155,17 @@ class RunGroup(RunFolder):
         return RunDir(self.folder(index))
 
     def created(self) -> list[int]:
-        """Return the indices of the trials whose folder exists."""
+        """Return the indices of the trials that already have a folder."""
         names = (path.name for path in self.path.iterdir())
         return [int(name) for name in names if is_index(name) and int(name) in self.trials]
 
     def exists(self) -> bool:
-        """Return True if this folder contains a group."""
+        """Return whether this folder contains a group."""
         return self.sweep_file.is_file()
 
     @property
     def record(self) -> GroupRecord:
-        """Return the content of `sweep.json`, which is cached at the first access.
+        """Return the content of `sweep.json`; it is cached on first access.
 
         Raises UsageError if the file cannot be read or was written by a newer trainkit version.
         """
@@ -171,7 +173,7 @@ class RunGroup(RunFolder):
 
     @property
     def trials(self) -> dict[int, Trial]:
-        """Return the trials by index; raise UsageError for the same reasons as `record`."""
+        """Return the trials by index; raises UsageError for the same reasons as `record`."""
         return self._content[1]
 
     @cached_property
@@ -200,11 +202,11 @@ class RunGroup(RunFolder):
         return record, {trial.index: trial for trial in trials}
 
     def read_again(self) -> None:
-        """Drop the cached `sweep.json`, because another process may have written it."""
+        """Discard the cached content of `sweep.json`, because another process may have changed the file."""
         self.__dict__.pop("_content", None)
 
     def update(self, **changes: Any) -> None:
-        """Write changed values into `sweep.json`; other values that another process has changed are kept."""
+        """Write changed values to `sweep.json`; preserve other values that another process has changed."""
         with file_lock(self.path / ".lock"):
             self.read_again()
             record, trials = replace(self.record, **changes), self.trials
@@ -217,9 +219,9 @@ class RunGroup(RunFolder):
 
     @property
     def original(self) -> RunGroup | None:
-        """Return the group that this folder is a copy of; None if this folder is the original.
+        """Return the original group if this folder is a copy; None if this folder is the original.
 
-        The jobs recorded in the sweep.json of a copy belong to the original group.
+        The job ids in the sweep.json of a copy belong to the original group.
         """
         home = RunGroup(self.record.folder or self.path)
         if is_same_folder(home.path, self.path) or not home.exists():
@@ -227,24 +229,24 @@ class RunGroup(RunFolder):
         return home if home.record.submitted_at == self.record.submitted_at else None
 
     def has_process(self) -> bool:
-        """Return whether the process that starts the runs of the group is alive.
+        """Return whether the process that starts the group's runs on this machine is alive.
 
-        Returns False for a copied folder, because the lock belongs to the original folder.
+        Returns False for a copy of a group, because only the process of the original group holds a lock.
         """
         return is_locked(self.supervisor_lock_file)
 
     @property
     def limit(self) -> int:
-        """Return the maximum number of runs that execute on this machine at the same time."""
+        """Return the maximum number of runs that may execute on this machine simultaneously."""
         return int(self.record.array.partition("%")[2] or 1)
 
     @property
     def job_id(self) -> str | None:
-        """Return the job id of the first array; None until it is known."""
+        """Return the job id of the first array, or None until it is known."""
         return self.record.job_id
 
     def trial(self, index: int) -> Trial:
-        """Return the trial with an index; raise UsageError if there is no such trial."""
+        """Return the trial with an index; raise UsageError if it does not exist."""
         if index not in self.trials:
             indices = sorted(self.trials)
             raise UsageError(
@@ -254,7 +256,7 @@ class RunGroup(RunFolder):
 
     @property
     def parts(self) -> list[Part]:
-        """Return the arrays on Slurm, in the order of their trials; an empty list before submission."""
+        """Return the Slurm arrays in trial order; an empty list before submission."""
         whole = [] if self.job_id is None else [Part(sys.maxsize, job_id=self.job_id)]
         return self.record.parts or whole
 
@@ -265,31 +267,31 @@ class RunGroup(RunFolder):
 
     @property
     def jobs(self) -> list[str]:
-        """Return the arrays as arguments for Slurm's commands, in the form that `on_cluster` returns."""
+        """Return the arrays as job arguments for Slurm commands, in the format returned by `on_cluster`."""
         return [on_cluster(job_id, self.record.elsewhere) for job_id in self.job_ids]
 
     @property
     def left(self) -> list[int]:
-        """Return the indices of trials that are unsubmitted because the cluster limits the jobs per user."""
+        """Return the indices of trials that wait for submission because of Slurm's limit of jobs per user."""
         last = self.parts[-1].last if self.parts else -1
         return sorted(index for index in self.trials if index > last)
 
     def part_of(self, index: int) -> Part | None:
-        """Return the array that a trial belongs to; None if the trial is unsubmitted."""
+        """Return the array that contains a trial; None if the trial has not been submitted."""
         parts = self.parts
         found = bisect_left(parts, index, key=lambda part: part.last)
         return parts[found] if found < len(parts) else None
 
     def task_id(self, index: int) -> str | None:
-        """Return the Slurm id of a trial's array task; None if the trial is unsubmitted."""
+        """Return the Slurm id of a trial's array task; None if the trial has not been submitted."""
         part = self.part_of(index)
         return None if part is None or part.job_id is None else f"{part.job_id}_{index - part.offset}"
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
-    """Return the group and the index of a trial's run; return None if the run is not a trial.
+    """Return a run's group and its trial index in the group; None if the run does not belong to a group.
 
-    The folder of the run may not exist yet.
+    The run folder may not exist yet.
     """
     group = RunGroup(run.path.parent)
     if not is_index(run.name) or not group.exists():
@@ -298,25 +300,25 @@ def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
 
 
 def is_index(text: str) -> bool:
-    """Return whether a text could be the name of a trial's folder in a group."""
+    """Return whether a text has the form of a trial's folder name in a group."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
-    """Return the run, after creating its folder if the run is a trial whose folder does not exist yet.
+    """Return `run`; first create its folder if `run` is a trial that has no folder yet.
 
-    The folder of a trial is created when its array task starts, or earlier if a command needs it. Raises
-    UsageError for the same reasons as `task_run`.
+    The folder of a trial is created when its array task starts, or earlier if a command needs the folder.
+    Raises UsageError for the same reasons as `task_run`.
     """
     found = None if run.exists() else group_of(run)
     return run if found is None else task_run(*found, job_id)
 
 
 def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
-    """Return the run of a trial, after creating its folder if that does not exist yet.
+    """Return the run of a trial; create its folder if it does not exist yet.
 
     `job_id` is the id of the array task; by default it is derived from the group's sweep.json. Raises
-    UsageError if the group has no such task or was not submitted, or if the folder cannot be written.
+    UsageError if the group has no such trial or was not submitted, or if the folder cannot be written.
     """
     run = group.run(index)
     if run.exists():
@@ -351,10 +353,11 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
 
 
 def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -> None:
-    """Create the folder of a trial's run; `job_id` is the id of its array task.
+    """Create the run folder of a trial; `job_id` is the id of its array task.
 
     Without a `job_id`, the run is created without an attempt. The folder has a temporary name until all files
-    are written, so that no reader sees an incomplete run. Raises UsageError if the folder cannot be written.
+    are written, so that readers never see an incomplete run. Raises UsageError if the folder cannot be
+    written.
     """
     run, stage = group.run(trial.index), None
     try:
@@ -366,7 +369,7 @@ def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -
             shutil.rmtree(stage.path, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        if not run.exists():  # If the run exists, another command or the array task itself has created it.
+        if not run.exists():  # Another command or the array task itself may have created the run.
             raise UsageError(
                 f"cannot create the run folder {run.shown}: {error.strerror or error}",
                 hint="check the permissions of the parent folder and the free disk space",
@@ -390,7 +393,7 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
     attempt, part = open_attempt(stage, config, plan), group.part_of(trial.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
         write_atomic(copy, read_trusted(group.script_of(part)))
-    # Slurm writes the task's output to this log from the start of the task.
+    # Slurm writes all output of the task to this log.
     log = group.log_file(trial.index - part.offset, part.offset).name
     attempt.supervisor_log.symlink_to(Path(*[os.pardir] * 4, group.logs_dir.name, log))
     entry = AttemptRecord(
@@ -409,8 +412,8 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
 
 
 def trial_texts(group: RunGroup, trial: Trial) -> tuple[str, str]:
-    """Return the initial config.yaml and plan.json of a trial's run."""
-    from trainkit.config.yamlfile import dump  # imported here because it is slow to import
+    """Return the initial content of config.yaml and plan.json for a trial's run."""
+    from trainkit.config.yamlfile import dump  # imported here because the import is slow
 
     config, plan = changed(group.record.config, trial.config), changed(group.record.plan, trial.plan)
     return dump(config), json.dumps(plan, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Read the growing files of a run incrementally: each refresh reads only what was appended since the last."""
+"""Read the growing files of a run incrementally: each refresh reads only newly appended lines."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ NOTABLE_EVENTS = (
     "checkpoint_failed",
     "stopped",
 )
-"""Events that `run_view.event_text` describes as warnings about the run; capabilities define further ones."""
+"""Names of events that `run_view.event_text` shows as warnings; capabilities define additional ones."""
 MAX_NOTABLE = 100
 MAX_POINTS = 600
-"""Number of records that a curve keeps: when it has twice as many, every second one is dropped."""
+"""Number of records kept for a curve: when there are twice as many, every second record is dropped."""
 SAMPLED_BYTES = 2 * 2**20
-"""Maximum number of new bytes in metrics.jsonl that are read completely. If there are more new bytes, only
-`MAX_POINTS` evenly spaced lines and the newest lines are read."""
+"""Maximum number of new bytes in metrics.jsonl that are read completely in one refresh. If there are more new
+bytes, only `MAX_POINTS` evenly spaced lines and the newest lines are read."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
 MAX_CURVES = 40
-"""Maximum number of metrics with a curve; metrics that appear first in the file are preferred. All other
-metrics are ignored, except for those in `CURVES`."""
+"""Maximum number of metrics that have a curve; the metrics that occur first in the file are used. All other
+metrics are ignored, except for the metrics in `CURVES`."""
 NOT_CURVES = frozenset(
     {
         "step",
@@ -74,12 +74,12 @@ NOT_CURVES = frozenset(
         "other_ranks_s",
     }
 )
-"""Numbers without a curve, because they identify a record or `trainkit watch` shows them elsewhere."""
+"""Numbers that get no curve, because they identify a record or are shown elsewhere by `trainkit watch`."""
 
 
 @dataclass
 class Attempt:
-    """Describes an attempt according to its events; times are in seconds since the epoch, None if unknown."""
+    """An attempt as described by its events; times are in seconds since the epoch, or None if unknown."""
 
     number: int
     submitted: float | None = None
@@ -88,37 +88,38 @@ class Attempt:
     """The time when the training loop started."""
     first_step: float | None = None
     ended: float | None = None
-    """The time when the attempt ended; if the attempt still runs, the time up to which it is evaluated."""
+    """The time when the attempt ended; for a running attempt, the time at which the run is evaluated."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
-    """The last action that the supervisor chose; an earlier one may have turned out to be impossible."""
+    """The last action that the supervisor chose; the supervisor may choose again if an action turns out to be
+    impossible."""
     start_step: int = 0
-    """The step that the attempt resumed from; 0 if it started from scratch."""
+    """The step from the checkpoint that the attempt resumed from; 0 if it started from scratch."""
     kept_step: float = field(default=math.inf, metadata=UNLIMITED)
-    """The last step of this attempt that is part of the run's result, because a later attempt recomputed all
-    later steps."""
+    """The last step of this attempt that is part of the run's result; a later attempt recomputed all later
+    steps."""
     num_nodes: int | None = None
     world_size: int | None = None
     partition: str | None = None
-    """The partition that Slurm chose. The partition is recorded only if several were requested, like the
-    `gpu_type`."""
+    """The partition that Slurm chose. The partition is recorded only if the job requested several partitions;
+    the same applies to `gpu_type`."""
     gpu_type: str | None = None
     evaluations: list[float] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
     cause: str | None = field(default=None, metadata=LEFT_OUT)
-    """The cause of the restart that followed the attempt."""
+    """The cause of the restart after this attempt."""
     is_paused: bool = field(default=False, metadata=LEFT_OUT)
-    """True if the ranks are stopped by Ctrl-Z."""
+    """True if the ranks are suspended by Ctrl-Z."""
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
-    """The reason why an attempt on this machine waits before it starts."""
+    """What an attempt on this machine waits for before it starts."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
-    """The time when the last checkpoint was published."""
+    """The time when the newest checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
     """The first ``rank_failed`` event."""
     open_save: Event | None = field(default=None, metadata=LEFT_OUT)
-    """The ``checkpoint_begin`` event of a save that is still in progress."""
+    """The ``checkpoint_begin`` event of a save that has not finished yet."""
     failed_saves: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
     """The ``checkpoint_failed`` events since the last successful save."""
 
@@ -130,7 +131,7 @@ class Attempt:
         return max(0.0, self.ended - self.started)
 
     def add(self, event: Event) -> None:
-        """Update the attempt with one of its events."""
+        """Update the attempt with one of its events; see `_OF_ATTEMPT`."""
         if (take := _OF_ATTEMPT.get(event.name)) is not None:
             take(self, event)
 
@@ -210,13 +211,13 @@ def _first(known: float | None, event: Event) -> float | None:
 
 
 def _times(event: Event) -> list[float]:
-    """Return a list with the time of an event; an empty list if the time is unknown."""
+    """Return a list that contains the time of an event; an empty list if the time is unknown."""
     time = timestamp(event.time)
     return [] if time is None else [time]
 
 
 def attempts_of(events: Iterable[Event]) -> dict[int, Attempt]:
-    """Return the attempts that the events of a run describe, by attempt number."""
+    """Return the attempts described by a run's events, by attempt number."""
     found: dict[int, Attempt] = {}
     for event in events:
         _add_to_attempt(found, event)
@@ -229,9 +230,9 @@ def _add_to_attempt(found: dict[int, Attempt], event: Event) -> None:
 
 
 def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[Attempt]:
-    """Return the attempts, oldest first, each with its `kept_step`.
+    """Return the attempts with `kept_step` set, oldest first.
 
-    `now` is used as the end time of the newest attempt if that attempt still runs.
+    `now` is used as the end time of the newest attempt if it is still running.
     """
     kept, found = math.inf, list[Attempt]()
     for number in sorted(attempts, reverse=True):
@@ -244,9 +245,9 @@ def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[A
 
 
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
-    """Return the total seconds between consecutive attempts in the same allocation.
+    """Return the total number of seconds between consecutive attempts in the same allocation.
 
-    A restart keeps the allocation, whereas a requeue releases it.
+    Only restarts are considered, because a requeue releases the allocation.
     """
     return sum(_idle_s(attempt, following) for attempt, following in pairwise(attempts))
 
@@ -258,9 +259,9 @@ def _idle_s(attempt: Attempt, following: Attempt) -> float:
 
 
 def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
-    """Return the total hours for which ranks held their allocation; None if the number of ranks is unknown.
+    """Return the hours that the ranks' resources were allocated, summed over all ranks; None if unknown.
 
-    `world_size` is used for attempts that did not record their number of ranks, which may differ between
+    `world_size` is used for attempts that did not record their number of ranks; the number may differ between
     attempts.
     """
     total_s = 0.0
@@ -274,28 +275,28 @@ def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float |
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, from the end of one attempt to the next; a duration is None if an event is missing."""
+    """A restart, from the failure or stop of one attempt to the next attempt; unknown durations are None."""
 
     attempt: int
-    """The attempt that ended."""
+    """The number of the attempt that ended."""
     action: str
-    """The `AttemptEnd.action` that led to the next attempt: ``restart`` in the allocation, ``requeue`` of the
-    job, or ``resubmit`` or ``follow_up`` in another job."""
+    """The `AttemptEnd.action` that led to the next attempt: ``restart`` in the same allocation, ``requeue``
+    of the same job, or ``resubmit`` or ``follow_up`` in another job."""
     cause: str
-    """A `trainkit.run.end.Cause`, or a cause that a capability defines."""
+    """A `trainkit.run.end.Cause`, or a cause defined by a capability."""
     verdict: Event | None
     """The root cause: the first failure of the attempt; None if nothing failed."""
     save_s: float | None
-    """Seconds from the signal to the completed checkpoint."""
+    """Seconds from the stop signal to the completed checkpoint."""
     end_s: float | None
-    """Seconds from the completed checkpoint to the end of the attempt. Without a checkpoint, the seconds from
-    the signal or failure to the end of the attempt."""
+    """Seconds from the completed checkpoint to the end of the attempt. If there was no checkpoint, seconds
+    from the signal or failure to the end of the attempt."""
     queue_s: float | None
-    """Seconds from the end of the attempt to the start of the next one."""
+    """Seconds from the end of the attempt to the start of the next attempt."""
     start_s: float | None
     """Seconds from the start of the next attempt to its first step."""
     total_s: float | None
-    """Seconds from the signal or failure to the first step of the next attempt."""
+    """Seconds from the stop signal or failure to the first step of the next attempt."""
 
 
 def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:
@@ -315,7 +316,7 @@ def _restart(attempt: Attempt, following: Attempt) -> Restart:
         began = timestamp(failure.text("failed_at"))
     saved = None if failed else attempt.saved
     if saved is not None and began is not None and saved < began:
-        saved = None  # The checkpoint is older than the signal, because there was no new step to save.
+        saved = None  # The checkpoint is older than the signal, because no new step needed to be saved.
     return Restart(
         attempt=attempt.number,
         action=str(attempt.action),
@@ -334,13 +335,13 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 def timestamp(text: object) -> float | None:
-    """Convert a time from a run's file to seconds since the epoch; return None if it is not a time."""
+    """Convert a time from a run's file to seconds since the epoch; return None if the text is not a time."""
     time = parse_time(text)
     return None if time is None else time.timestamp()
 
 
 class OwnedEvents:
-    """Collects the events of capabilities and tracks which are still in effect; see `owner_of`."""
+    """Collects events that belong to capabilities, and tracks which are still in effect; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []
@@ -349,7 +350,7 @@ class OwnedEvents:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Add an event if it belongs to a capability."""
+        """Add an event if it belongs to a capability; ignore any other event."""
         if owner_of(event.name) is None:
             return
         self.all.append(event)
@@ -360,14 +361,14 @@ class OwnedEvents:
             own[name, event.rank] = event
 
     def lasting(self, attempt: int | None) -> list[Event]:
-        """Return the events of an attempt that are still in effect, the newest last."""
+        """Return an attempt's events that are still in effect, in chronological order."""
         return list(self._lasting.get(attempt, {}).values())
 
 
 class EventHistory:
     """Summarizes the events of a run, and reads new events incrementally.
 
-    Of a large file, only the lines that `event_lines` yields are read.
+    If the file is large, reads only the lines that `event_lines` yields.
     """
 
     def __init__(self, path: Path) -> None:
@@ -380,31 +381,31 @@ class EventHistory:
         self.notable: deque[Event] = deque(maxlen=MAX_NOTABLE)
         self.attempts: dict[int, Attempt] = {}
         self.val_losses: dict[int, float] = {}
-        """Maps a step to its validation loss; excludes steps that a later attempt computes again."""
+        """Maps a step to its validation loss; excludes steps that a later attempt recomputes."""
         self._evaluated_in: int | None = None
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
         self.has_lost_val_loss = False
         """True if the newest validation loss is not finite."""
         self.total_steps: int | None = None
-        """The total number of steps of the run, as the trainer last logged it."""
+        """The total number of steps in the run, as last logged by the trainer."""
         self.saved: Event | None = None
         """The newest ``checkpoint_commit`` event."""
         self.save_began: str | None = None
-        """Time of the ``checkpoint_begin`` event that belongs to `saved`. The checkpoint contains the state
-        at this time."""
+        """Time of the ``checkpoint_begin`` event for the save in `saved`. The checkpoint contains the
+        training state at this time."""
         self.owned = OwnedEvents()
         self._begun: dict[int | None, str | None] = {}
 
     def attempt(self, number: int | None) -> Attempt:
-        """Return an attempt as its events describe it; an empty `Attempt` if it has no events."""
+        """Return the attempt with a number; an empty `Attempt` if it has no events."""
         return self.attempts.get(number or 0) or Attempt(number or 0)
 
     def update(self) -> None:
-        """Read the events that were appended since the last call."""
+        """Read the events appended since the last call."""
         size = self._tail.size()
         if size < self._tail.position:
-            self._clear()  # If the file is shorter than before, another file has replaced it.
+            self._clear()  # If the file is shorter than before, it was replaced by another file.
         if size - self._tail.position > WHOLE_BYTES:
             with open_file(self._tail.path) as stream:
                 for event in events_of(parse_records(event_lines(stream, self._tail.position, size))):
@@ -436,7 +437,8 @@ class EventHistory:
             del self.val_losses[step]
 
     def _evaluated(self, event: Event) -> None:
-        # The attempt may change here too, because a COMMAND need not log the beginning of an attempt.
+        # The attempt number may change here too, because a COMMAND does not have to log the start of an
+        # attempt.
         if event.attempt != self._evaluated_in and event.step is not None:
             self._evaluated_in = event.attempt
             self._drop_val_losses(event.step)
@@ -460,11 +462,11 @@ _OF_RUN: Mapping[str, Callable[[EventHistory, Event], None]] = {
     "checkpoint_begin": EventHistory._checkpoint_begin,
     "checkpoint_commit": EventHistory._checkpoint_commit,
 }
-"""Maps the name of an event to the method that updates the history of the run."""
+"""Maps the name of an event to the method that updates the run's history."""
 
 
 class MetricsHistory:
-    """Keeps the newest records of metrics.jsonl, and evenly spaced records from the whole run."""
+    """Keeps the newest records in metrics.jsonl, and evenly spaced records from the whole run."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -474,14 +476,14 @@ class MetricsHistory:
         self._tail.position = 0
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_RECORDS)
         self.points: list[StepRecord] = []
-        """Evenly spaced records in order of their steps, reduced to their numbers."""
+        """Evenly spaced records ordered by step, each reduced to its numbers."""
         self._names = dict.fromkeys(CURVES)
         self._every = 1
-        """Only one in this many new records is added to `points`."""
+        """One in every `_every` new records is added to `points`."""
         self._count = 0
 
     def update(self) -> None:
-        """Read the records that were appended since the last call, or a sample if there are very many."""
+        """Read the records appended since the last call; read only a sample if there are too many."""
         size = self._tail.size()
         if size < self._tail.position:
             self._clear()
@@ -506,7 +508,7 @@ class MetricsHistory:
         step = record.step
         self.recent.append(record)
         while self.points and self.points[-1].step >= step:
-            self.points.pop()  # A later attempt has computed this step again.
+            self.points.pop()  # A later attempt has recomputed this step.
         if is_point:
             self.points.append(StepRecord({"step": step, **self._numbers(record)}))
         if len(self.points) >= 2 * MAX_POINTS:
@@ -514,7 +516,7 @@ class MetricsHistory:
             self._every *= 2
 
     def _numbers(self, record: StepRecord) -> dict[str, object]:
-        """Return the numbers in a record by name; omit new names if there are `MAX_CURVES` already."""
+        """Return the numbers in a record by name; once there are `MAX_CURVES` names, omit new names."""
         found = {}
         for name, value in record.values.items():
             if type(value) not in (int, float) or name in NOT_CURVES:
@@ -527,25 +529,25 @@ class MetricsHistory:
         return found
 
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the curves of all metrics by name, beginning with `CURVES`."""
+        """Return the curves of all metrics by name; the metrics in `CURVES` come first."""
         return {name: self.curve(name) for name in self._names}
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return the finite (step, value) pairs of a curve, ending with the newest record."""
+        """Return the (step, value) pairs of a curve that have finite values, including the newest record."""
         points = [*self.points, *list(self.recent)[-1:]]
         found = {point.step: point.number(name) for point in points}
         return [(step, float(value)) for step, value in found.items() if value is not None]
 
     def median(self, name: str) -> float | None:
         """Return the median of a curve over the whole run; None if the curve is empty."""
-        from statistics import median  # imported here because the supervisor never needs it
+        from statistics import median  # Imported here because the supervisor never needs this module.
 
         values = [value for _, value in self.curve(name)]
         return median(values) if values else None
 
 
 class PlanRecord(Record):
-    """Wraps a plan.json that may be incomplete; use `LaunchPlan` where the whole plan is needed."""
+    """Wraps a plan.json that may be incomplete; use `LaunchPlan` where the complete plan is needed."""
 
     __slots__ = ()
 
@@ -561,31 +563,31 @@ class PlanRecord(Record):
 
     @property
     def is_job(self) -> bool:
-        """Return whether the run is, or may become, a job of a scheduler.
+        """Return whether the run is, or may become, a scheduler job.
 
-        Any other run executes on the machine where it was started.
+        A run that is not a job executes on the machine where it was started.
         """
         return self.values.get("slurm", {}) is not None
 
     @property
     def parts(self) -> dict[str, Record]:
-        """Return the plan sections of the capabilities that the run uses, by capability name."""
+        """Return the plan sections of the capabilities that the run uses, keyed by capability name."""
         found = take_parts(self.values) if isinstance(self.values.get("capabilities", {}), dict) else {}
         return {name: Record(part) for name, part in found.items() if isinstance(part, dict)}
 
     @property
     def step_shape(self) -> tuple[Mapping[str, object], Mapping[str, object], str | None]:
-        """Return the layout, the batch and the device, which together determine how long a step takes."""
+        """Return the layout, batch settings and device, which together determine the duration of a step."""
         return self.record("layout").values, self.record("batch").values, self.text("device")
 
 
 def read_plan(folder: RunDir | AttemptDir) -> PlanRecord:
-    """Read the plan of a run or an attempt; return an empty plan if the file cannot be read."""
+    """Read the plan.json of a run or an attempt; return an empty plan if the file cannot be read."""
     return PlanRecord(read_object(folder.plan_file))
 
 
 def seconds_left(records: Sequence[StepRecord], total_steps: int | None) -> float | None:
-    """Estimate the seconds until the last step from the average speed of `records`; None if unknown."""
+    """Estimate the seconds until the last step from the mean speed in `records`; None if unknown."""
     if total_steps is None or len(records) < 2:
         return None
     first, last = records[0], records[-1]
@@ -599,7 +601,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class RunHistory:
-    """Reads the files that a run writes; used by all commands that show a run."""
+    """Reads the files that a run writes; used by all commands that display runs."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -608,14 +610,14 @@ class RunHistory:
         self._readers: dict[type[Reader], Reader] = {}
 
     def update(self) -> None:
-        """Read what the run has written since the last call; raise OSError if a file cannot be read."""
+        """Read new data in the run's files since the last call; raise OSError if a file cannot be read."""
         self.events.update()
         self.metrics.update()
 
     def reader(self, kind: type[R]) -> R:
-        """Return a capability's reader after updating it; raise OSError if a file cannot be read.
+        """Return a capability's reader after updating it; raise OSError if its file cannot be read.
 
-        Later calls with the same `kind` return the same reader.
+        Repeated calls with the same `kind` return the same reader.
         """
         reader = self._readers.setdefault(kind, kind(self.run))
         assert isinstance(reader, kind)
@@ -623,6 +625,6 @@ class RunHistory:
         return reader
 
     def newest_steps(self) -> list[StepRecord]:
-        """Return the last `RECENT_RECORDS` logged steps, oldest first, from the end of metrics.jsonl."""
+        """Return the last `RECENT_RECORDS` logged steps, oldest first, read from the end of metrics.jsonl."""
         records = read_jsonl_reversed(self.run.metrics_file)
         return list(islice(steps_of(records), RECENT_RECORDS))[::-1]

@@ -1,8 +1,9 @@
-"""List, verify and remove the checkpoints of a run; each contains a manifest with hashes of its files.
+"""List, verify and delete the checkpoints of a run; each checkpoint has a manifest with hashes of its files.
 
-While a checkpoint is being written, the name of its folder ends in `.partial`. After the manifest is written,
-one rename publishes the folder. So a folder without a suffix, such as `step-00001000`, contains a checkpoint
-that was written completely. The hashes show whether such a checkpoint is still intact.
+While a checkpoint is being written, its folder name ends in `.partial`. After the manifest is written, the
+folder is published by a single rename. A folder without this suffix, such as `step-00001000`, therefore
+contains a completely written checkpoint. The hashes show whether a published checkpoint has been damaged
+since it was written.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MANIFEST_VERSION = 1
 SEAL = "sha256"
 BEST_LINK = "best"
 BASE_FINGERPRINT = "the fingerprint of model.hf"
-"""The key in `Manifest.data` for the fingerprint of the base model's files; a checkpoint may omit the weights
-of the base model."""
+"""The key in `Manifest.data` for the fingerprint of the base model's files; needed because a checkpoint may
+omit the base model's weights."""
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
@@ -44,7 +45,7 @@ _CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class FileSum:
-    """The size and hash of a file, as the manifest lists them."""
+    """The size and hash of a file, as listed in the manifest."""
 
     bytes: int
     sha256: str
@@ -52,24 +53,25 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest, which describes all of a checkpoint except for its tensors."""
+    """The content of a manifest, which describes everything in a checkpoint except for the tensors."""
 
     version: int = 0
     step: int = -1
     files: JsonObject = field(default_factory=dict)
-    """Maps each file to its ``bytes`` and ``sha256``."""
+    """Maps each file name to the file's ``bytes`` and ``sha256``."""
     task: str | None = None
     optimizer: str = "adamw"
-    """The name of the optimizer; the default is for manifests of older versions, which lack the name."""
+    """The name of the optimizer; the default applies to manifests from older trainkit versions, which have no
+    name."""
     data: dict[str, object] = field(default_factory=dict)
-    """Values that determine which samples come next at a given position in the data."""
+    """Values that determine, together with the position in the data, which samples come next."""
     val_fingerprint: str | None = None
     model: dict[str, object] | None = None
-    """The shape of the built-in decoder."""
+    """The dimensions of the built-in decoder; None for other models."""
     progress: dict[str, object] = field(default_factory=dict)
-    """The state of the training, such as the best validation loss."""
+    """The training progress, such as the best validation loss."""
     state: dict[str, object] = field(default_factory=dict)
-    """The values that a custom training loop tracks, except for tensors."""
+    """The values that a custom training loop tracks, excluding tensors."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,13 @@ def published(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def newest_checkpoint(checkpoints_dir: Path) -> str | None:
-    """Return the folder of the newest published checkpoint, which is not verified; None if there is none."""
+    """Return the newest published checkpoint's folder, without verifying it; None if there is none."""
     found = [item for item in published(checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
 
 
 def rejects(checkpoints_dir: Path) -> list[Path]:
-    """Return the folders of damaged checkpoints that were set aside."""
+    """Return the folders of damaged checkpoints, which were renamed so that they are no longer used."""
     return [path for path in _folders(checkpoints_dir) if _REJECTED.fullmatch(path.name)]
 
 
@@ -138,9 +140,9 @@ def file_hash(path: Path) -> str:
 
 
 def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
-    """Describe the damage of a checkpoint in a sentence; return "" if every file matches its manifest.
+    """Describe a checkpoint's damage in one sentence; return "" if all files match the manifest.
 
-    Without `reads_tensors`, only the manifest and the file sizes are checked.
+    Without `reads_tensors`, checks only the manifest and the file sizes.
     """
     try:
         return plain_damage(checkpoint) or (hash_damage(checkpoint) if reads_tensors else "")
@@ -154,11 +156,11 @@ def unreadable(error: OSError) -> str:
 
 
 def plain_damage(checkpoint: Checkpoint) -> str:
-    """Describe the damage found in the manifest and the file sizes; return "" if there is none.
+    """Describe damage found in the manifest and the file sizes; return "" if there is none.
 
-    Raises OSError if a file cannot be read, because the host may be the problem and not the checkpoint. Also
-    raises OSError if a file is missing but the folder lists it: for up to a minute, an NFS client may
-    remember that a new file was missing.
+    Raises OSError if a file cannot be read, because the cause may be this host instead of the checkpoint.
+    Also raises OSError if a file seems to be missing but is listed in its folder, because an NFS client may
+    cache for up to a minute that a new file is missing.
     """
     try:
         if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
@@ -177,10 +179,10 @@ def plain_damage(checkpoint: Checkpoint) -> str:
 
 
 def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> str:
-    """Describe the damage found by comparing file hashes; return "" if there is none.
+    """Describe damage found by comparing file hashes; return "" if there is none.
 
-    To share the work between processes, checks only every `num_parts`-th file, beginning with file `part`.
-    Raises OSError if a file cannot be read.
+    To share the work between `num_parts` processes, checks only every `num_parts`-th file, starting at index
+    `part`. Raises OSError if a file cannot be read.
     """
     files = checkpoint.manifest().files
     for name in sorted(files)[part::num_parts]:
@@ -219,16 +221,16 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, dict[str, object]])
 
 
 def seal(manifest: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a manifest; the key `SEAL`, which stores this hash, is left out.
+    """Return the SHA-256 of a manifest without its key `SEAL`, where this hash is stored.
 
-    The hash protects the values in the manifest, as the hashes of the files protect the tensors.
+    This hash protects the values in the manifest, just as the hashes of the files protect the tensors.
     """
     sealed = {key: value for key, value in manifest.items() if key != SEAL}
     return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
 def is_newer(checkpoint: Checkpoint) -> bool:
-    """Return whether a newer trainkit version wrote the checkpoint, so that this version cannot verify it."""
+    """Return whether a newer trainkit version wrote the checkpoint; this version cannot verify it then."""
     try:
         version = checkpoint.content().get("version")
     except (OSError, ValueError):
@@ -237,13 +239,13 @@ def is_newer(checkpoint: Checkpoint) -> bool:
 
 
 def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint; verify checkpoints only until one is found."""
+    """Return the newest undamaged checkpoint; older checkpoints are not verified."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
     return next((checkpoint for checkpoint in ordered if not find_damage(checkpoint)), None)
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename the folder of a damaged checkpoint, so that it is no longer listed; return the new path."""
+    """Rename a damaged checkpoint's folder, so that the checkpoint is no longer used; return the new path."""
     target = checkpoint.path.with_name(checkpoint.path.name + REJECTED_SUFFIX)
     number = 1
     while target.exists():
@@ -254,9 +256,9 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint's folder such that an interrupted deletion leaves nothing that looks published.
+    """Delete a checkpoint; an interrupted deletion leaves no folder that looks like a published checkpoint.
 
-    The remains of an interrupted deletion look like an unfinished save, which the next attempt deletes.
+    The folder is first renamed like an unfinished save, which the next attempt deletes.
     """
     if not path.name.endswith(PARTIAL_SUFFIX):
         doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
@@ -274,9 +276,9 @@ def remove_all(checkpoints_dir: Path) -> None:
 def obsolete(
     checkpoints: Iterable[Checkpoint], keep_last: int | None, best_step: int | None
 ) -> list[Checkpoint]:
-    """Return the checkpoints to delete: all except the newest `keep_last` and the best one.
+    """Return the checkpoints to delete: all except for the newest `keep_last` and the best checkpoint.
 
-    If `keep_last` is None, no checkpoint is deleted.
+    If `keep_last` is None, all checkpoints are kept.
     """
     if keep_last is None:
         return []
@@ -294,7 +296,7 @@ def point_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """Return the step of the checkpoint that the link `best` points to; None if there is no link."""
+    """Return the step of the checkpoint that the link `best` points to, or None if there is no link."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None
@@ -304,29 +306,29 @@ def best_step(checkpoints_dir: Path) -> int | None:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint folder; a field is None if the files in the folder do not contain its value."""
+    """A checkpoint folder; a field is None if its value is not known from the files in the folder."""
 
     name: str
     path: str
     state: str
     """The state of the checkpoint: ``published``, ``rejected``, ``partial``, or ``damaged`` if the manifest
-    or the file sizes show damage."""
+    or the file sizes are wrong."""
     step: int | None
     time: str
-    """The time of the newest file of the checkpoint, in ISO 8601, UTC."""
+    """The modification time of the newest file in the checkpoint, as ISO 8601 in UTC."""
     bytes: int
     layout: dict[str, int] | None
     world_size: int | None
     best: bool
     reason: str | None
-    """Why the checkpoint was saved, or what is damaged in it."""
+    """The reason for saving the checkpoint, or a description of its damage."""
     best_metric: str | None = None
-    """The metric by which this checkpoint is the best, with the value `best_value`; None if unknown."""
+    """The metric for which this is the best checkpoint, with the value `best_value`; None if unknown."""
     best_value: float | None = None
 
 
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """Return all checkpoints of a run: published ones by step, then rejected ones, then partial ones."""
+    """Return all checkpoints of a run: published ones ordered by step, then rejected, then partial ones."""
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
     there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
     names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
@@ -351,8 +353,9 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     found = read_object(path / MANIFEST_NAME)
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
-    # If a checkpoint was validated only after a resume, its own manifest does not mark it as the best. Only
-    # the manifests of later checkpoints then refer to the best checkpoint, by their `best_step`.
+    # If a checkpoint was validated only after a resume, its own manifest does not say that it is the best
+    # checkpoint. Only the manifests of later checkpoints then identify the best checkpoint, in their
+    # `best_step`.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

@@ -1,9 +1,9 @@
-"""Choose folders for temporary and compiled files where no other user can plant a file.
+"""Choose folders for temporary and compiled files such that no other user can plant files there.
 
-torch and other libraries execute or unpickle files below ``$TMPDIR`` with predictable names:
+torch and other libraries execute or unpickle files with predictable names below ``$TMPDIR``:
 ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
-(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would write through symlinks that another user has
-planted there.
+(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would follow symlinks that another user has planted
+there, and overwrite the target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trainkit.folders import ensure_folder, make_private, state_folder, user_nam
 from trainkit.run.process import own_host
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Maps environment variables to folders for compiled files, which are worth keeping longer than temporary
+"""Maps environment variables to folders for compiled files, which should be kept longer than temporary
 files."""
 _TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
-"""The characters that torch replaces when it uses a user name in a folder name."""
+"""Characters in a user name that torch replaces when it derives a folder name from the user name."""
 
 
 class OwnFolders(NamedTuple):
@@ -30,22 +30,22 @@ class OwnFolders(NamedTuple):
 
     temporary: str
     caches: Mapping[str, str]
-    """Maps each environment variable in `CACHES` to a folder."""
+    """Maps each environment variable in `CACHES` to a private folder."""
     note: str
-    """Explains why other folders than the usual ones are used; empty if the usual ones are."""
+    """Explains why the default folders are not used; empty if the default folders are used."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` with the private folders added; caches that the user has set are not changed."""
+        """Return `environ` with the private folders added; does not replace cache folders set by the user."""
         own = _without_outer(environ)
         return {**self.caches, **own, "TMPDIR": self.temporary}
 
 
 def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = False) -> OwnFolders:
-    """Create private folders below ``$TMPDIR`` or ``/tmp``, or else in `fallback`, which must be private.
+    """Create private folders below ``$TMPDIR`` or ``/tmp``; if that fails, in the private folder `fallback`.
 
-    TMPDIR stays unchanged if only this user can create files in it. With `keeps`, TMPDIR stays unchanged even
-    if other users can create files in it. TMPDIR is always replaced if another user owns or can write to the
-    folder that torch uses by default. Raises OSError.
+    TMPDIR is not changed if only this user can create files in it. With `keeps`, TMPDIR is not changed even
+    if other users can create files in it. TMPDIR is always replaced if another user owns, or can write to,
+    torch's default cache folder. Raises OSError.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())
@@ -64,7 +64,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment with private folders for temporary and compiled files. Raises OSError."""
+    """Return `environ` with private folders for temporary and compiled files. Raises OSError."""
     folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
     if folders.note:
         print_note(folders.note)
@@ -72,9 +72,10 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without cache folders that trainkit or torch has set; keep those set by the user."""
+    """Return `environ` without cache folders set by trainkit or torch; keep cache folders set by the user."""
     own = f"/{_name()}/"
-    # torch adds the path of its default cache folder to os.environ, so the user has not set this value.
+    # torch adds its default cache folder to os.environ, so a value equal to this default was not set by the
+    # user.
     defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
     found = {
         name: value
@@ -99,7 +100,7 @@ def _caches_in(folder: Path) -> Mapping[str, str]:
 
 
 def _problem_of(folder: Path, others: int = 0o077) -> str | None:
-    """Create a private folder; return the reason why it cannot be trusted, or None if it can."""
+    """Create a private folder; return why the folder cannot be trusted, or None if it can be."""
     try:
         return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Refuse run folders where another user could plant files that a start or resume would execute."""
+"""Reject run folders where another user could plant files that a start or resume would execute."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ DECIDING = (
     "submitit",
     "calls",
 )
-"""Files and folders that decide what a run or group executes. All other files are checked when they are
-read."""
+"""Files and folders that determine what a run or group executes; they are checked before the run starts. All
+other files are checked when they are opened."""
 MAX_LINKS = 40
-"""The maximum number of symlinks that Linux follows in one path."""
+"""Maximum number of symlinks that Linux follows when it resolves a path."""
 
 
 def refuse_foreign(folder: Path, hint: str) -> None:
     """Raise UsageError if another user could replace files in a run folder.
 
-    The check covers every folder on the path, including the targets of symlinks, and the files in `DECIDING`,
-    which another user may have planted while the folder was writable for everybody. The folder need not
-    exist. `hint` tells the user what to do instead. A folder that `trust` has accepted is not checked.
+    The check covers every folder on the path, including symlink targets, and the files in `DECIDING`, which
+    another user could have planted while the folder was writable for everybody. The folder need not exist.
+    `hint` is a suggestion for the user, shown in the error. A folder accepted by `trust` is not checked.
     """
     if is_trusted(folder):
         return
@@ -53,9 +53,9 @@ def refuse_foreign(folder: Path, hint: str) -> None:
 
 
 def _on_the_way(folder: Path) -> Iterator[Path]:
-    """Yield the existing folders and symlinks that decide where a path leads, from the path up to the root.
+    """Yield the existing folders and symlinks that a path passes through, from the path up to the root.
 
-    Raises OSError if symlinks form a cycle.
+    Raises OSError if the symlinks form a cycle.
     """
     waiting, seen = [folder], set[Path]()
     for path in waiting:
@@ -72,17 +72,16 @@ def _on_the_way(folder: Path) -> Iterator[Path]:
 def _refuse_writers(
     path: Path, found: os.stat_result, above: os.stat_result, hint: str, what: str, *, is_run: bool
 ) -> None:
-    """Raise UsageError if another user could replace `what` by changing the folder or link `path`."""
+    """Raise UsageError if another user could replace `what` by changing the folder or symlink `path`."""
     shown, is_link = shown_path(path), stat.S_ISLNK(found.st_mode)
     done = "could change what the run executes" if is_run else f"could replace {what}"
     if not is_own(found) and (is_run or found.st_uid != unknown_owner()):
-        # A symlink cannot be changed in place, and a project folder belongs to its group. A symlink or
-        # project folder of another user is harmless unless everybody can write to the parent folder, as with
-        # /tmp.
+        # A symlink cannot be modified in place, and a project folder belongs to its group. Another user's
+        # symlink or project folder is harmless unless its parent folder is writable by everybody, as /tmp is.
         is_harmless = (is_link or is_project(found)) and not above.st_mode & stat.S_IWOTH
         if is_run or not is_harmless:
             raise UsageError(f"{shown} belongs to user {found.st_uid}, who could replace {what}", hint=hint)
-    # In a folder with the sticky bit, users can replace only their own files.
+    # In a folder with the sticky bit, users can rename or delete only their own files.
     if is_link or (found.st_mode & stat.S_ISVTX and not is_run):
         return
     if found.st_mode & stat.S_IWOTH:
@@ -99,7 +98,7 @@ def _refuse_writers(
 
 
 def cannot_create(place: Path, reason: str, option: str) -> UsageError:
-    """Return the error for a run folder that cannot be created; `option` sets a different folder."""
+    """Return the error for a run folder that cannot be created; `option` is the option that sets the path."""
     return UsageError(
         f"cannot create a run folder at {place}: {reason}",
         hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
@@ -109,8 +108,8 @@ def cannot_create(place: Path, reason: str, option: str) -> UsageError:
 def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> None:
     """Raise UsageError if the folder of a new run or group cannot be created; writes nothing.
 
-    The reasons are: `run_dir` is not empty, the folder is not writable, another user could replace it, or its
-    name or the name of the current folder is not UTF-8.
+    This is the case if `run_dir` is not empty, the folder is not writable, another user could replace the
+    folder, or the name of the run folder or the current folder is not UTF-8.
     """
     for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
         shown = path.decode(errors="backslashreplace")
@@ -136,7 +135,7 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
 
 def _refuse_used(folder: Path, option: str) -> None:
     """Raise UsageError if the requested run folder is a file, or a folder that is not empty."""
-    from trainkit.run.group import RunGroup  # imported here because it is slow to import and seldom needed
+    from trainkit.run.group import RunGroup  # imported here because the import is slow and rarely needed
 
     shown = shown_path(folder)
     if RunDir(folder).exists():

@@ -1,6 +1,6 @@
-"""Identify processes by host, boot id, pid and start time, because a pid may be reused.
+"""Identify processes by host, boot id, pid and start time, because a pid alone may be reused.
 
-Processes of other hosts are not visible on this host.
+Processes on other hosts are not visible from this host.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm and users send to stop a process. A process killed by one of these signals does not
-imply that the host is faulty."""
+"""Signals that Slurm and users send to stop processes. If a process is killed by one of these signals, the
+host is not considered faulty."""
 
 
 class ProcessStat(NamedTuple):
-    """The values that the kernel reports for a process in ``/proc/PID/stat``."""
+    """The values in ``/proc/PID/stat`` that trainkit uses."""
 
     state: str
-    """State of the process as a letter, such as ``T`` for stopped and ``Z`` for a zombie."""
+    """Process state as a letter, such as ``T`` for stopped or ``Z`` for a zombie."""
     parent_pid: int
     start_ticks: int
-    """Start time in clock ticks since boot; together with the pid it identifies the process."""
+    """Start time in clock ticks since boot; identifies the process together with the pid."""
 
 
 PROC = Path("/proc")
@@ -41,25 +41,26 @@ def process_stat(pid: int) -> ProcessStat | None:
         text = (PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name is in parentheses and may itself contain parentheses and spaces.
+    # The command name is in parentheses and may itself contain parentheses and spaces, so split after the
+    # last one.
     fields = text.rpartition(")")[2].split()
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
 
 
 FIRST_PERSON = 1000
-"""The lowest uid that useradd gives to a person; lower uids belong to daemons."""
+"""The lowest uid that useradd assigns to regular users; lower uids belong to system accounts."""
 
 
 def other_people() -> list[str] | None:
-    """Return the names of other people with processes on this host; None if their processes are hidden.
+    """Return the names of other users with processes on this host; None if their processes are hidden.
 
-    For a uid without a user name, the uid is returned as text.
+    If a uid has no user name, the uid is returned as text.
     """
-    if not (PROC / "1").exists():  # With hidepid=2, /proc hides the processes of other users.
+    if not (PROC / "1").exists():  # With hidepid=2, /proc does not show the processes of other users.
         return None
     found = set()
     for entry in PROC.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # The process has ended in the meantime.
+        with contextlib.suppress(FileNotFoundError):  # The process has exited in the meantime.
             if entry.name.isdecimal() and (uid := entry.stat().st_uid) >= FIRST_PERSON:
                 found.add(uid)
     return sorted(_name_of(uid) for uid in found - {os.getuid()})
@@ -73,16 +74,16 @@ def _name_of(uid: int) -> str:
 
 
 def own_host(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the Slurm node name of this host or, outside of Slurm, its hostname; the two may differ.
+    """Return the Slurm node name of this host, or its hostname outside of Slurm; the two may differ.
 
-    The node name is needed because a job or step can exclude a host only by this name.
+    Slurm needs the node name to exclude a host from a job or step.
     """
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Identifies a process across hosts."""
+    """Identifies a process on any host."""
 
     host: str = ""
     boot_id: str = ""
@@ -98,7 +99,7 @@ class ProcessId:
         return cls(os.uname().nodename, boot_id(), pid, stat.start_ticks)
 
     def alive(self) -> bool | None:
-        """Return whether the process is alive; None if that cannot be determined on this host."""
+        """Return whether the process is alive; None if this host cannot determine it."""
         is_named_so, current = self.host == os.uname().nodename, boot_id()
         if not current or (self.boot_id != current and not is_named_so):
             return None
@@ -110,13 +111,13 @@ class ProcessId:
             return None
         if stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks:
             return True
-        # If only the host name differs, the process may run in a container on this machine and so be
-        # invisible.
+        # If only the hostname differs, the process may run in a container on this machine and thus be
+        # invisible here.
         return False if is_named_so else None
 
 
 def boot_id() -> str:
-    """Return the boot id of this machine, which containers share with it; "" if it cannot be read."""
+    """Return the boot id of this machine, which containers on it share; "" if it cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

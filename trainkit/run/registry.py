@@ -1,11 +1,11 @@
-"""Find runs: the argument RUN of a command is a job id, a run name, a run folder or `last`.
+"""Find the run for the command-line argument RUN: a job id, a run name, a run folder or `last`.
 
-A command that changes a run accepts a run name only for runs of the current folder; other commands accept the
-name of any run. A run of a group may also be given as `GROUP/INDEX`, or by the id of its array task, such as
-`123_4`. A job id may include the cluster, as in `123;east`.
+Commands that change a run accept a run name only for runs that belong to the current folder; other commands
+accept the name of any run. A run in a group can also be specified as `GROUP/INDEX`, or by its array task id,
+such as `123_4`. A job id may include the cluster, as in `123;east`.
 
 Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that commands find the run
-from any directory. Runs in ./runs are found even without this file.
+from any working directory. Runs in ./runs are found even if they are not listed in this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Known = TypeVar("Known", bound=RunDir | RunGroup)
 
 
 def index_file() -> Path:
-    """Return the path of the index, the file that lists all started runs."""
+    """Return the path of the index: the file that lists all started runs."""
     return state_folder() / "runs.jsonl"
 
 
@@ -51,44 +51,44 @@ def register(run: RunDir, name: str) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """The newest start of a run or group, whose folder may no longer exist."""
+    """The newest start of a run or group; its folder may no longer exist."""
 
     folder: Path
     name: str | None
     """The run name in the index; None for a run in ./runs that the index does not list."""
     time: str
-    """Time of the start, in ISO 8601, UTC."""
+    """Time of the start, as ISO 8601 in UTC."""
     is_over: bool = False
-    """True if the run is over according to an earlier call of `record_over`."""
+    """True if a call of `record_over` has recorded that the run is over."""
 
     @property
     def config_name(self) -> str:
-        """Return the name of the run's config."""
+        """Return the config name of the run."""
         return self.name or read_job(RunDir(self.folder)).name
 
     def read(self) -> RunDir | RunGroup | None:
-        """Return the run or group in the folder; None if there is none or it cannot be read."""
+        """Return the run or group in the folder; None if the folder has none or cannot be read."""
         run, group = RunDir(self.folder), RunGroup(self.folder)
         try:
             return group if group.exists() else run if run.exists() else None
         except OSError:
-            return None  # Another user's run or an unavailable disk must not hide the other runs.
+            return None  # Another user's run or an unavailable disk must not hide other runs.
 
 
 def starts() -> list[Start]:
-    """Return every start in the index or in ./runs, newest first; does not read the folders in the index."""
+    """Return the starts in the index and in ./runs, newest first; does not read the folders in the index."""
     found: dict[str, Start] = {}
     index, records = index_file(), []
     try:
         records = [*read_jsonl(index)]
-    except OSError as error:  # The file may be unreadable because a command with sudo created it.
+    except OSError as error:  # The index may be unreadable because it was created by a command run with sudo.
         print_note(f"note: cannot read {index} ({error.strerror}): only runs in ./runs are found by name")
     for record in records:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)) or "\0" in path:
             continue
         key, is_over = os.path.normpath(path), record.get("over") is True
-        # Ignore the record that the run is over if the run was started again in the meantime.
+        # Ignore a record that the run is over if the run was started again after that record.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
@@ -97,15 +97,15 @@ def starts() -> list[Start]:
         here = None if key in found else Start(folder, None, "").read()
         if here is not None:
             file = here.sweep_file if isinstance(here, RunGroup) else here.attempts_dir
-            with suppress(OSError):  # The folder may have been deleted in the meantime.
+            with suppress(OSError):  # The folder may have been deleted since it was listed.
                 time = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
                 found[key] = Start(folder, None, time)
-    # Sort and reverse, so that the later of two lines with the same time comes first.
+    # Sort, then reverse: if two lines have the same time, the later line must come first.
     return sorted(found.values(), key=lambda start: start.time)[::-1]
 
 
 def record_over(over: Iterable[Start]) -> None:
-    """Record in the index that runs are over, so that `status` need not read their folders again."""
+    """Record in the index that runs are over, so that `status` does not have to read their folders again."""
     path = index_file()
     try:
         for start in over:
@@ -113,14 +113,14 @@ def record_over(over: Iterable[Start]) -> None:
                 record = {"time": start.time, "name": start.name, "path": str(start.folder), "over": True}
                 append_jsonl(path, record)
     except OSError:
-        pass  # Without the record, the next `status` is only slower.
+        pass  # If the record is missing, the next `status` is only slower.
 
 
 def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | RunGroup]:
-    """Yield every known run and group that still exists, newest start first.
+    """Yield all known runs and groups that still exist, newest start first.
 
-    Each folder is read only when the iteration reaches it. `found` are the starts to choose from; by default,
-    all `starts`.
+    Folders are read lazily during the iteration. `found` contains the starts to consider; defaults to all
+    `starts`.
     """
     seen = set()
     for start in starts() if found is None else found:
@@ -132,15 +132,15 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | R
 
 
 def find_run(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir:
-    """Return the run that RUN refers to; create the folder of a trial that has not started.
+    """Return the run that RUN refers to; for a trial that has not started, create its folder.
 
-    Raises UsageError for a whole group, and for the same reasons as `find_run_or_group`.
+    Raises UsageError if RUN refers to a whole group, and for the same reasons as `find_run_or_group`.
     """
     return one_run(find_run_or_group(text, to_change=to_change, acts=acts), text)
 
 
 def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
-    """Return the run that `find_run_or_group` found for `text`; raise UsageError for a whole group."""
+    """Return `found` if it is a single run; raise UsageError if it is a whole group."""
     if isinstance(found, RunDir):
         return found
     indices = sorted(found.trials)
@@ -152,7 +152,7 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
 
 
 def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
-    """Return an attempt of a run, by default the newest one; raise UsageError if it does not exist."""
+    """Return an attempt of a run, by default its newest; raise UsageError if the attempt does not exist."""
     numbers = run.attempt_numbers()
     if not numbers:
         hint = f"`trainkit resume {run.word}` starts it"
@@ -163,7 +163,7 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
-    """Return what `find_to_read` returns; create the folder of a trial that has not started.
+    """Return the result of `find_to_read`; for a trial that has not started, create its folder.
 
     Raises UsageError for the same reasons as `find_to_read` and `create_task_run`.
     """
@@ -172,14 +172,15 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
 
 
 def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
-    """Return the run or group that RUN refers to; for a name, the run in ./runs or else the newest one.
+    """Return the run or group that RUN refers to.
 
-    The folder of a trial may not exist yet. Raises UsageError if there is no such run. With `to_change`, also
-    raises UsageError if several runs have the name, or if jobs on several clusters have the id.
+    A name refers to the run with this name in ./runs, or otherwise to the newest run with this name. The
+    folder of a trial may not exist yet. Raises UsageError if no run or group matches. With `to_change`, also
+    raises UsageError if several runs have the name, or if jobs on several clusters have the job id.
 
-    `acts` is for a command that acts on the run: a name or `last` must then refer to a run in ./runs or to
-    one submitted from the current folder. If the run belongs to another folder, the error contains that
-    folder, and the user must type it to confirm.
+    Set `acts` for a command that acts on the run: a name or `last` then matches only runs in ./runs and runs
+    submitted from the current folder. If the only match belongs to another folder, the error shows this
+    folder, and the user must type its path to confirm.
     """
     if not text.strip():
         raise UsageError("RUN is empty", hint="specify a run name, a run folder, a job id or `last`")
@@ -224,17 +225,17 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
 
 
 def _run_of(group: RunGroup, index: int) -> RunDir:
-    """Return the run of a trial; raise UsageError if the group has no such trial."""
+    """Return the run of a trial; raise UsageError if the group does not have this trial."""
     return group.run(group.trial(index).index)
 
 
 def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
-    """Return the newest run or group with this job; with `on_all_clusters`, the newest one on each cluster.
+    """Return the newest run or group with a job id; with `on_all_clusters`, the newest for each cluster.
 
-    An empty `cluster` means any cluster.
+    An empty `cluster` matches any cluster.
     """
     matches, seen = list[RunDir | RunGroup](), set[str | None]()
-    # A trial that was restarted alone also has its own line in the index, later than its group's line.
+    # A trial that was restarted individually also has its own line in the index, after its group's line.
     for item in iter_known_runs():
         clusters = _clusters_of_job(item, job_id, cluster)
         if clusters - seen:
@@ -246,12 +247,12 @@ def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[R
 
 
 def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
-    """Return the run or group in ./runs whose folder has this name.
+    """Return the run or group in ./runs whose folder has a given name.
 
-    If there is none in ./runs, returns all runs whose folder has this name or, failing that, whose config has
-    it. With `acts`, return only runs that belong to the current folder.
+    If there is none in ./runs, returns all runs whose folder has this name or, if there are none, all runs
+    whose config has this name. With `acts`, returns only runs that belong to the current folder.
     """
-    # If the index has no name for a run, the folder may have the name.
+    # Include runs that have no name in the index, because their config may have this name.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()
@@ -267,16 +268,16 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
     """Return whether a run or group is in ./runs, or was submitted from the current folder."""
     if os.path.realpath(known.path.parent) == os.path.realpath(RUNS_FOLDER):
         return True
-    with suppress(UsageError):  # a damaged group raises UsageError
+    with suppress(UsageError):  # A damaged group raises UsageError.
         cwd = known.record.cwd if isinstance(known, RunGroup) else read_job(known).cwd
         return cwd is not None and os.path.realpath(cwd) == str(Path.cwd())
     return False
 
 
 def _refuse_other_folder(text: str) -> None:
-    """Raise RunElsewhere if a name or `last` refers to a run that belongs to another folder.
+    """Raise RunElsewhere if a run name or `last` refers to a run that belongs to another folder.
 
-    Without this check, a typing error could end a run of another project.
+    Without this check, a typo could stop a run of another project.
     """
     found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
     if not found:
@@ -285,7 +286,7 @@ def _refuse_other_folder(text: str) -> None:
 
 
 class RunElsewhere(UsageError):
-    """Raised if a name or `last` refers only to a run that belongs to another folder."""
+    """Raised if a run name or `last` matches only a run that belongs to another folder."""
 
     def __init__(self, typed: str, found: Sequence[RunDir | RunGroup]) -> None:
         what = "the newest run" if typed == "last" else typed
@@ -301,7 +302,7 @@ class UnknownRun(UsageError):
 
 
 def _path_hint(path: Path) -> str:
-    """Return a hint that names the run that contains a path, or a run with a similar name."""
+    """Return a hint for the user with the run that contains a path, or with a run that has a similar name."""
     inside = next((one for one in path.parents if RunDir(one).exists() or RunGroup(one).exists()), None)
     if inside is not None:
         return f"did you mean {RunDir(inside).shown}?"
@@ -309,9 +310,9 @@ def _path_hint(path: Path) -> str:
 
 
 def _name_hint(text: str, known: Sequence[str]) -> str:
-    """Return a hint that names the run that the user probably meant.
+    """Return a hint with the run that the user probably meant.
 
-    ``sweep_1`` and ``sweep[1]`` are read as trial 1 of the group `sweep`.
+    ``sweep_1`` and ``sweep[1]`` are interpreted as trial 1 of the group `sweep`.
     """
     trial = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
     if trial is not None and trial[1] in known:
@@ -344,9 +345,9 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
 
 
 def _clusters_of_job(known: RunDir | RunGroup, job_id: str, cluster: str) -> set[str | None]:
-    """Return the clusters on which a run or group has this job.
+    """Return the clusters where a run or group has a job with a given id.
 
-    None stands for the cluster of this host, and for a job whose cluster is unknown.
+    None represents the cluster of this host, or a job whose cluster is unknown.
     """
     found: list[HasCluster]
     if isinstance(known, RunGroup):
@@ -364,10 +365,10 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Move the user's trainkit state to `folder` during the block, whose runs are then not indexed.
+    """Store trainkit's user state in `folder` within the block, so that runs started there are not indexed.
 
-    So `last` does not change, and a node that a drill kills is not recorded as bad. The existing records of
-    bad nodes are copied, so they still apply.
+    As a result, `last` does not change, and a node that a drill kills is not recorded as bad. Existing
+    records of bad nodes are copied to `folder`, so that these nodes are still avoided.
     """
     before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
     known = state_folder() / "bad_nodes"

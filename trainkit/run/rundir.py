@@ -1,4 +1,4 @@
-"""Define the paths in a run folder, and the locks that commands and the supervisor take on the folder."""
+"""Define the paths in a run folder, and the locks that commands and the supervisor acquire."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ REJECTED_SUFFIX = ".rejected"
 
 
 def is_same_folder(one: Path, other: Path) -> bool:
-    """Return whether two paths lead to the same folder, even if its file system is mounted twice.
+    """Return whether two paths refer to the same folder, even if its file system is mounted twice.
 
-    A second mount has a different device number, so inode and change time are compared; a copy has a
-    different change time, which nobody can set. Returns False if a path is missing.
+    The device number differs between mounts, so inode and change time are compared; a copy has a different
+    change time, which users cannot set. Returns False if either path does not exist.
     """
     try:
         ours, theirs = one.stat(), other.stat()
@@ -49,7 +49,7 @@ def is_same_folder(one: Path, other: Path) -> bool:
 
 
 class Child:
-    """A descriptor that returns a path below its owner's `path`."""
+    """A descriptor that returns a path below the `path` attribute of its owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,9 +59,9 @@ class Child:
 
 
 class Numbered:
-    """A descriptor for paths that contain the number of a rank, node or step.
+    """A descriptor for paths that contain a rank, node or step number.
 
-    Returns a function that maps a number or name to a path below the owner's `path`.
+    The descriptor returns a function that converts a number or name to a path below the owner's `path`.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -74,7 +74,7 @@ class Numbered:
 
 
 class RunFolder:
-    """The folder of a run or a group, and how messages name it."""
+    """The folder of a run or group, and its path as shown in messages."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -84,83 +84,86 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """Return the path as shown in messages."""
+        """Return the path in the form shown in messages."""
         return shown_path(self.path)
 
     @property
     def word(self) -> str:
-        """Return the path, quoted for the shell, for a command that the user types in the current folder."""
-        # Use a slash, because an argument without one could also be a job id, a run name or a config.
+        """Return the path, quoted for the shell, for a command that the user enters in the current folder."""
+        # Keep a slash in the path, because an argument without a slash could also be a job id, run name or
+        # config.
         return quote(self.shown if "/" in self.shown else str(self.path))
 
 
 DELETED = " (deleted)"
-"""Suffix for the path of a deleted folder in messages, if another folder now has its path."""
+"""Suffix for a deleted folder's path in messages, used if another folder now has this path."""
 
 
 class RunDir(RunFolder):
-    """The paths of one run folder."""
+    """The paths in a run folder."""
 
     config_file = Child("config.yaml")
-    """The effective config of the newest attempt."""
+    """The effective config for the newest attempt."""
     plan_file = Child("plan.json")
-    """The launch plan of the newest attempt."""
+    """The launch plan for the newest attempt."""
     provenance_file = Child("provenance.json")
     job_file = Child("job.json")
     script_file = Child("submit.sbatch")
-    """The batch script of the newest attempt."""
+    """The batch script for the newest attempt."""
     step_file = Child("step.json")
-    """The command of the step that a submitit job starts, as a JSON list of arguments."""
+    """The command line of the step that a submitit job starts, as a JSON list of arguments."""
     code_dir = Child("code")
     """The snapshot of the code, made at submission."""
     work_dir = Child("work")
-    """The working folder of a COMMAND; the first start creates it from the code snapshot."""
+    """The working directory of a COMMAND; the first start creates it from the code snapshot."""
     work_file = Child("work.json")
-    """Records which code snapshot the files in `work_dir` come from."""
+    """Records the code snapshot that the files in `work_dir` were copied from."""
     values_file = Child("values.json")
-    """The swept values of a trial that belongs to no group; see `trainkit.run.trial`."""
+    """The swept values of a trial that does not belong to a group; see `trainkit.run.trial`."""
     input_file = Child("stdin")
-    """The standard input of rank 0 of a COMMAND in each attempt; missing if the run has no standard input."""
+    """The content of standard input for rank 0 of a COMMAND, reused in each attempt; missing if the run has
+    no standard input."""
     events_file = Child("events.jsonl")
     metrics_file = Child("metrics.jsonl")
     compiled_file = Child("compiled.bin")
-    """The torch.compile cache of the ranks, in torch's file format."""
+    """The ranks' torch.compile cache, in torch's file format."""
     caches_dir = Child("caches")
-    """The compile caches of hosts without a private folder for temporary files."""
+    """The compile caches for hosts that have no private folder for temporary files."""
     heartbeat_file = Child("heartbeat")
-    """A COMMAND that prints nothing for a long time touches this file, so that it is not considered hung."""
+    """A COMMAND that prints nothing for a long time can touch this file, so that the COMMAND is not
+    considered hung."""
     tensorboard_dir = Child("tensorboard")
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
     lock_file = Child(LOCK_NAME)
-    """Locked by a command while it changes what the run does next."""
+    """Locked by a command while it changes the next action of the run."""
     supervisor_lock_file = Child(".supervisor.lock")
-    """Locked by the run's supervisor until it exits."""
+    """Locked by the run's supervisor for as long as it runs."""
 
     _held: int | None = None
     _inode = 0
     _made: tuple[int, ...] = ()
     was_replaced = False
-    """True if the open folder was deleted and another folder has taken its path."""
+    """True if this run's folder was deleted and its path now refers to another folder."""
 
     @property
     def shown(self) -> str:
-        """Return the path as shown in messages; for a replaced folder, the path that it had before."""
+        """Return the path in the form shown in messages; for a replaced folder, its former path."""
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:
-        """Keep the folder open, so that `follow` can find it after a move. Raises OSError."""
+        """Keep the folder open, so that `follow` can find it after a move; raise OSError if that fails."""
         if self._held is not None:
             return
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._inode, self._made = os.fstat(self._held).st_ino, self._when_made()
 
     def _when_made(self) -> tuple[int, ...]:
-        """Return values that identify this folder and differ for any folder created later at the same path.
+        """Return values that identify this folder, and that differ for any later folder at the same path.
 
-        Inode numbers are not enough: a new folder may reuse the inode of a deleted one, and some file systems
-        change inodes. Raises OSError if the folder does not exist.
+        An inode number alone is not enough: a new folder may reuse the inode of a deleted one, and some file
+        systems change inode numbers. Raises OSError if the folder does not exist.
         """
         with contextlib.suppress(FileNotFoundError):
             found = self.provenance_file.stat()
@@ -168,7 +171,7 @@ class RunDir(RunFolder):
         return (self.path.stat().st_ino,)
 
     def follow(self) -> bool:
-        """Return whether the open folder was moved since the last call; if so, set `path` to the new path."""
+        """Return whether the open folder was moved since the last call; if it was, update `path`."""
         if self._held is None:
             return False
         held = None
@@ -187,20 +190,20 @@ class RunDir(RunFolder):
                     self.path = found
                     return True
         with contextlib.suppress(OSError):
-            # The folder may still be the same: after a remount, the device number differs, and a restart of
-            # the file server may make all open handles stale.
+            # The folder may be the same although its stat differs: a remount changes the device number, and a
+            # restart of the file server can make all open handles stale.
             if self._when_made() != self._made:
-                # The path now leads to another run, into whose folder this run must not write.
+                # The path now refers to another run's folder, where this run must not write.
                 self.path, self.was_replaced = self.path.with_name(f"{self.name}{DELETED}"), True
         return False
 
     def _places(self) -> Iterator[Path]:
-        """Yield paths that the open folder may have been moved to."""
+        """Yield candidate paths that the open folder may have been moved to."""
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{self._held}").readlink()
         with contextlib.suppress(OSError):
-            # If another host moved the folder, the kernel of this host still reports the old path, so search
-            # the parent folder.
+            # If another host moved the folder, this host's kernel still reports the old path, so search the
+            # parent folder.
             yield from (Path(entry) for entry in os.scandir(self.path.parent) if entry.inode() == self._inode)
 
     @property
@@ -209,14 +212,14 @@ class RunDir(RunFolder):
 
     @property
     def was_started_by_hand(self) -> bool:
-        """Return whether `trainkit.loop` created the run in a program that was not started by trainkit."""
+        """Return whether the run was created by `trainkit.loop` in a program that trainkit did not start."""
         return self.job_file.exists() and not self.config_file.exists()
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self, number)
 
     def latest_number(self) -> int | None:
-        """Return the number of the attempt that ``attempts/latest`` points to; None if there is no link."""
+        """Return the attempt number that ``attempts/latest`` points to; None if this link does not exist."""
         try:
             name = (self.attempts_dir / "latest").readlink().name
         except OSError:
@@ -224,62 +227,64 @@ class RunDir(RunFolder):
         return int(name) if name.isdigit() else None
 
     def attempt_numbers(self) -> list[int]:
-        """Return the numbers of the existing attempts in ascending order; they begin at 1."""
+        """Return the numbers of the existing attempts in ascending order; the first attempt is 1."""
         if not self.attempts_dir.is_dir():
             return []
         return sorted(int(p.name) for p in self.attempts_dir.iterdir() if p.name.isdigit())
 
     def next_attempt(self) -> AttemptDir:
-        """Return the attempt that would be created next."""
+        """Return the paths of the attempt that would be created next."""
         return self.attempt(max(self.attempt_numbers(), default=0) + 1)
 
     def exists(self) -> bool:
         """Return whether the folder exists and contains a run."""
-        # A run of `trainkit.loop` outside of trainkit's launcher has no config.
+        # A run created by `trainkit.loop` outside of trainkit's launcher has no config.
         is_run = self.config_file.is_file() or self.job_file.is_file()
         return is_run and self.attempts_dir.is_dir()
 
 
 class AttemptDir:
-    """The paths of one attempt, that is one start of the workers with a certain config and plan."""
+    """The paths of one attempt: a single start of the workers with a fixed config and plan."""
 
     config_file = Child("config.yaml")
     plan_file = Child("plan.json")
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
     batch_host_log = Child("logs/batch-host.log")
-    """The log of the host that executes the batch script. This log is separate from the supervisor's log,
-    where srun's messages about tasks refer to ranks."""
+    """The log of the host that runs the batch script. This log is separate from the supervisor's
+    log, where the task numbers in srun's messages are ranks."""
     errors_dir = Child("errors")
     hangs_dir = Child("hangs")
-    """A folder for the stacks of a hang, created by the first rank that hangs."""
+    """A folder for stack traces, created by the first rank that hangs."""
     stacks_dir = Child("stacks")
     flight_dir = Child("flight")
-    """A folder where torch writes the collectives of each rank to ``rank-N``; only for ranks with GPUs."""
+    """A folder where torch writes the collectives of each rank to ``rank-N``; used only with GPUs."""
     profile_dir = Child("profile")
     done_file = Child("done")
-    """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means
-    "finished" if the file exists, and "interrupted" if not."""
+    """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means that
+    the COMMAND has finished if this file exists, or that it was interrupted otherwise."""
     rendezvous_file = Child("rendezvous.json")
-    """The address at which the ranks of several hosts connect; empty until the first host has written it."""
+    """The address where the ranks on several hosts connect; empty until the first host has written it."""
     store_file = Child("store")
-    """The file through which the ranks of a single machine find each other."""
+    """The file for torch's `FileStore`, through which the ranks on a single machine connect."""
     script_file = Child("submit.sbatch")
-    """The batch script with which this attempt was submitted."""
+    """The batch script that this attempt was submitted with."""
     end_file = Child("end.json")
-    """Describes how the attempt ended; missing while the attempt runs, or if its supervisor was killed."""
+    """Describes how the attempt ended; missing while the attempt is running, or if its supervisor was
+    killed."""
     node_log = Numbered("logs/node-{:04d}.log")
     rank_log = Numbered("logs/rank-{:04d}.log")
     rank_result = Numbered("results/rank-{:04d}.pkl")
-    """The return value or exception of a function; the folder is created by the first rank that calls it."""
+    """The return value or exception of the user's function; the folder is created by the first rank that
+    calls the function."""
     rank_error = Numbered("errors/rank-{:04d}.json")
     rank_hang = Numbered("hangs/rank-{:04d}.json")
     rank_stacks = Numbered("stacks/rank-{:04d}.txt")
     rank_collectives = Numbered("stacks/rank-{:04d}.collectives.json")
-    """The collectives that a rank of the built-in trainer had called when it hung."""
+    """The collectives that a rank of the built-in trainer had called before it hung."""
     rank_profile = Numbered("profile/rank-{:04d}.json")
     rank_record = Numbered("ranks/rank-{:04d}.jsonl")
-    """Values of logged steps that a rank computed by itself, for `trainkit replay`."""
+    """Values in logged steps that are specific to a rank; used by `trainkit replay`."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
@@ -287,27 +292,27 @@ class AttemptDir:
 
     @property
     def path(self) -> Path:
-        """Return the path of the attempt below the current path of the run folder."""
+        """Return the attempt's path below the current path of its run folder."""
         return self.run.attempts_dir / f"{self.number:03d}"
 
     @property
     def waits_in(self) -> str | None:
-        """Return the capability that makes a rank wait for user input at the moment; None if no rank waits.
+        """Return the capability that makes a rank wait for user input; None if no rank is waiting.
 
-        While a rank waits for user input, the other ranks wait for it and are not considered hung.
+        While a rank waits for user input, the other ranks are not considered hung.
         """
         return next((name for name in ATTENDING if any((self.path / name).glob("rank-*.json"))), None)
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability through which a user worked with a rank of the attempt, or None."""
+        """Return the capability through which a user has interacted with a rank; None if there is none."""
         return next((name for name in ATTENDING if (self.path / name / "rank").exists()), None)
 
     def create(self) -> None:
-        """Create the folders of a new attempt.
+        """Create the folders for a new attempt.
 
-        Raises FileExistsError if another command has already created the attempt, and OSError if it cannot be
-        written.
+        Raises FileExistsError if another command has already created this attempt, and OSError if a folder
+        cannot be created.
         """
         ensure_folder(self.run.attempts_dir, 0o700)
         self.path.mkdir(mode=0o700)
@@ -316,22 +321,22 @@ class AttemptDir:
                 folder.mkdir(mode=0o700)
             self.make_latest()
         except OSError:
-            shutil.rmtree(self.path, ignore_errors=True)  # An incomplete folder would count as an attempt.
+            shutil.rmtree(self.path, ignore_errors=True)  # A partial folder would look like an attempt.
             raise
 
     def make_latest(self) -> None:
         """Point the symlink ``attempts/latest`` to this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
-        staged.unlink(missing_ok=True)  # A killed command may have left this link behind.
+        staged.unlink(missing_ok=True)  # A killed command may have left this temporary link behind.
         staged.symlink_to(self.path.name)
         staged.replace(latest)
 
 
 class RunLocked(TrainkitError):
-    """Raised if another process holds a lock of a run and does not release it in time.
+    """Raised if another process holds a run's lock and does not release it in time.
 
-    `stopped` is True if a stop signal ended the wait.
+    `stopped` is True if the wait was interrupted by a stop signal.
     """
 
     def __init__(self, file: Path, busy: LockBusy) -> None:
@@ -342,10 +347,10 @@ class RunLocked(TrainkitError):
 
 @contextlib.contextmanager
 def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the run's lock, so that only one command at a time can change what the run does next.
+    """Hold the run's lock, so that only one command at a time can change the run's next action.
 
     Raises UsageError if the folder cannot be written or locked. Raises RunLocked if another process still
-    holds the lock after `timeout_s`, or if a stop signal ends the wait; see `acquire_lock`.
+    holds the lock after `timeout_s`, or if a stop signal interrupts the wait; see `acquire_lock`.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -366,7 +371,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
 def refuse_missing(run: RunDir) -> None:
     """Raise UsageError if the run folder no longer exists.
 
-    Without this check, a start could write into another folder that now has the same path.
+    Without this check, a start could write to another folder that now has the same path.
     """
     if not run.exists():
         raise UsageError(
@@ -376,31 +381,30 @@ def refuse_missing(run: RunDir) -> None:
 
 
 def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
-    """Lock the run for this supervisor until it exits; raise RunLocked if another process keeps the lock.
+    """Acquire the supervisor lock of the run until this process exits; raise RunLocked if it stays locked.
 
-    Two supervisors of one run would damage it. job.json cannot prevent that, because it can be lost or
-    edited.
+    Two supervisors would corrupt the run. job.json cannot prevent this, because it may be lost or edited.
     """
     try:
-        acquire_lock(run.supervisor_lock_file, timeout_s)  # The lock is held until this process exits.
+        acquire_lock(run.supervisor_lock_file, timeout_s)  # The lock is released when this process exits.
     except LockBusy as busy:
         raise RunLocked(run.supervisor_lock_file, busy) from None
 
 
 def is_supervised(run: RunDir) -> bool:
-    """Return whether a process holds the supervisor lock, which `become_sole_supervisor` takes."""
+    """Return whether a process holds the supervisor lock, which `become_sole_supervisor` acquires."""
     return is_locked(run.supervisor_lock_file)
 
 
 def folders_named(parent: Path, name: str) -> Iterator[Path]:
-    """Yield `parent/name`, then `name-2`, `name-3` and so on."""
+    """Yield `parent/name`, then `parent/name-2`, `parent/name-3` and so on."""
     yield parent / name
     for number in itertools.count(2):
         yield parent / f"{name}-{number}"
 
 
 def next_name(name: str, run_dir: Path | None) -> str:
-    """Return the name of a new run or group: `name` or, in `./runs`, the first free variant of it."""
+    """Return the name for a new run or group: `name`, or in `./runs` its first unused variant."""
     if run_dir is not None:
         return name
     folders = folders_named(Path(RUNS_FOLDER), name)
@@ -408,10 +412,10 @@ def next_name(name: str, run_dir: Path | None) -> str:
 
 
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
-    """Return a token that identifies an attempt's job; it is part of the job's comment in Slurm.
+    """Return a token that identifies the job of an attempt; the token is part of the job's comment in Slurm.
 
-    The token is used to find the job if sbatch's answer is lost. Each chained job has its own token;
-    `follow_up` numbers these jobs from 1.
+    The token is used to find the job if the response of sbatch is lost. Each chained job has its own token;
+    `follow_up` is the number of the chained job, starting at 1.
     """
     key = f"{run.path}/{attempt}" + (f"+{follow_up}" if follow_up else "")
     return f"trainkit:{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}"

@@ -1,7 +1,8 @@
-"""Verify the config.yaml and plan.json of a run folder against the hashes in the batch script.
+"""Verify config.yaml and plan.json in a run folder against the hashes in the batch script.
 
-The supervisor verifies both files before it trusts any other file in the run folder. So nothing is executed
-if another folder replaced the submitted one while the job waited, or if config.yaml or plan.json was changed.
+The supervisor verifies these two files before it trusts any other file in the run folder. As a result, the
+job executes nothing if the run folder was replaced, or if one of the two files was changed, while the job was
+queued.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
 
 SUBMITTED_VARIABLE = "TRAINKIT_JOB_SUBMITTED"
-"""The environment variable that contains the `submitted_hash`. It is set by the batch script or, on this
-machine, by the command that starts the supervisor."""
+"""The environment variable for the `submitted_hash`. The variable is set by the batch script or, for a run on
+this machine, by the command that starts the supervisor."""
 HASH_DIGITS = 32
 
 
 class NotSubmitted(UsageError):
-    """Raised if the run folder does not match the hashes that the job was submitted with."""
+    """Raised if the run folder does not match the hashes from the job's submission."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -38,7 +39,7 @@ class NotSubmitted(UsageError):
 
 
 def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return a run's plan for each possible number of nodes, with the current number last.
+    """Return a run's plan for each possible number of nodes; the current number comes last.
 
     Raises LookupError or TypeError if `plan` is not a valid plan.json.
     """
@@ -49,12 +50,12 @@ def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
-    """Return the hashes of a config.yaml and a plan.json, independent of the number of nodes.
+    """Return the hashes of a config.yaml and a plan.json; they do not depend on the number of nodes.
 
     Raises LookupError, TypeError or AttributeError if `plan` is not a valid plan.json.
     """
     plans = plans_by_size(plan)
-    if plan.get("fills_nodes"):  # The number of threads then depends on the CPUs of the allocated nodes.
+    if plan.get("fills_nodes"):  # The number of threads then depends on the allocated CPUs.
         plans = {size: {**one, "threads_per_worker": None} for size, one in plans.items()}
     return f"{_hash(config_text)}:{_hash(plans)}"
 
@@ -62,7 +63,7 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
 def submitted_group_hash(
     config: Mapping[str, object], plan: Mapping[str, object], trials: Iterable[Trial]
 ) -> str:
-    """Return a hash of the values that the runs of a group are created from."""
+    """Return a hash of the values that a group's runs are created from."""
     return _hash([config, plan, to_json(list(trials))])
 
 
@@ -72,11 +73,11 @@ def _hash(value: object) -> str:
 
 
 def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
-    """Return the content of plan.json after verifying it and config.yaml against the job's hashes.
+    """Return the content of plan.json after verifying plan.json and config.yaml against the job's hashes.
 
-    Verifies nothing if an earlier trainkit version wrote the batch script, because it then contains no
-    hashes. Raises NotSubmitted if a file differs, UsageError if another user could have written a file,
-    OSError if a file cannot be read, and ValueError if plan.json is invalid JSON.
+    Skips the verification if the batch script contains no hashes, because an older trainkit version wrote it.
+    Raises NotSubmitted if a file differs, UsageError if another user could have written a file, OSError if a
+    file cannot be read, and ValueError if plan.json is invalid JSON.
     """
     config_text, plan_text = map(read_trusted, (folder.config_file, folder.plan_file))
     plan: dict[str, object] = json.loads(plan_text)
@@ -96,7 +97,7 @@ def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
 
 
 def _expected(run: RunDir) -> str | None:
-    """Return the hashes in the job's environment; for an array task, compute them from its group."""
+    """Return the hashes from the job's environment; for an array task, compute them from its group."""
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is None or ":" in named or group_of(run) is None:
         return named
@@ -105,9 +106,9 @@ def _expected(run: RunDir) -> str | None:
 
 @cache
 def _expected_of_task(named: str, folder: Path) -> str:
-    """Return the hashes for an array task's run, after verifying its group against the hash `named`.
+    """Return the hashes for the run of an array task, after verifying its group against the hash `named`.
 
-    The result is cached, because verifying a group of ten thousand runs takes 0.4 s.
+    The result is cached, because verifying a group with ten thousand runs takes 0.4 s.
     """
     found = group_of(RunDir(folder))
     assert found is not None
@@ -118,7 +119,7 @@ def _expected_of_task(named: str, folder: Path) -> str:
 
 
 def require_submitted_group(group: RunGroup) -> None:
-    """Raise NotSubmitted if the runs of the group differ from those that the array was submitted with."""
+    """Raise NotSubmitted if the runs of the group have changed since the array was submitted."""
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is not None and ":" not in named:
         record = group.record

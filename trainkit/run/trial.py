@@ -1,9 +1,9 @@
-"""Determine the values that distinguish a trial from other runs, for all ways to define a sweep.
+"""Determine the values that distinguish a trial from other runs, for every way to define a sweep.
 
 `--sweep` and `--array` set config keys and arguments of a COMMAND; `trainkit.submit`, `sweep` and `map_array`
 set parameters of a function; Hydra and Optuna set the values of their own trials. The values of a group's
-trials are stored in sweep.json, and the values of a separate run in values.json. The values are stored as the
-user wrote them.
+trials are stored in sweep.json, and the values of a separate run in values.json. The values are stored
+exactly as the user wrote them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from trainkit.run.rundir import RunDir
 
 MAX_TEXT = 100
 MAX_MASKED = 2**16
-"""Number of leading characters that are checked for secrets before a longer text is shortened."""
+"""Number of leading characters that are checked for secrets before a longer text is truncated."""
 MAX_DEPTH = 8
 MAX_BITS = 128
-"""Maximum number of bits of an integer; larger integers are shortened. `MAX_ITEMS` limits the length of
+"""Maximum number of bits in an integer; larger integers are abbreviated. `MAX_ITEMS` limits the length of
 lists, and `LIST_DEPTH` limits their nesting."""
 MAX_ITEMS, LIST_DEPTH = 20, 2
 MAX_PARTS = 1000
-"""Maximum number of items in an argument whose items are stored separately; a larger argument becomes one
-value."""
+"""Maximum number of items in an argument whose items are stored separately; a larger argument is stored as
+one value."""
 LONGEST_NUMBER = 40
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-"""Matches a number without leading zeros, because a text such as 007 is a name."""
+"""Matches a number without leading zeros, because a text such as 007 is considered a name."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @runtime_checkable
 class SweeperTrial(Protocol):
-    """A trial of a sweeper, such as Optuna or Hydra; its values are in `params`."""
+    """A trial object of a sweeper such as Optuna or Hydra; `params` contains its values."""
 
     @property
     def number(self) -> int: ...
@@ -53,7 +53,7 @@ class SweeperTrial(Protocol):
 
 
 def as_number(value: object) -> object:
-    """Convert a text that is a number to the number; return any other value unchanged."""
+    """Convert a text that represents a number to that number; return any other value unchanged."""
     if not isinstance(value, str) or len(value) > LONGEST_NUMBER or not _NUMBER.fullmatch(value):
         return value
     if value.lstrip("+-").isdigit():
@@ -63,12 +63,12 @@ def as_number(value: object) -> object:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
-    """Convert each text in a mapping that is a number to the number."""
+    """Convert each text in a mapping that represents a number to that number."""
     return {key: as_number(value) for key, value in values.items()}
 
 
 def values_of(run: RunDir) -> dict[str, object]:
-    """Return a run's trial values by key, as the user wrote them; an empty dictionary if there are none.
+    """Return a run's trial values by key, as the user wrote them; {} if there are none.
 
     Raises UsageError if the run belongs to a group whose sweep.json cannot be read.
     """
@@ -80,24 +80,24 @@ def values_of(run: RunDir) -> dict[str, object]:
 
 
 def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Convert a call's arguments to JSON values, one for each argument or each item of a mapping.
+    """Convert the arguments of a call to JSON values, one per argument or per item of a mapping.
 
-    The item `lr` of the argument `config` is named ``config.lr``; an item of a `SweeperTrial` keeps its own
-    name. A value that looks like a secret is masked; a value without a JSON equivalent becomes its shortened
+    The item `lr` of the argument `config` is named ``config.lr``; the items of a `SweeperTrial` keep their
+    names. A value that looks like a secret is masked; a value without a JSON equivalent becomes its shortened
     `repr`.
     """
     found: dict[str, object] = {}
     for name, value in _named(arguments):
         try:
             parts = dict(islice(_leaves(name, value, MAX_DEPTH), MAX_PARTS + 1))
-        except Exception:  # The user's object may raise any exception; its text can still be shown.
+        except Exception:  # The user's object may raise any exception; its text can still be stored.
             parts = {name: _text(name, value)}
         found |= parts if len(parts) <= MAX_PARTS else {name: _text(name, value)}
     return found
 
 
 def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return the `trial_values` of each trial in a group; of nested values, keep only those that differ."""
+    """Return the `trial_values` for each trial in a group; keep nested values only if they differ."""
     found = list(map(trial_values, trials))
     first, *others = found or [{}]
     same = {key for key, value in first.items() if others and all(own.get(key) == value for own in others)}
@@ -112,7 +112,7 @@ def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the arguments by name, but replace a `SweeperTrial` by the values in it."""
+    """Yield the arguments by name; replace a `SweeperTrial` by its values."""
     for name, value in arguments.items():
         params = _params(value)
         yield from [(name, value)] if params is None else params.items()
@@ -137,11 +137,11 @@ def _leaves(name: str, value: object, depth: int) -> Iterator[tuple[str, object]
 
 
 def _parts(value: object) -> Mapping[object, object] | None:
-    """Return the named items of a value; None if the value has none."""
+    """Return the named items of a value; None if it has no named items."""
     if type(value).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
-        value = OmegaConf.to_container(value)  # Keep OmegaConf's interpolations unresolved.
+        value = OmegaConf.to_container(value)  # Leave OmegaConf's interpolations unresolved.
     found: object = None
     if isinstance(value, Mapping):
         found = None if value is os.environ else value
@@ -159,7 +159,7 @@ def _json(key: str, value: object, depth: int = LIST_DEPTH) -> object:
     if isinstance(value, Enum):
         return value.name
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = as_number(str(value))  # Converting through text turns a 32-bit 0.1 into 0.1.
+        value = as_number(str(value))  # Convert through text, so that a 32-bit 0.1 becomes 0.1.
     if isinstance(value, bool | None):
         return value
     if isinstance(value, int) and value.bit_length() <= MAX_BITS:
@@ -180,14 +180,14 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
 
 def _text(key: str, value: object) -> str:
     try:
-        name = getattr(value, "__qualname__", None)  # A function or class has this attribute.
+        name = getattr(value, "__qualname__", None)  # Functions and classes have this attribute.
     except Exception:  # The user's object may raise any exception.
         name = None
     return _masked(key, _ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
 
 
 def _masked(key: str, text: str) -> str:
-    """Mask secrets in a text, also if the name of its key suggests a secret, and then shorten the text."""
+    """Mask secrets in a text, also if its key looks like a secret's name, and then truncate the text."""
     before = f"{key}: "
     text = mask_secrets(before + text[:MAX_MASKED]).removeprefix(before)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
