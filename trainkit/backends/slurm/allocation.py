@@ -383,7 +383,7 @@ class SlurmAllocation(Allocation):
             return False
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Stop using the host that probably caused a failure, and record the host so that later jobs exclude it.
+        """Stop using the host that probably caused a failure, and record it so that later jobs exclude it.
 
         If a host's ranks were only killed or hung, keep using the host until this happens a second time.
         """

@@ -263,7 +263,7 @@ class StepBackend(SlurmBackend):
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
     """Return the signal that Slurm must send to the runs' steps so that their ranks save.
 
-    `number` is the intended signal, SIGTERM or SIGUSR2. The result is SIGUSR2 if possible: agents translate
+    `number` is the intended signal, SIGTERM or SIGUSR2. The result is SIGURG if possible: agents translate
     it into the signal that their command handles. If Slurm sent SIGTERM, it would also kill the shell around
     the training process, and a `tee` that reads its output. The agents' signal cannot be used before the
     rendezvous, because an agent may not handle signals yet. It also cannot be used if a cancellation could
