@@ -99,7 +99,7 @@ class SubmititBackend(SbatchBackend):
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script, then write the pickle; the job waits for the pickle for up to a minute."""
+        """Submit the script, then move the pickle into place; the job waits for it for up to a minute."""
         from submitit.core.utils import DelayedSubmission, JobPaths
 
         run = attempt.run
