@@ -132,7 +132,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def job_options(self, plan: LaunchPlan) -> Options:
-        """Return the job options in the plan, by name; empty for a run without a job."""
+        """Return the job options in the plan, by name; empty if the run has no job."""
         return {}
 
     @abstractmethod

@@ -28,8 +28,9 @@ FAILURES_OF_A_CULPRIT = 2
 _BLAMED = ("culprit", "start")
 
 Kind = Literal["died", "preflight", "culprit", "start"]
-"""`died`: Slurm lost the node. `preflight`: the host failed the preflight checks. `culprit`: a run's failure
-originated on the host. `start`: a job ended on the host before its supervisor began."""
+"""`died`: the host went down, according to Slurm. `preflight`: the host failed the preflight checks.
+`culprit`: a run's failure originated on the host. `start`: a job ended on the host before its supervisor
+began."""
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:

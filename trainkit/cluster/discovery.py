@@ -137,7 +137,7 @@ def query_cluster_names() -> list[str]:
 
 
 def discover_cluster() -> Cluster | None:
-    """Describe this machine's cluster using Slurm, accounting and PATH, or return None without Slurm.
+    """Describe this machine's cluster using Slurm, accounting and PATH, or return None if Slurm is missing.
 
     The default partition is listed first. Raises SlurmUnreachable if Slurm does not answer.
     """

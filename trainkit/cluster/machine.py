@@ -222,7 +222,7 @@ def memory_of_gib(pids: Iterable[int]) -> float | None:
 
 
 def count_oom_kills() -> int | None:
-    """Return how many processes in this cgroup the OOM killer has killed, or None without a counter."""
+    """Return how many processes in this cgroup the OOM killer has killed, or None if there is no counter."""
     for root, own, is_new in _memory_cgroups():
         for name, *value in kernel_lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
             if name == "oom_kill":

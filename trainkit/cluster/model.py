@@ -109,7 +109,7 @@ class Partition:
         return _least(kind.cpus, self.max_cpus_per_node)
 
     def usable_mem_mib(self, kind: NodeKind) -> int | None:
-        """Return the MiB of memory per node of this kind that jobs in this partition may use; None if unknown."""
+        """Return the memory per node, in MiB, that jobs in this partition may use; None if unknown."""
         cpus, each_mib = self.usable_cpus(kind), self.max_mem_per_cpu_mib
         of_cpus = None if cpus is None or each_mib is None else cpus * each_mib
         return _least(kind.mem_mib, self.max_mem_mib, of_cpus)

@@ -62,7 +62,7 @@ def planned_resume(
     new_code: bool = False,
     chooses_nodes: bool = False,
 ) -> Iterator[PlannedResume]:
-    """Plan a run's next attempt, using the folder from which the run was submitted as the working directory.
+    """Plan a run's next attempt; while planning, the run's submission folder is the working directory.
 
     The run stays on its machine or cluster unless `target` is given or `flags` sets ``launch.backend``.
     If `chooses_nodes` is set, the plan uses the number of nodes that is expected to finish the run first.

@@ -35,7 +35,7 @@ SQUEUE_STATES=RUNNING hides pending jobs.
 _ACCOUNTING = ("sacct", "sacctmgr")
 
 NO_ANSWER_S = 5.0
-"""For this many seconds after a request without an answer, queries have only SHORT_TIMEOUT_S and are not
+"""For this many seconds after Slurm failed to answer a request, queries have only SHORT_TIMEOUT_S and are not
 retried."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]

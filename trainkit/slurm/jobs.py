@@ -90,10 +90,10 @@ def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
 def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs with these ids, and the error of each cluster whose query failed.
 
-    The jobs are sorted by cluster, starting with the default one; the keys are the names that `on_cluster`
-    returns. The id of an array selects all tasks in the array; each task gets its own key. Tasks that were
-    cancelled while pending may share one entry with the array's id as its key. If neither squeue nor sacct
-    lists a job, its state is `unknown`. Runs at most two commands per cluster.
+    The jobs are sorted by cluster, the default one first, then by the order of `ids`; the keys are the names
+    that `on_cluster` returns. The id of an array selects all tasks in the array; each task gets its own key.
+    Tasks that were cancelled while pending may share one entry with the array's id as its key. If neither
+    squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster.
     """
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):

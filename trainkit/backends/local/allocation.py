@@ -159,7 +159,7 @@ def _remove_stale_stores() -> None:
 
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
-"""After this many queue errors, a run starts without waiting in the queue."""
+"""After this many queue errors, a run starts immediately instead of waiting in the queue."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errno values for folder errors that waiting does not resolve."""
 
@@ -212,7 +212,7 @@ class LocalAllocation(Allocation):
                 with contextlib.suppress(OSError):  # the supervisor's log also contains the reason
                     log_event(self.run, attempt.number, "waiting", reason=reason)
             received = processes.wait_for_notice(QUEUE_POLL_S)
-            # If a command was killed, it may have recorded its request without sending the signal.
+            # A command that was killed may have recorded its request but not sent the signal.
             attempt.update()
             if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()

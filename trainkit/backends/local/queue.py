@@ -2,8 +2,8 @@
 
 A run needs one GPU or core per rank. Each GPU, core and waiting run has a lock file in a folder for this user
 and machine. The supervisor that owns a lock keeps it until it exits, so a killed process or a crashed machine
-leaves no lock behind. GPUs that are used by processes without a lock, for example of other users, are not
-considered free either.
+leaves no lock behind. A GPU that another process uses without a lock, for example another user's process, is
+not considered free either.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ REQUEUE_PATIENCE_S = 600.0
 """Seconds for which a requeue is retried while the controller is unavailable; giving up would leave the saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""If Slurm accepts no more jobs, seconds for which an ending job retries submitting further trials of its
-group."""
+"""Seconds for which an ending job retries submitting further trials of its group if Slurm accepts no more
+jobs."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
@@ -460,7 +460,7 @@ class SlurmAllocation(Allocation):
             cause = self._cause(plan, signal.SIGTERM.name, was_signalled=True)
             if locked.stopped and cause not in plan.requeue.on:
                 return unclaimed
-            # An attempt that stopped at the end of its time slice is not counted as a restart.
+            # Do not count an attempt that stopped at the end of its time slice as a restart.
             sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
             if self.restarts >= plan.requeue.max + len(sliced):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")

@@ -1,7 +1,7 @@
 """Runs and monitors the srun process of an attempt in a Slurm job, and determines why it was stopped.
 
-The cause is derived from the job's state in Slurm or, if Slurm does not answer, from which processes received
-the signal.
+The cause is derived from the job's state in Slurm or, if Slurm does not answer, from the set of processes
+that received the signal.
 """
 
 from __future__ import annotations

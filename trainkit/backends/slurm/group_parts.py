@@ -58,10 +58,10 @@ def submit_parts(
     """Submit trials in chunks until all are submitted or Slurm accepts no more; return the number submitted.
 
     The first chunk has at most `size` trials. If Slurm rejects a chunk because of a limit on jobs, the chunk
-    is halved. If Slurm rejects even a single trial because of such a limit, the submission is retried for
-    `patience_s`. If all jobs in a group end at the same time, only one of them submits trials; the others
-    exit, which frees room for new jobs. Does nothing while another process submits trials, or if the group
-    has been cancelled.
+    is halved. If Slurm rejects even a chunk with a single trial because of such a limit, the submission is
+    retried for `patience_s`. If all jobs in a group end at the same time, only one of them submits trials;
+    the others exit, which frees room for new jobs. Does nothing while another process submits trials, or if
+    the group has been cancelled.
 
     If a submission fails, raises TrainkitError if the group has no job yet; otherwise, calls `notify` with
     the error message.

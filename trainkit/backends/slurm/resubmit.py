@@ -134,7 +134,7 @@ def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], N
 def excludable(
     hosts: Sequence[str], request: SlurmRequest, notify: Callable[[str], None] = log_line
 ) -> list[str]:
-    """Return those of `hosts` that can be excluded so that Slurm can still start the job.
+    """Return as many of `hosts` as can be excluded so that Slurm can still start the job.
 
     If too many hosts were excluded, the job would stay pending forever. `notify` is called with a sentence
     about each host that cannot be excluded. Raises SlurmUnreachable, and TrainkitError if `sbatch

@@ -54,8 +54,8 @@ _KEYS = {
     **{"cpus-per-task": "resources.cpus_per_gpu", "job-name": "name", "signal": "requeue.signal"},
     **{"requeue": "requeue.on", "no-requeue": "requeue.on", "array": "--array", "dependency": "--after"},
 }
-"""Maps sbatch options that `resources.extra` must not set to the config key or trainkit option that sets
-them."""
+"""Maps sbatch options to the config key or trainkit option that sets them; `resources.extra` must not set
+these options."""
 
 _OWN_SBATCH = (
     "output",

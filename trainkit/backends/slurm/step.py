@@ -94,7 +94,7 @@ def step_argv(
 
 
 class StepListener:
-    """A child process of the agent that records stop signals; Slurm signals it in the same way as ranks.
+    """A child process of the agent that records stop signals; Slurm signals the listener and the ranks alike.
 
     Which processes Slurm signals depends on `ProctrackType`, the Slurm version and the kind of request.
     """
