@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # types from higher layers, which only type checkers import
     from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
-"""Seconds that a supervisor may take to exit after it has recorded the end of its job."""
+"""Seconds that a supervisor may take to exit after it has recorded its job's end."""
 
 
 class ScriptParts(NamedTuple):
@@ -64,7 +64,7 @@ class JobScript(NamedTuple):
 
 
 class NewAttempt(NamedTuple):
-    """The next attempt of a run; `Backend.start` writes its files and starts it."""
+    """The next attempt of a run; `Backend.start` writes the attempt's files and starts it."""
 
     config_text: str
     plan_text: str
@@ -139,8 +139,8 @@ class Backend(ABC):
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         """Return the plan for a run that starts only after other runs have finished successfully.
 
-        `names` are the job ids of the other runs, or their folders if they have no job. `reason` is shown
-        to users.
+        `names` are the other runs' job ids, or their folders if they have no job. `reason` explains to users
+        why the run waits.
         """
 
     def without_hosts(
@@ -172,7 +172,7 @@ class Backend(ABC):
     def start_estimates(self, plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> StartEstimates:
         """Estimate when a job with this plan would start, as requested and, for example, in other partitions.
 
-        Raises SlurmError.
+        Raises SlurmError if the scheduler does not answer.
         """
         raise NotImplementedError
 
@@ -206,11 +206,11 @@ class Backend(ABC):
         raise NotImplementedError
 
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
-        """Complete a script rendered from `template`, so that it can be submitted."""
+        """Complete a script that was rendered from `template`, so that it can be submitted."""
         return script
 
     def array_problem(self) -> tuple[str, str] | None:
-        """Return (message, hint) if the backend cannot run groups, else None."""
+        """Return (message, hint) if the backend cannot run groups, or None if it can."""
         return None
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
@@ -232,7 +232,7 @@ class Backend(ABC):
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        """Return the status of a run, given its newest attempt and the ids of its chained jobs (`waiting`).
+        """Return the status of a run; `entry` is its newest attempt, `waiting` lists its chained jobs' ids.
 
         `jobs` is Slurm's answer, or None if Slurm did not answer. If a cluster does not answer, its jobs are
         missing from `jobs`.
@@ -272,7 +272,7 @@ class Backend(ABC):
 
 def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
     """Record the end of an attempt whose supervisor can no longer record it."""
-    from trainkit.run.end import AttemptEnd  # a dry run does not need these modules
+    from trainkit.run.end import AttemptEnd  # a dry run does not import these modules
     from trainkit.run.events import log_event
 
     attempt = run.attempt(entry.attempt)

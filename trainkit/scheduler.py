@@ -92,13 +92,13 @@ _TERMINAL = frozenset(
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job or one array task, as its scheduler reports it, with times in UTC."""
+    """One job or one array task, as reported by its scheduler, with times in UTC."""
 
     job_id: str
     """The job id, such as `123`, or `123_4` for an array task."""
     state: JobState
     slurm_state: str = ""
-    """The scheduler's name for the state, for example NODE_FAIL."""
+    """The scheduler's name for the job's state, for example NODE_FAIL."""
     reason: str = ""
     """The scheduler's reason why the job is pending, or the reason why its state is unknown."""
     nodes: str = ""
@@ -142,7 +142,7 @@ class JobInfo:
 
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
-    """Return whether the job is in the queue, that is, pending or running."""
+    """Return whether the job is in Slurm's queue, that is, pending or running."""
     return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
 
 

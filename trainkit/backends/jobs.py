@@ -33,7 +33,7 @@ not answer, its jobs are missing from the result."""
 
 
 def read_job_status(run: RunDir, query: JobQuery) -> tuple[JobRecord, JobStatus]:
-    """Return the job.json of a run and the status of its job; calls `query` once."""
+    """Return a run's job.json and the status of its job; call `query` once to query Slurm."""
     job = read_job(run)
     return job, status_from_jobs(run, job, query(open_job_ids(run, job)))
 
@@ -58,7 +58,7 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """Return the status of a run's job; `jobs` is a result of `query_jobs_or_warn`.
+    """Return the status of a run's job; `jobs` is the result of `query_jobs_or_warn`.
 
     If a newer trainkit version added the run's backend, the status is unknown; raising an error instead would
     prevent listing other runs.
@@ -73,7 +73,7 @@ def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | Non
     """Return the newest attempt if its job is alive, or None if the job has exited or is about to exit.
 
     Raises UsageError if this host cannot tell whether the job is alive, or if this folder is a copy of a live
-    run's folder. The error's hint suggests the subcommand `command`.
+    run's folder. The error's hint suggests running the subcommand `command` elsewhere.
     """
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job, command)
     if entry is not None:
@@ -85,7 +85,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     """Raise UsageError if this run folder is a copy, and the newest attempt belongs to the original folder.
 
     A folder that was moved, linked or mounted elsewhere is not considered a copy. The error's hint suggests
-    the subcommand `command`.
+    running the subcommand `command` on the original folder.
     """
     entry = job.newest or AttemptRecord()
     if (original := _copied_from(run, job)) is not None:
@@ -268,7 +268,7 @@ class SlurmPoller:
         return f"Slurm has been unreachable since {since:%H:%M:%S} UTC: {text}"
 
     def _ask(self, ids: Sequence[str]) -> None:
-        """Start a query, unless one is in progress."""
+        """Start a query in the background thread, unless one is in progress."""
         if not self._thread.is_alive():
             # A daemon thread does not keep the program alive while Slurm has not answered.
             self._thread = threading.Thread(target=self._run, args=(ids,), name="slurm", daemon=True)

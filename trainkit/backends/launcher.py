@@ -141,7 +141,7 @@ def _own_address(task: LaunchedRank) -> str:
 
 
 class LauncherBackend(LocalBackend):
-    """The backend of a run whose ranks another launcher started; rank 0 also supervises the run."""
+    """The backend for a run whose ranks another launcher started; rank 0 also supervises the run."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         entry = super().start(run, new)

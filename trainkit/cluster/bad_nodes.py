@@ -78,7 +78,7 @@ class Note:
 
     @property
     def at(self) -> datetime:
-        """The time of the failure; `LONG_AGO` if it is unknown."""
+        """The time of the failure, or `LONG_AGO` if unknown."""
         found = parse_time(self.time)
         return LONG_AGO if found is None or found.tzinfo is None else found
 

@@ -81,7 +81,8 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
 
     The cluster is this machine's unless `name` is given. The result includes accounts and QOS only if
     `with_accounts` is set. Only the accounting database knows which QOS an account may use and which limits a
-    QOS overrides (see `query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
+    QOS overrides (see `query_qos`). Raises SlurmUnreachable if the controller does not answer within
+    `CLUSTER_TIMEOUT_S`.
     """
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(_query_associations, name) if with_accounts else None

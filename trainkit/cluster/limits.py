@@ -48,7 +48,7 @@ class ResourceRequest:
     """The shortest time limit in seconds that the job accepts in order to start sooner, or None if it needs
     `time_s`."""
     is_sliced: bool = False
-    """True if `time_s` comes from ``resources.slice``."""
+    """True if `time_s` is the value of ``resources.slice``."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None

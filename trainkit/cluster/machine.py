@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """The cores, GPUs and memory that a job on this machine can use."""
+    """The cores, GPUs and memory on this machine that a job can use."""
 
     num_cpus: int
     num_gpus: int
@@ -151,7 +151,7 @@ def gpu_handle(nvml: Any, name: str) -> Any:
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     if name.startswith("GPU-"):
         for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):  # Skip other GPUs that do not respond.
+            with contextlib.suppress(nvml.NVMLError):  # Skip other GPUs if they do not respond.
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
                     return gpu

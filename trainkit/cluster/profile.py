@@ -62,8 +62,8 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
 
     The profile is selected by `launch.cluster`, or else by the first cluster in `resources.clusters`, or else
     by the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one profile,
-    that profile is used. Raises ConfigError if the named profile does not exist, if two profiles describe the
-    same cluster, or if the profile is invalid.
+    that profile is used. Raises ConfigError if the selected profile does not exist or is invalid, or if two
+    profiles describe the same cluster.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster

@@ -115,7 +115,7 @@ def load_with_cluster(
 ) -> LoadedConfig:
     """Load a config like `load_config`, but let `defaults` in its cluster's profile override `defaults`.
 
-    Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
+    Raises the same InvalidConfig as `load_config` and the same ConfigError as `make_target`.
     """
     load = partial(load_config, path, profile=profile, overrides=overrides, flags=flags)
     invalid = None

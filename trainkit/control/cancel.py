@@ -56,8 +56,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     """Ask a run to save and exit, or kill it if `now` is set; if `wait` is set, wait until it has ended.
 
     The cancellation is recorded in job.json while holding the run's lock. The supervisor reads job.json
-    before each attempt, so the cancellation takes effect even if the signal is lost. Raises UsageError if the
-    run cannot be reached from this host, and SlurmUnreachable if Slurm does not answer.
+    before each attempt, so the cancellation takes effect even if the signal is lost. Raises UsageError if
+    this host cannot reach the run, and SlurmUnreachable if Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):
@@ -128,7 +128,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
 
     Pending runs never start; running ones save and exit, or are killed if `now` is set. If `wait` is set, the
     function returns only once all runs have ended. Raises UsageError if the id of the group's job array is
-    unknown. If a cluster does not answer, its error is raised after the runs on the other clusters have been
+    unknown. If a cluster does not answer, an error is raised after the runs on all other clusters have been
     cancelled.
     """
     if group.record.process is not None:

@@ -53,14 +53,14 @@ class RunSoFar:
 def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunSoFar:
     """Return the `RunSoFar` of a run, with the config and plan from `source`.
 
-    `source` is the run itself or one of its attempts.
+    `source` is either the run itself or one of its attempts.
     """
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     return RunSoFar(run, job, *config_and_plan(source), end, published(run.checkpoints_dir))
 
 
 def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:
-    """Yield a line such as ``optimizer.lr: 0.002 -> 0.01`` for each changed value that is not `ignored`."""
+    """Yield a line such as ``optimizer.lr: 0.002 -> 0.01`` for each changed key that is not in `ignored`."""
     old, new = flat_values(before), flat_values(after)
     for key in sorted((old.keys() | new.keys()) - {*ignored}):
         if old.get(key) != new.get(key):
@@ -68,7 +68,7 @@ def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) 
 
 
 def flat_values(config: RunConfig) -> dict[str, object]:
-    """Return the values of a config by dotted key, such as ``optimizer.lr``."""
+    """Return a config's values, keyed by dotted name such as ``optimizer.lr``."""
     flat: dict[str, object] = {}
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
@@ -101,7 +101,7 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
     Returns None if the speed is unknown or the plan changes it.
     """
-    names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a step
+    names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a training step
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
         return None
     measured = numbers(RunHistory(so_far.run).newest_steps(), "step_s")

@@ -41,7 +41,7 @@ SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
 _last: dict[_Place, tuple[float, bool]] = {}
 """Maps a controller (identified by PATH, SLURM_CONF and cluster) to the time of the last request and whether
-it was answered."""
+the controller answered."""
 ANSWER_VALID_S = 10.0
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
     """Return the error for a command's exit code and output; an unknown message is considered a rejection."""
-    # sbatch prints a line with "sleeping and retrying" before each retry of its own.
+    # sbatch prints a line with "sleeping and retrying" whenever it retries.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
     # If a site has two controllers, one answer may be lost although the request never reached the other

@@ -1,4 +1,4 @@
-"""Controls jobs: requeues, cancels and signals them, and runs steps in them; also parses Slurm versions."""
+"""Requeues, cancels and signals jobs, and runs steps in jobs; also parses Slurm versions."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
     """Return the state of each host as sinfo names it, such as ``allocated`` or ``down*``.
 
-    The result omits hosts that Slurm does not know. Raises SlurmUnreachable.
+    Hosts that Slurm does not know are missing from the result. Raises SlurmUnreachable.
     """
     argv = [
         "sinfo",

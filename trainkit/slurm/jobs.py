@@ -215,7 +215,7 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """Parse sacct's output into jobs by id, for jobs that squeue does not list."""
+    """Parse sacct's output into jobs by id; call this for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields
@@ -245,7 +245,7 @@ class JobDetails:
 
     state: JobState
     slurm_state: str
-    """Slurm's name for the state."""
+    """Slurm's name for the job's state."""
     is_preempted: bool
     """True if the job is being preempted or was preempted."""
     restarts: int
@@ -254,7 +254,7 @@ class JobDetails:
     end_time: datetime | None
     """The time when the job reaches its time limit."""
     reason: str = ""
-    """Slurm's reason for the state, such as TimeLimit."""
+    """Slurm's reason for the job's state, such as TimeLimit."""
 
 
 def job_details(

@@ -1,4 +1,4 @@
-"""Maps Slurm's states to job states, and explains Slurm's reasons in words. This module runs no commands."""
+"""Maps Slurm's states to job states, and explains Slurm's reasons in plain English; runs no commands."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class LocalBackend(Backend):
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
         environ |= {} if trial is None else {"SLURM_ARRAY_TASK_ID": str(trial[1])}
         if new.foreground and os.isatty(0):
-            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need this import
+            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need rank_env
 
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         log, cwd = attempt.supervisor_log, new.job.cwd
@@ -158,7 +158,7 @@ class LocalBackend(Backend):
         return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
-        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need this import
+        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need run.history
 
         events = read_events(run, "waiting", "started", attempt=entry.attempt)
         waits = attempts_of(events).get(entry.attempt, Attempt(0)).waits_for is not None

@@ -31,7 +31,7 @@ POLL_S = 0.5
 
 
 def run_trials(group: RunGroup) -> None:
-    """Start the runs of a group in order, and wait until all have ended, even if some fail."""
+    """Start the runs in a group in order, and wait until all have ended, even if some fail."""
     began, running = utc_now(), list[RunDir]()
     for index in sorted(group.trials):
         while len(running := [run for run in running if _is_active(run)]) >= group.limit:
@@ -51,7 +51,7 @@ def _is_active(run: RunDir) -> bool:
 
 
 def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
-    """Return the job.json of a run, and whether the run is alive.
+    """Return a run's job.json, and whether the run is alive.
 
     If this host cannot tell, the run is considered alive, because otherwise it might be started twice.
     """
@@ -60,7 +60,7 @@ def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
 
 
 def _start(group: RunGroup, index: int, began: str) -> None:
-    """Start the next attempt of an unfinished trial with the trial's current config and plan."""
+    """Start the next attempt of an unfinished trial, using the trial's current config and plan."""
     run = group.run(index)
     if not run.config_file.is_file():
         create_trial_run(group, group.trial(index))
@@ -83,7 +83,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
 
 @whole_paths()
 def main() -> int:
-    """Run the group given on the command line; return the exit code."""
+    """Run the group given on the command line; return the process's exit code."""
     replace_unencodable()
     group = RunGroup(sys.argv[1])
     try:
@@ -93,7 +93,7 @@ def main() -> int:
     except LockBusy as busy:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED
-    # The command that started this process waits until the process id is written.
+    # The command that started this process waits until this process id is written.
     group.update(process=ProcessId.of(os.getpid()))
     run_trials(group)
     return EXIT_OK

@@ -48,15 +48,16 @@ class QueuePlace:
     attempt: AttemptDir
     plan: LaunchPlan
     submitted_at: str | None
-    """The time at which the attempt was submitted; determines the order in the queue."""
+    """The time when the attempt was submitted; determines the order in the queue."""
     folder: Path = field(default_factory=lambda: state_folder() / "queue" / os.uname().nodename)
     _ticket: tuple[Path, int] | None = None
 
     def take(self, *, now: bool) -> str | None:
         """Lock GPUs or cores for the attempt until this process exits, and hide all others from the ranks.
 
-        Returns the reason to wait, or None once all of them are locked. With `now`, the attempt takes GPUs or
-        cores even if they are in use. Raises OSError if the folder cannot be written or locked.
+        Returns the reason to wait, or None once all of them are locked. If `now` is set, the attempt takes
+        GPUs or cores even if they are in use. Raises OSError if the folder with the lock files cannot be
+        written or locked.
         """
         if (reason := _unfinished(self.plan)) is not None:
             return reason
@@ -79,7 +80,7 @@ class QueuePlace:
                 return f"waits for {what} ({len(taken)} free, in use by {in_use})"
             self.leave()
         if self.plan.device == "cuda" and units:
-            # Without this variable, the driver and CUDA number the GPUs differently.
+            # Without this variable, the NVIDIA driver and CUDA number the GPUs differently.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             os.environ[VISIBLE] = ",".join([*taken, *users][:count])
         return None
@@ -93,7 +94,7 @@ class QueuePlace:
             release_lock(descriptor)
 
     def _ahead(self) -> str | None:
-        """Enter the queue if necessary; return the run directly ahead, or None if this run is first."""
+        """Enter the queue if necessary; return the run directly ahead of this one; None if there is none."""
         if self._ticket is None:
             path = self.folder / f"{self.plan.device}-{self.submitted_at}-{os.getpid():08d}"
             self._ticket = path, acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
@@ -144,7 +145,7 @@ def _gpus() -> dict[str, Unit]:
 
 def _gpu(driver: Any, name: str) -> Unit:
     key, users = name, list[str]()
-    with suppress(driver.NVMLError):  # the GPU may be lost or a MIG device, which the ranks will report
+    with suppress(driver.NVMLError):  # the ranks report a lost GPU or a MIG device
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]

@@ -1,4 +1,4 @@
-"""Runs the attempts of a run on the hosts that Slurm allocated to a job."""
+"""Runs a run's attempts on the hosts that Slurm allocated to a job."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class SlurmAllocation(Allocation):
         """True if an earlier step could not be killed on all hosts, so that Slurm may still consider it
         running."""
         self.job: JobDetails | None = None
-        """The job as of the last query; None if Slurm did not answer."""
+        """The job as of the last query, or None if Slurm did not answer."""
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
@@ -260,7 +260,7 @@ class SlurmAllocation(Allocation):
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
                 return outcome_of(attempt, plan, observed)
-            # The ranks received a signal that was not recorded, for example because the disk is full.
+            # The ranks received a signal that could not be recorded, for example because the disk is full.
             stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
         # If Slurm does not answer, exclude no host; if a host is lost, the next start fails and reports the
         # host.
@@ -409,7 +409,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """Return the hosts that failed in this job or an earlier one, which the next start should avoid."""
+        """Return the hosts that failed in this or an earlier job; the next start should exclude them."""
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
@@ -550,7 +550,7 @@ class SlurmAllocation(Allocation):
         return self.job is not None and self.job.state is JobState.COMPLETING
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the chained jobs, and this job too if Slurm is requeuing it after losing a host.
+        """Cancel the chained jobs, and also this job if Slurm is requeuing it after losing a host.
 
         If another start of this job is already running on other hosts, the job is not cancelled.
         """

@@ -69,7 +69,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The supervisor's view of the run folder, which each agent compares with its own view."""
+        """The run folder as the supervisor sees it; each agent compares this view with its own."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None
@@ -95,7 +95,7 @@ class SlurmAttemptWatch(AttemptWatch):
             # Set both variables, because srun reads one or the other depending on its version. Do not pass
             # --cpus-per-task instead, because srun warns if it exceeds the job's value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example, cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
         # Create the file here: if an NFS client looks for the file too early, it caches for a minute that the
         # file is missing.
@@ -109,8 +109,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def forward_signal(self, received: signal.Signals) -> None:
         """Record only the time when the signal was received.
 
-        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. Forwarding the
-        signal immediately could kill a rank that is already saving.
+        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. If this process
+        forwarded the signal immediately, it could kill a rank that is already saving.
         """
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
@@ -210,7 +210,8 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _kill_running(self) -> None:
         if SRUN in self.running:
-            # srun waits for an unresponsive host; if srun is killed, tasks on that host may keep running.
+            # srun waits for an unresponsive host; if srun is killed, tasks on the unresponsive host may keep
+            # running.
             self.observed.step_may_still_run = True
             self._signal_step(signal.SIGKILL)
         super()._kill_running()

@@ -188,7 +188,7 @@ class SlurmBackend(Backend):
 
 
 class SbatchBackend(SlurmBackend):
-    """Executes runs as jobs submitted with sbatch."""
+    """Executes runs as Slurm jobs submitted with sbatch."""
 
     name = "sbatch"
     template = "submit.sbatch.j2"
@@ -238,7 +238,7 @@ class SbatchBackend(SlurmBackend):
         return group.job_id
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script of an attempt once; return the job id."""
+        """Submit an attempt's script once; return the job id."""
         assert new.plan.slurm is not None
         clusters = new.plan.slurm.clusters
         return submit_script(
@@ -312,7 +312,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
         for file in (attempt.script_file, run.script_file):
             write_atomic(file, script)
     except FileExistsError:
-        raise  # another command has just opened this attempt
+        raise  # another command has just created this attempt
     except OSError as error:
         discard_attempt(attempt)
         raise UsageError(

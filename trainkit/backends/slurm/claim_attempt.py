@@ -37,7 +37,7 @@ ENTRY_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """Why a start of a job executes no attempt."""
+    """The reason why a start of a job executes no attempt."""
 
     reason: str
     cancelled: AttemptDir | None = None
@@ -60,7 +60,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         )
     refuse_missing(run)
     while True:
-        # Query Slurm without holding the lock, because `trainkit cancel` needs it.
+        # Query Slurm without holding the run's lock, because `trainkit cancel` needs the lock.
         newest = (job := read_job_to_change(run)).newest
         carrier = None if newest is None else _carrier(run, job, newest, job_id)
         with run_lock(run, lock_timeout_s):
@@ -70,7 +70,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             if carrier is None:
                 return _claim(run, job, job_id)
             follow_ups = job.follow_ups or []
-            if job_id in follow_ups:  # the chained jobs after this one depend on it
+            if job_id in follow_ups:  # the chained jobs after this one depend on this one
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
             hint = f"`trainkit cancel {path}` ends that job"

@@ -2,7 +2,7 @@
 
 The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run or
 group. The file in ``starts/`` contains the host and, if possible, the exit code. When a supervisor begins, it
-removes the file of its own start.
+removes the file for its own start.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FailedStart:
 def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.environ) -> None:
     """Remove the record of this start: because its supervisor has begun, the start has not failed.
 
-    Raises OSError.
+    Raises OSError if the record cannot be removed.
     """
     group = group_of(run)
     # Array tasks write their records to the group's folder.

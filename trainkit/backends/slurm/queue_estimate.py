@@ -31,7 +31,7 @@ class Wait:
     answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the estimate as a JSON-serializable dict, with the time in ISO 8601 format."""
+        """Return the estimate as a JSON-serializable dict, with the start time in ISO 8601 format."""
         return {**to_json(self), **to_json(self.answer)}
 
 
@@ -118,7 +118,7 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | No
 
 
 def when(start: datetime, now: datetime) -> str:
-    """Format a start time as the wait until then, followed by the local time, or as "now"."""
+    """Format a start time as the time left until then, followed by the local time, or as "now"."""
     seconds = (start - now).total_seconds()
     if seconds < SOON_S:
         return "now"

@@ -95,12 +95,12 @@ _OWN_SRUN = (
 )
 
 _REQUEUED_BY_SLURM = ("preempted", "node_fail")
-"""The causes after which Slurm itself requeues a job that has --requeue."""
+"""The causes of a job's end after which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass
 class SlurmDraft(LaunchDraft):
-    """Derives the launch plan of a Slurm job."""
+    """Derives the launch plan for a Slurm job."""
 
     def __post_init__(self) -> None:
         assert self.target.cluster is not None
@@ -321,7 +321,7 @@ class SlurmDraft(LaunchDraft):
             "ntasks-per-node": tasks_per_node,
         }
         if asked.spare_nodes:
-            options["no-kill"] = True  # the job must survive the loss of a node
+            options["no-kill"] = True  # with --no-kill, the job survives the loss of a node
         if threads is not None:
             options["cpus-per-task"] = threads * asked.workers_per_node // tasks_per_node
         if asked.gpus_per_node is not None:
@@ -440,8 +440,7 @@ def _in_one_job(
     assert least.slurm is not None
     # With --no-kill, the job survives the loss of a node, and the run continues on the remaining nodes.
     sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
-    # Use the plan with the fewest nodes, because its node count limits how many bad nodes the job can
-    # exclude.
+    # Exclude as many bad nodes as the job can spare if it gets only the smallest number of nodes.
     if "exclude" in least.slurm.sbatch:
         sbatch["exclude"] = least.slurm.sbatch["exclude"]
     srun = plan.slurm.srun

@@ -106,7 +106,7 @@ class StepListener:
         before_listening = processes.dies_with(os.getpid(), signal.SIGKILL)
         if os.fork() == 0:
             try:
-                os.setpgid(0, 0)  # like the ranks, the listener has its own process group
+                os.setpgid(0, 0)  # like each rank, the listener has its own process group
                 before_listening()
                 # Close inherited file descriptors; otherwise, the agent's connections would stay open until
                 # this process exits.

@@ -46,7 +46,7 @@ class SubmititJob:
 
     @whole_paths()
     def __call__(self) -> None:
-        from trainkit.job.supervisor import supervise_job  # the submitting command does not need this import
+        from trainkit.job.supervisor import supervise_job  # the submitting command does not need it
 
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")
@@ -87,7 +87,7 @@ class SubmititBackend(SbatchBackend):
         executor.update_parameters(
             slurm_additional_parameters=options,
             slurm_setup=[*script.setup.rstrip("\n").split("\n"), *_own_folder(folder), *IGNORE_SIGNALS],
-            # As in the sbatch backend, the supervisor starts the step with the ranks.
+            # As in the sbatch backend, the supervisor starts the step that contains the ranks.
             slurm_use_srun=False,
             slurm_stderr_to_stdout=True,
         )
