@@ -157,7 +157,7 @@ class Backend(ABC):
     ) -> list[str]:
         """Record and return the hosts where a job ended before its supervisor began, to avoid them later.
 
-        `entry` is the run's newest attempt. Raises SlurmUnreachable.
+        `entry` is the run's newest attempt. Raises SlurmUnreachable if Slurm does not answer.
         """
         return []
 

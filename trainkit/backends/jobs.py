@@ -148,8 +148,8 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
 def read_whole_job(run: RunDir) -> JobRecord:
     """Read job.json, and add the job of the newest attempt if Slurm never acknowledged its submission.
 
-    Such a job is found by its submission token. The caller must hold the run's lock. Raises SlurmUnreachable
-    if Slurm does not answer.
+    A job without an acknowledgement is found by its submission token. The caller must hold the run's lock.
+    Raises SlurmUnreachable if Slurm does not answer.
     """
     job, attempt = read_job(run), run.attempt(max(run.attempt_numbers(), default=0))
     is_recorded = job.of_attempt(attempt.number).attempt != 0

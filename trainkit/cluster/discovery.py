@@ -205,7 +205,7 @@ def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
-    """Parse the output of `scontrol show partition --oneliner`; `kinds` maps each partition to its nodes."""
+    """Parse `scontrol show partition --oneliner`; `kinds` maps partition names to their nodes."""
     return [
         _partition(_pairs(line), kinds) for line in text.splitlines() if line.startswith("PartitionName=")
     ]

@@ -200,8 +200,8 @@ def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
 def job_memory_gib() -> float | None:
     """Return the memory in GiB that the kernel charges to this process's Slurm job.
 
-    Returns None outside a job, or if the job has no cgroup of its own: the login session's cgroup also
-    includes the page cache for all files that the user has read.
+    Returns None outside a job, or if the job has no cgroup of its own: a login session's cgroup also includes
+    the page cache for all files that the user has read.
     """
     for root, own, is_new in _memory_cgroups():
         job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), None)

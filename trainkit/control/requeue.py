@@ -95,7 +95,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
     """Exclude the hosts where the run's newest job ended before its supervisor began.
 
-    Returns the hosts that are now excluded. Raises SlurmUnreachable.
+    Returns the hosts that are now excluded. Raises SlurmUnreachable if Slurm does not answer.
     """
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):

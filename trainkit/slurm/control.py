@@ -23,8 +23,8 @@ from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.states import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
-"""Seconds for which a requeue is retried; long enough for a restart of the controller. The long delay is
-acceptable, because Slurm starts a requeued job only after 120 s anyway."""
+"""Seconds for which a requeue is retried; long enough for a restart of the controller. Retrying for this long
+is acceptable, because Slurm starts a requeued job only after 120 s anyway."""
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")

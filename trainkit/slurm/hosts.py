@@ -38,7 +38,8 @@ _DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
     """Return the state of each host as sinfo names it, such as ``allocated`` or ``down*``.
 
-    Hosts that Slurm does not know are missing from the result. Raises SlurmUnreachable.
+    Hosts that Slurm does not know are missing from the result. Raises SlurmUnreachable if Slurm does not
+    answer.
     """
     argv = [
         "sinfo",
@@ -72,7 +73,7 @@ def is_down(state: str) -> bool:
 def hosts_of_job(job_id: str) -> list[str]:
     """Return the job's current hosts; a job with --no-kill permanently loses a host that goes down.
 
-    Raises SlurmUnreachable, and SlurmRefused if Slurm no longer knows the job.
+    Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm no longer knows the job.
     """
     argv = ["squeue", "--noheader", "--states=all", "--format=%N", f"--jobs={checked_job_id(job_id)}"]
     answer = query(argv, timeout_s=HOSTS_TIMEOUT_S).strip()
@@ -85,7 +86,7 @@ _NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
 def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
     """Return a node's NodeAddr, which is the node's name unless administrators set another address.
 
-    Raises SlurmUnreachable, and SlurmRefused if Slurm does not know the node.
+    Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm does not know the node.
     """
     argv = ["scontrol", "--oneliner", "show", "node", safe_value(name, "a node name")]
     answer = query(argv, timeout_s=HOSTS_TIMEOUT_S, patience_s=patience_s)

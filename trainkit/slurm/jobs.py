@@ -262,7 +262,7 @@ def job_details(
 ) -> JobDetails:
     """Return the details of a job, or of one array task such as `123_4`.
 
-    Raises SlurmUnreachable, and SlurmRefused if Slurm no longer knows the job.
+    Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm no longer knows the job.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "--oneliner", "show", "job", job_id]

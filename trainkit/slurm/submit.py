@@ -192,7 +192,7 @@ def find_by_token(
     Jobs submitted before `since` (Unix seconds) are ignored: if a run folder was deleted and created again,
     older jobs have the same token. A site's plugin may rewrite comments, so a job also matches by its
     `script`, or by an id in `printed`. squeue still lists a job for some minutes after the job has ended.
-    Raises SlurmUnreachable.
+    Raises SlurmUnreachable if Slurm does not answer.
     """
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]

@@ -123,7 +123,7 @@ class SlurmAllocation(Allocation):
         self.bad: set[str] = set()
         """Hosts where no more steps are started, because the hosts are lost, slow or have failed."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """How often the job had been restarted when this start began (SLURM_RESTART_COUNT)."""
+        """How many times the job had been restarted when this start began (SLURM_RESTART_COUNT)."""
         self.step_may_still_run = False
         """True if an earlier step could not be killed on all hosts, so that Slurm may still consider it
         running."""
@@ -313,7 +313,7 @@ class SlurmAllocation(Allocation):
     ) -> tuple[str | None, bool]:
         """Find out which stop signal terminated the ranks, if they exited before the signal was recorded.
 
-        Also returns whether the supervisor received this signal. Returns no signal if the ranks crashed.
+        Also returns whether the supervisor received the stop signal. Returns no signal if the ranks crashed.
         `sent` is the signal that killed a rank; the supervisor may receive the same signal slightly later.
         """
         # A command's signal handler may exit with any code.

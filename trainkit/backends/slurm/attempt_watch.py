@@ -131,8 +131,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def _end_if_superseded(self) -> None:
         """Have the ranks save and exit if another start of this job has claimed the next attempt.
 
-        The other start waits until this one exits. Two starts can overlap if only the slurmd of a host dies:
-        Slurm considers the host lost and restarts the job on other hosts.
+        The other start of the job waits until this start exits. Two starts can overlap if only the slurmd of
+        a host dies: Slurm considers the host lost and restarts the job on other hosts.
         """
         if self.superseded_by is not None:
             return

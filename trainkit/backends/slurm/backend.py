@@ -263,11 +263,11 @@ class StepBackend(SlurmBackend):
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
     """Return the signal that Slurm must send to the runs' steps so that their ranks save.
 
-    `number` is the intended signal, SIGTERM or SIGUSR2. The result is SIGURG if possible: agents translate
-    it into the signal that their command handles. If Slurm sent SIGTERM, it would also kill the shell around
-    the training process, and a `tee` that reads its output. The agents' signal cannot be used before the
-    rendezvous, because an agent may not handle signals yet. It also cannot be used if a cancellation could
-    not be recorded, because agents would then assume a requeue.
+    `number` is the intended signal, SIGTERM or SIGUSR2. The result is SIGURG if possible: agents translate it
+    into the signal that their command handles. If Slurm sent SIGTERM, it would also kill the shell around the
+    training process, and a `tee` that reads its output. The agents' signal cannot be used before the
+    rendezvous, because an agent may not handle signals yet. The agents' signal also cannot be used if a
+    cancellation could not be recorded, because agents would then assume a requeue.
     """
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent cancelling the run

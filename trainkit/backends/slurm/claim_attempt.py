@@ -86,8 +86,8 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
     """Return the other job that executes a run's newest attempt, or None if this job may execute it.
 
     If Slurm does not answer whether the other job is pending or running, the supervisor's lock decides. A
-    chained job ignores that lock, because its predecessor has finished, and a dead host may still hold the
-    lock.
+    chained job ignores the supervisor's lock, because its predecessor has finished, and a dead host may still
+    hold the lock.
     """
     other = newest.job_id
     # For an array task that was found by its token, the recorded id lacks the array index.

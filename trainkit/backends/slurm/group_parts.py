@@ -175,7 +175,7 @@ def recover_parts(group: RunGroup) -> None:
     """Look up the newest chunk by its token if Slurm never acknowledged its submission.
 
     If Slurm does not know the chunk and none of its trials has begun, its trials are considered unsubmitted.
-    Does nothing while another process submits chunks. Raises SlurmUnreachable.
+    Does nothing while another process submits chunks. Raises SlurmUnreachable if Slurm does not answer.
     """
     if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
         return

@@ -137,8 +137,8 @@ def excludable(
     """Return as many of `hosts` as can be excluded so that Slurm can still start the job.
 
     If too many hosts were excluded, the job would stay pending forever. `notify` is called with a sentence
-    about each host that cannot be excluded. Raises SlurmUnreachable, and TrainkitError if `sbatch
-    --test-only` cannot run on this host.
+    about each host that cannot be excluded. Raises SlurmUnreachable if Slurm does not answer, and
+    TrainkitError if `sbatch --test-only` cannot run on this host.
     """
     if not hosts or _refusal(hosts, request) is None:
         return list(hosts)
@@ -155,7 +155,8 @@ def excludable(
 def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
     """Return why Slurm would reject the job if `hosts` were excluded, or None if it would accept the job.
 
-    Raises SlurmUnreachable, and TrainkitError if `sbatch --test-only` cannot run on this host.
+    Raises SlurmUnreachable if Slurm does not answer, and TrainkitError if `sbatch --test-only` cannot run on
+    this host.
     """
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
     try:
