@@ -1,9 +1,9 @@
-"""The interface of a backend, which executes runs on Slurm or on this machine.
+"""The interface for backends, which execute runs on Slurm or on this machine.
 
 To support another scheduler, add a folder to `trainkit/backends/` and a class to `_CLASSES`. A backend's
-class plans, starts and watches jobs. A backend also provides the supervisor's `Allocation`, which watches the
-processes. The classes are imported only when needed, so that commands start fast. `step_task` finds out which
-task of a scheduler's step this process is.
+class plans, starts and monitors jobs. A backend also provides the supervisor's `Allocation`, which monitors
+the processes. Backend classes are imported only when needed, so that commands start quickly. `step_task`
+determines which task in a scheduler's step this process is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.rundir import RunDir
 
-if TYPE_CHECKING:  # types from higher layers, which only type checkers need
+if TYPE_CHECKING:  # types from higher layers, which only type checkers import
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import Cluster
     from trainkit.cluster.target import Target
@@ -35,19 +35,18 @@ if TYPE_CHECKING:  # types from higher layers, which only type checkers need
     from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
-"""Seconds that a supervisor may take to exit after it has recorded the end of its job."""
+"""Seconds that a supervisor may take to exit after it has recorded its job's end."""
 
 
 class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
-    """The `#SBATCH` options at the top of the script, by name; flags that take no value map to True."""
+    """The `#SBATCH` options at the top of the script, by name; an option that takes no value maps to True."""
     step: tuple[str, ...]
     """The command line of the step that starts the ranks."""
     restarts: int
-    """The number of consecutive times that the script requeues a job that ended before its supervisor
-    began."""
+    """How many times in a row the script requeues a job whose supervisor did not start."""
 
 
 class JobScript(NamedTuple):
@@ -55,9 +54,9 @@ class JobScript(NamedTuple):
 
     text: str
     directives: Options
-    """The options of the `#SBATCH` lines, by name; the value of an option without a value is True."""
+    """The options in the `#SBATCH` lines, by name; an option that takes no value maps to True."""
     setup: str
-    """The rendered template of the backend: the whole script, or only the lines before the step."""
+    """The backend's rendered template: the whole script, or only the lines before the step."""
     step: tuple[str, ...]
     """The command line of the step that starts the ranks."""
     host_python: tuple[str, ...]
@@ -65,7 +64,7 @@ class JobScript(NamedTuple):
 
 
 class NewAttempt(NamedTuple):
-    """The next attempt of a run; `Backend.start` writes its files and starts it."""
+    """The next attempt of a run; `Backend.start` writes the attempt's files and starts it."""
 
     config_text: str
     plan_text: str
@@ -75,29 +74,29 @@ class NewAttempt(NamedTuple):
     job: JobRecord
     """The content of job.json before the attempt."""
     script: JobScript | None = None
-    """The batch script; None for a backend that uses none."""
+    """The batch script, or None if the backend uses none."""
     num_follow_ups: int = 0
-    """The number of chained jobs to submit with the attempt; they continue the run one after the other."""
+    """The number of chained jobs to submit with the attempt; they continue the run one after another."""
     now: bool = False
-    """True if the attempt starts on this machine immediately, even while other processes use the GPUs."""
+    """True if the attempt starts on this machine immediately, even if other processes use the GPUs."""
 
     @property
     def foreground(self) -> bool:
-        """Return whether the attempt must save and end when this process dies."""
+        """Return whether the attempt must save and exit when this process dies."""
         return self.reason == "run"
 
 
 class JobStatus(NamedTuple):
-    """The state of a run's newest job, as seen from this host."""
+    """The status of a run's newest job, as seen from this host."""
 
     alive: bool | None
-    """True if the job is pending or running, False if it has ended, None if this host cannot tell."""
+    """True if the job is pending or running, False if it has ended, or None if this host cannot tell."""
     job: JobInfo | None = None
-    """Slurm's data about the job; None for a local run, or if Slurm cannot be queried."""
+    """Slurm's data about the job, or None if the run is local or Slurm cannot be queried."""
 
 
 class StartEstimates(ABC):
-    """Estimates of when a job would start, for each place (such as a partition) where it could run."""
+    """Estimates when a job would start in each place where it could run, such as a partition."""
 
     @abstractmethod
     def to_list(self) -> list[dict[str, object]]:
@@ -110,55 +109,55 @@ class StartEstimates(ABC):
     @property
     @abstractmethod
     def refusal(self) -> str | None:
-        """Return why the scheduler would reject the job; None if it would accept the job."""
+        """Return why the scheduler would reject the job, or None if it would accept the job."""
 
 
 class Backend(ABC):
-    """A way to execute attempts: it starts, queries, signals and kills their jobs."""
+    """A way to execute attempts: starts, queries, signals and kills their jobs."""
 
     template: ClassVar[str | None] = None
-    """The file name of the batch script's template; None if the backend uses no script."""
+    """The file name of the batch script's template, or None if the backend uses no script."""
     poll_s: ClassVar[float]
-    """Seconds between two queries of a job that is expected to end soon."""
+    """Interval in seconds between two queries about a job that is expected to end soon."""
     ask_every_s: ClassVar[float]
-    """Seconds between two queries of running jobs; long, because Slurm's controller serves the whole
-    cluster."""
+    """Interval in seconds between two queries about running jobs; long, because Slurm's controller serves the
+    whole cluster."""
 
     @abstractmethod
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
-        """Return the draft of the launch plan for a run started from this machine."""
+        """Return a draft of the launch plan for a run that is started from this machine."""
 
     def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
-        """Return the plans for several node counts, largest first, adapted to share a single job."""
+        """Return the plans, one per node count, largest first, adapted to share a single job."""
         raise NotImplementedError
 
     def job_options(self, plan: LaunchPlan) -> Options:
-        """Return the options of the plan's job by name; empty for a run without a job."""
+        """Return the job options in the plan, by name; empty if the run has no job."""
         return {}
 
     @abstractmethod
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
-        """Return the plan of a run that starts only after other runs have finished successfully.
+        """Return the plan for a run that starts only after other runs have finished successfully.
 
-        `names` are the job ids of the other runs, or their folders if they have no job. `reason` is shown
-        to users.
+        `names` are the other runs' job ids, or their folders if they have no job. `reason` explains to users
+        why the run waits.
         """
 
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
-        """Return the plan of a job that avoids `hosts`.
+        """Return the plan for a job that avoids `hosts`.
 
-        `notify` is called with a message about hosts that the job cannot avoid.
+        `notify` is called with a message about hosts that cannot be avoided.
         """
         return plan
 
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
     ) -> list[str]:
-        """Record the hosts on which a job ended too early, so that later starts avoid them; return the hosts.
+        """Record and return the hosts where a job ended before its supervisor began, to avoid them later.
 
-        `entry` is the newest attempt of the run. Raises SlurmUnreachable.
+        `entry` is the run's newest attempt. Raises SlurmUnreachable if Slurm does not answer.
         """
         return []
 
@@ -167,32 +166,32 @@ class Backend(ABC):
         return
 
     def expected_start(self, plan: LaunchPlan, script: str) -> str:
-        """Return a sentence from the scheduler about when a job with this script would start."""
+        """Return a sentence that says when the scheduler would start a job with this script."""
         raise NotImplementedError
 
     def start_estimates(self, plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> StartEstimates:
         """Estimate when a job with this plan would start, as requested and, for example, in other partitions.
 
-        Raises SlurmError.
+        Raises SlurmError if the scheduler does not answer.
         """
         raise NotImplementedError
 
     @abstractmethod
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        """Return the allocation with which this process supervises a run.
+        """Return the allocation that this process uses to supervise a run.
 
-        `arguments` are the arguments of `python -m trainkit.job.supervisor` after its first option. Raises
-        TrainkitError if this process cannot supervise the run.
+        `arguments` are the arguments that follow the first option of `python -m trainkit.job.supervisor`.
+        Raises TrainkitError if this process cannot supervise the run.
         """
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        """Start the next attempt of a run and return its record; the caller has the run's lock."""
+        """Start the next attempt of a run and return its record; the caller must hold the run's lock."""
 
     def start_group(self, group: RunGroup) -> str:
-        """Start a group for which `array_problem` returns None, and return its job id.
+        """Start a group and return its job id; `array_problem` must have returned None.
 
-        If it is certain that the group did not start, its folder is removed.
+        If the group certainly did not start, its folder is removed.
         """
         raise NotImplementedError
 
@@ -201,57 +200,57 @@ class Backend(ABC):
     ) -> ScriptParts:
         """Return the parts of an attempt's script that depend on the scheduler.
 
-        `agent` is the command line of the step's tasks. With an `array` such as ``0-9%4``, `run` is the
-        folder of a group.
+        `agent` is the command line that each task in the step runs. If `array` is given, such as ``0-9%4``,
+        `run` is the folder of a group.
         """
         raise NotImplementedError
 
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
-        """Complete a script rendered from `template`, so that it can be submitted."""
+        """Complete a script that was rendered from `template`, so that it can be submitted."""
         return script
 
     def array_problem(self) -> tuple[str, str] | None:
-        """Return (message, hint) if the backend cannot run groups, else None."""
+        """Return (message, hint) if the backend cannot run groups, or None if it can."""
         return None
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
-        """Return why a run must resume on this machine; None if it may resume elsewhere.
+        """Return why a run must resume on this machine, or None if it may resume elsewhere.
 
-        `entry` is the newest attempt of the run.
+        `entry` is the run's newest attempt.
         """
         return None
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
-        """Query Slurm about the job of an attempt; return None if Slurm does not know the job."""
+        """Query Slurm about an attempt's job, or return None if Slurm does not know it."""
         return None
 
     @abstractmethod
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
-        """Return whether the job of an attempt is running or pending; None if this host cannot tell."""
+        """Return whether an attempt's job is pending or running, or None if this host cannot tell."""
 
     @abstractmethod
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        """Return the status of a run, given its newest attempt and the ids of its chained jobs (`waiting`).
+        """Return the status of a run; `entry` is its newest attempt, `waiting` lists its chained jobs' ids.
 
-        `jobs` is Slurm's answer, or None without an answer. `jobs` lacks the jobs of a cluster that does not
-        answer.
+        `jobs` is Slurm's answer, or None if Slurm did not answer. If a cluster does not answer, its jobs are
+        missing from `jobs`.
         """
 
     @abstractmethod
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """Return the newest attempt with its live job; None if the job has ended or is about to end.
+        """Return the newest attempt with its live job, or None if the job has ended or is about to.
 
-        `job` has at least one attempt. Raises UsageError if this host cannot tell, with a hint to use the
-        subcommand `command` elsewhere.
+        `job` must contain at least one attempt. Raises UsageError if this host cannot tell whether the job is
+        alive; the hint suggests running the subcommand `command` elsewhere.
         """
 
     @abstractmethod
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
         """Ask a job to save and exit (SIGTERM), or to save and requeue (SIGUSR2).
 
-        Returns ``signalled``; for a pending job, ``cancelled`` or ``waiting``.
+        Returns ``signalled`` or, for a pending job, ``cancelled`` or ``waiting``.
         """
 
     @abstractmethod
@@ -262,7 +261,7 @@ class Backend(ABC):
         return not self.alive(run, entry)
 
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
-        """Wait until the job has ended; return False if it is still alive after `timeout_s`."""
+        """Wait until a job has ended; return False if the job is still alive after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while not self.is_gone(run, entry):
             if time.monotonic() > deadline_s:
@@ -272,8 +271,8 @@ class Backend(ABC):
 
 
 def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
-    """Record the end of an attempt whose supervisor cannot do it itself."""
-    from trainkit.run.end import AttemptEnd  # a dry run does not need these modules
+    """Record the end of an attempt whose supervisor can no longer record it."""
+    from trainkit.run.end import AttemptEnd  # a dry run does not import these modules
     from trainkit.run.events import log_event
 
     attempt = run.attempt(entry.attempt)
@@ -289,13 +288,13 @@ _CLASSES = {
     "srun": "slurm.backend.StepBackend",
 }
 STARTED_WITH = {"--attempt": "local", "--step": "sbatch"}
-"""Maps the first option of ``python -m trainkit.job.supervisor`` to the backend that passes it."""
+"""Maps the first option of ``python -m trainkit.job.supervisor`` to the backend that passes this option."""
 NEWER = "it was created by a newer trainkit version: use that version"
 
 
 @cache
 def backend_named(name: str) -> Backend:
-    """Return the backend with this name in a plan; raise UsageError if this version has no such backend."""
+    """Return the backend that a plan names; raise UsageError if this trainkit version has no such backend."""
     if name not in _CLASSES:
         raise UsageError(f"unknown backend {name!r}", hint=NEWER)
     module, _, kind = _CLASSES[name].rpartition(".")
@@ -304,19 +303,19 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """Return the task of a scheduler's step as which this process runs; raise NotATask if it is none."""
-    # Do not import the backend's class here, because its imports would delay the start of every agent.
+    """Return the task in a scheduler's step that this process is; raise NotATask if it is not a task."""
+    # Do not import the backend's class here, because that would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 
 
 def is_known(entry: AttemptRecord) -> bool:
-    """Return whether this version has the backend of an attempt; local attempts record no backend."""
+    """Return whether this trainkit version has an attempt's backend; local attempts record no backend."""
     return entry.backend is None or entry.backend in _CLASSES
 
 
 def backend_of(entry: AttemptRecord) -> Backend:
-    """Return the backend that runs an attempt; raise UsageError if this version does not have it."""
+    """Return the backend that runs an attempt; raise UsageError if this trainkit version does not have it."""
     if not is_known(entry):
         where = "" if entry.folder is None else f" of {entry.folder}"
         raise UsageError(

@@ -1,7 +1,7 @@
-"""The ids, states, hosts and variables with which schedulers describe jobs and launchers describe ranks.
+"""Job ids, job states, host lists and the environment variables that launchers set for ranks.
 
-This module reads no files and runs no commands. A job id is `123`, a task of an array is `123_4`, and the
-pending tasks of an array are `123_[5-9%2]`. A host list looks like `node[18-19,1-2]`.
+This module reads no files and runs no commands. A job id has the form `123`, an array task's is `123_4`, and
+an array's pending tasks have `123_[5-9%2]`. A host list has the form `node[18-19,1-2]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""The prefix of the variables that trainkit sets in a job; a run that a rank submits must not inherit them.
+"""The prefix of environment variables that trainkit sets in a job; a run that a rank submits must not inherit
+them.
 """
 RANK_VARIABLES = (
     "RANK",
@@ -33,11 +34,12 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables that launchers set for a rank; a job submitted from inside a job must not inherit them."""
+"""Environment variables that launchers set for a rank; a job submitted from inside a job must not inherit
+them."""
 
 
 class JobState(Enum):
-    """The state of a job; its value is what users see."""
+    """The state of a job; the value is the text shown to users."""
 
     PENDING = "pending"
     REQUEUED = "requeued"
@@ -56,7 +58,8 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm no longer knows the job, or does not report how it ended; such a job never counts as finished."""
+    """Slurm no longer knows the job, or does not report how the job ended; such a job is never considered
+    finished."""
 
     @property
     def is_terminal(self) -> bool:
@@ -70,7 +73,7 @@ class JobState(Enum):
 
     @property
     def is_active(self) -> bool:
-        """Return whether a job in this state has nodes."""
+        """Return whether nodes are allocated to a job in this state."""
         return self in (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING)
 
 
@@ -89,57 +92,57 @@ _TERMINAL = frozenset(
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job or one array task, as its scheduler reports it, with times in UTC."""
+    """One job or one array task, as reported by its scheduler, with times in UTC."""
 
     job_id: str
     """The job id, such as `123`, or `123_4` for an array task."""
     state: JobState
     slurm_state: str = ""
-    """The scheduler's name for the state, for example NODE_FAIL."""
+    """The scheduler's name for the job's state, for example NODE_FAIL."""
     reason: str = ""
     """The scheduler's reason why the job is pending, or the reason why its state is unknown."""
     nodes: str = ""
-    """The host list of the job; empty before the job starts."""
+    """The job's host list; empty before the job starts."""
     num_nodes: int = 0
     start_time: datetime | None = None
     """The expected start time of a pending job."""
     end_time: datetime | None = None
-    """The time at which a running job reaches its time limit."""
+    """The time when a running job reaches its time limit."""
     restarts: int | None = None
-    """The number of times that the job was requeued; None if unknown."""
+    """How many times the job was requeued, or None if unknown."""
     exit_code: int | None = None
-    """Exit code of the batch script; None before the job ends."""
+    """The exit code of the batch script, or None before the job ends."""
     exit_signal: int | None = None
-    """The signal that killed the batch script, if one did."""
+    """The signal that killed the batch script, or None if no signal did."""
     name: str = ""
     number: str = ""
-    """The numeric job id of an array task; empty once squeue no longer lists it."""
+    """The numeric job id of an array task; empty once squeue no longer lists the task."""
 
     @property
     def log_not_opened(self) -> bool:
-        """Return whether the job failed because a node could not open the log of its batch script."""
+        """Return whether the job failed because a node could not open the batch script's log."""
         return False
 
     @property
     def hosts(self) -> list[str]:
-        """Return the hosts of `nodes`."""
+        """Return the hosts in `nodes`."""
         return expand_hosts(self.nodes) if self.nodes else []
 
     @property
     def explanation(self) -> str:
-        """Return the reason as a sentence about the job, leaving out the subject."""
+        """Return the reason as a sentence that omits its subject, the job."""
         return self.reason
 
     @property
     def sentence(self) -> str:
-        """Return why the job is pending or unknown; empty for a running or ended job."""
+        """Return why the job is pending or unknown, or "" if the job is running or has ended."""
         if self.state.is_waiting:
             return self.explanation
         return self.reason if self.state is JobState.UNKNOWN else ""
 
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
-    """Return whether the job is in the queue, that is, pending or running."""
+    """Return whether the job is in Slurm's queue, that is, pending or running."""
     return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
 
 
@@ -148,28 +151,28 @@ LARGEST_INDEX = 4_000_000
 
 JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
 _OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
-"""Matches a range of numbers in a notation that Slurm does not use, such as `0..15` or `0:15`."""
+"""Matches a range of numbers in a notation that Slurm does not support, such as `0..15` or `0:15`."""
 _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
-    """Return whether a string is the id of a job or of one array task."""
+    """Return whether a string is a job id or the id of one array task."""
     return bool(JOB_ID.fullmatch(text))
 
 
 def on_cluster(job_id: str, cluster: str | None) -> str:
-    """Return the full name of a job: its id, or on another cluster `1234;east`, as in `sbatch --parsable`."""
+    """Return a job's full name: its id or, on another cluster, `1234;east`, as in `sbatch --parsable`."""
     return f"{job_id};{cluster}" if cluster else job_id
 
 
 def split_job(job: str) -> tuple[str, str]:
-    """Split a full job name (see `on_cluster`) into the id and the cluster, which is empty for a plain id."""
+    """Split a full job name (see `on_cluster`) into id and cluster; the cluster is "" for a plain id."""
     job_id, _, cluster = job.partition(";")
     return job_id, cluster
 
 
 def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
-    """Group the ids of jobs by cluster; ids without a cluster have the key ""."""
+    """Group job ids by cluster; ids without a cluster have the key ""."""
     found: dict[str, list[str]] = {}
     for job in dict.fromkeys(jobs):
         job_id, cluster = split_job(job)
@@ -184,7 +187,7 @@ def base_id(job_id: str) -> str:
 
 
 def expand_tasks(job_id: str) -> list[str]:
-    """Expand `123_[5-7,9%2]` into a list of its tasks; return any other id as a one-element list."""
+    """Expand `123_[5-7,9%2]` into a list of task ids; return any other id as a one-element list."""
     base, bracket, spec = job_id.partition("_[")
     if not bracket or not spec.endswith("]"):
         return [job_id]
@@ -209,8 +212,8 @@ def array_indices(spec: str) -> list[int]:
 
 
 def array_spec(indices: Sequence[int], limit: int | None = None) -> str:
-    """Format ascending indices for sbatch's `--array` option: `0-15,20`, or with a limit `0-15,20%4`."""
-    # Within a span of consecutive indices, the difference between index and list position is constant.
+    """Format ascending indices for sbatch's `--array` option: `0-15,20`, or `0-15,20%4` with a limit of 4."""
+    # Within a span of consecutive indices, the difference between list position and index is constant.
     spans = [list(span) for _, span in groupby(enumerate(indices), lambda item: item[1] - item[0])]
     texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
     return ",".join(texts) + ("" if limit is None else f"%{limit}")
@@ -224,12 +227,12 @@ MAX_HOSTS = 1_000_000
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return all hosts of a host list in Slurm's order; raise UsageError if the text is not a host list.
+    """Return all hosts in a host list, in Slurm's order; raise UsageError if the text is not a host list.
 
-    `scontrol show hostnames` does the same, but requires a process and may be missing in a container.
+    `scontrol show hostnames` does the same, but needs a new process and may be missing in a container.
     """
     text = text.strip()
-    # Split each item into parts of names and the bracketed ranges between them.
+    # Split each item into the parts of names and the bracketed ranges between these parts.
     items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]
     ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
     counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
@@ -247,7 +250,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _ranges(bracket: str) -> list[tuple[range, int]]:
-    """Return the numbers and the width of each range in a bracket; empty if any range is malformed."""
+    """Return the numbers and the digit width of each range in a bracket; empty if any range is malformed."""
     found = [_RANGE.fullmatch(one) for one in bracket.split(",")]
     spans = [
         (range(int(one["first"]), int(one["last"] or one["first"]) + 1), len(one["first"]))

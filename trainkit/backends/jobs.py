@@ -1,4 +1,4 @@
-"""Queries the jobs of runs: whether they are alive, whether Slurm still lists them, and their status."""
+"""Queries Slurm about runs' jobs: whether a job is alive, whether Slurm still lists it, and its status."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from trainkit.slurm.jobs import query_clusters
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
-"""Seconds between two queries of a waiting command; long, because Slurm's controller serves the whole
-cluster."""
+"""Interval in seconds between two queries by a waiting command; long, because Slurm's controller serves the
+whole cluster."""
 EXIT_POLL_S = 1.0
-"""Seconds between two queries about a job that has recorded its end and is about to exit."""
+"""Interval in seconds between two queries about a job whose run has recorded its end, and which is about to
+exit."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
-"""A function that returns Slurm's data about jobs, or None before Slurm's first answer. The jobs of a cluster
-that does not answer are missing from the result."""
+"""A function that returns Slurm's data about jobs, or None if Slurm has not answered yet. If a cluster does
+not answer, its jobs are missing from the result."""
 
 
 def read_job_status(run: RunDir, query: JobQuery) -> tuple[JobRecord, JobStatus]:
-    """Return the job.json of a run and the status of its job; calls `query` once."""
+    """Return a run's job.json and the status of its job; call `query` once to query Slurm."""
     job = read_job(run)
     return job, status_from_jobs(run, job, query(open_job_ids(run, job)))
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
-    """Return the ids of a run's newest Slurm job and chained jobs, if the run has not recorded its end."""
+    """Return the ids of a run's newest Slurm job and chained jobs; empty if the run has recorded its end."""
     entry = job.newest
     if entry is None or entry.backend is None or not is_known(entry) or is_over(run.attempt(entry.attempt)):
         return []
@@ -48,7 +49,7 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
     """Return Slurm's data about the jobs with the given ids.
 
-    Jobs of a cluster that does not answer are missing; `warn` is called with a message about them.
+    If a cluster does not answer, its jobs are missing from the result, and `warn` is called with a message.
     """
     known, problems = query_clusters(ids)
     for cluster, error in problems.items():
@@ -57,10 +58,10 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """Return the status of a run's job; `jobs` is a result of `query_jobs_or_warn`.
+    """Return the status of a run's job; `jobs` is the result of `query_jobs_or_warn`.
 
-    If the backend of the run belongs to a newer trainkit version, the status is unknown, so that a table of
-    runs can still show the other runs.
+    If a newer trainkit version added the run's backend, the status is unknown; raising an error instead would
+    prevent listing other runs.
     """
     entry = job.newest
     if entry is None or not is_known(entry):
@@ -69,10 +70,10 @@ def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | 
 
 
 def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-    """Return the newest attempt if its job is alive; None if the job has ended or is about to exit.
+    """Return the newest attempt if its job is alive, or None if the job has exited or is about to exit.
 
-    Raises UsageError if this host cannot tell, or if this folder is a copy of a live run's folder. The
-    error's hint suggests the subcommand `command`.
+    Raises UsageError if this host cannot tell whether the job is alive, or if this folder is a copy of a live
+    run's folder. The error's hint suggests running the subcommand `command` elsewhere.
     """
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job, command)
     if entry is not None:
@@ -81,10 +82,10 @@ def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | Non
 
 
 def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
-    """Raise UsageError if this folder is a copy, and the newest attempt belongs to the original folder.
+    """Raise UsageError if this run folder is a copy, and the newest attempt belongs to the original folder.
 
-    A folder that was moved, linked or mounted elsewhere does not count as a copy. The error's hint suggests
-    the subcommand `command`.
+    A folder that was moved, linked or mounted elsewhere is not considered a copy. The error's hint suggests
+    running the subcommand `command` on the original folder.
     """
     entry = job.newest or AttemptRecord()
     if (original := _copied_from(run, job)) is not None:
@@ -92,7 +93,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     if entry.folder is None:
         return
     is_here, was_copied = is_same_folder(Path(entry.folder), run.path), _was_copied(run, entry.inode)
-    # A local supervisor holds a lock in its own run folder from shortly after its start.
+    # A local supervisor locks its own run folder shortly after its start.
     if entry.backend is None:
         is_another = (was_copied or (entry.inode is None and not is_here)) and not is_supervised(run)
     else:
@@ -103,7 +104,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def refuse_copied_group(group: RunGroup, command: str) -> None:
-    """Raise UsageError if a group's jobs belong to another folder that this one was copied from."""
+    """Raise UsageError if this group folder is a copy, and the group's jobs belong to the original folder."""
     record, job_id = group.record, str(group.job_id)
     if (original := group.original) is not None:
         raise _is_copy(group, original, job_id, command)
@@ -113,7 +114,7 @@ def refuse_copied_group(group: RunGroup, command: str) -> None:
 
 
 def _was_copied(folder: RunFolder, inode: int | None) -> bool:
-    """Return whether a folder is a copy, whose inode differs from `inode`; a move keeps the inode."""
+    """Return whether a folder is a copy: unlike a moved folder, a copy has an inode other than `inode`."""
     return inode not in (None, folder.path.stat().st_ino)
 
 
@@ -133,11 +134,11 @@ def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command:
 
 
 def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """Return the run that this folder was copied from, if both have the same newest attempt; else None."""
+    """Return the run that this folder was copied from, or None if their newest attempts differ."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
-        return None  # the result is also None if a copy took the path that this folder was moved from
+        return None  # also return None if a copy is now at the path that this folder was moved from
     original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None
@@ -145,10 +146,10 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
 
 
 def read_whole_job(run: RunDir) -> JobRecord:
-    """Read job.json, and add the job of the newest attempt if its submission was never acknowledged.
+    """Read job.json, and add the job of the newest attempt if Slurm never acknowledged its submission.
 
-    If the submission was never acknowledged, the job is found by its submission token. The caller must hold
-    the run's lock. Raises SlurmUnreachable if Slurm does not answer.
+    A job without an acknowledgement is found by its submission token. The caller must hold the run's lock.
+    Raises SlurmUnreachable if Slurm does not answer.
     """
     job, attempt = read_job(run), run.attempt(max(run.attempt_numbers(), default=0))
     is_recorded = job.of_attempt(attempt.number).attempt != 0
@@ -165,7 +166,7 @@ def read_whole_job(run: RunDir) -> JobRecord:
 
 
 def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
-    """Raise UsageError if the run has a pending or running job, or a job that does not leave the queue."""
+    """Raise UsageError if the run has a pending or running job, or a finished job still in the queue."""
     wait_until_out_of_queue(run, job)
     entry = live_entry(run, job, command)
     if entry is not None:
@@ -177,7 +178,7 @@ def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
-    """Wait until a Slurm job that has recorded its run's end exits, because the next job would wait for it.
+    """Wait until the Slurm job of an ended run exits; otherwise, the next job would have to wait for it.
 
     Raises UsageError if the job takes longer than `SUPERVISOR_EXIT_S` to exit.
     """
@@ -195,7 +196,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
 
 
 def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
-    """Return the job of a run that has recorded its end, if Slurm still runs the job or starts it again.
+    """Return the job of a run that has recorded its end if the job is still running or being requeued.
 
     Returns None if Slurm does not answer.
     """
@@ -206,16 +207,16 @@ def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
         job = backend_of(entry).job(entry)
     except SlurmError:
         return None
-    # For a completing job, Slurm only waits for its epilog.
+    # If a job is completing, Slurm only waits for its epilog.
     return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
 ANSWER_S = 5.0
-"""Seconds that a screen or command waits for Slurm's answer about new jobs before it relies on the run's
-files.
+"""Seconds that a screen or command waits for Slurm's answer about new jobs before it uses the run's files
+instead.
 """
 MIN_QUERY_INTERVAL_S = 2.0
-"""Seconds between two queries if there are new jobs."""
+"""Minimum interval in seconds between two queries if there are new jobs."""
 
 
 def utc_clock() -> datetime:
@@ -224,12 +225,12 @@ def utc_clock() -> datetime:
 
 
 RUNNING_QUERY_INTERVAL_S = 30.0
-"""Seconds between two queries while a job runs; long, because the run's files show its progress and its
-end."""
+"""Interval in seconds between two queries while a job runs; long, because the run's files show its progress
+and its end."""
 
 
 class SlurmPoller:
-    """Queries jobs in a thread, for callers that poll; at most one query per `QUERY_INTERVAL_S`."""
+    """Queries jobs in a background thread for callers that poll, at most once per `QUERY_INTERVAL_S`."""
 
     def __init__(self, clock: Callable[[], datetime] = utc_clock) -> None:
         self._clock = clock
@@ -240,7 +241,7 @@ class SlurmPoller:
         self._thread = threading.Thread()
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-        """Return the newest answer about the jobs with the given ids; None before the first answer."""
+        """Return Slurm's newest answer about the jobs with the given ids, or None before the first answer."""
         wanted = set(ids)
         if not wanted:
             self._problem = None
@@ -250,7 +251,8 @@ class SlurmPoller:
             if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
-        # A job that is missing from the answer would count as unknown, so wait for an answer about all jobs.
+        # A job that is missing from the answer would be considered unknown, so wait for an answer about all
+        # jobs.
         deadline_s = time.monotonic() + ANSWER_S
         while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
             self._ask(ids)
@@ -259,16 +261,16 @@ class SlurmPoller:
 
     @property
     def problem(self) -> str | None:
-        """Return why the state in Slurm is unknown, and since when; None if it is known."""
+        """Return why and since when the jobs' state in Slurm is unknown, or None if it is known."""
         if self._problem is None:
             return None
         text, since = self._problem
         return f"Slurm has been unreachable since {since:%H:%M:%S} UTC: {text}"
 
     def _ask(self, ids: Sequence[str]) -> None:
-        """Start a query, unless one is in progress."""
+        """Start a query in the background thread, unless one is in progress."""
         if not self._thread.is_alive():
-            # As a daemon, the thread does not keep the program alive while Slurm has not answered its query.
+            # A daemon thread does not keep the program alive while Slurm has not answered.
             self._thread = threading.Thread(target=self._run, args=(ids,), name="slurm", daemon=True)
             self._thread.start()
 
@@ -284,13 +286,13 @@ class SlurmPoller:
 
 
 class Waiting:
-    """Tells a waiting user the reason for the wait after some seconds, and again when it changes."""
+    """Reports to the user why a command is waiting, after some seconds and whenever the reason changes."""
 
     def __init__(self, notify: Callable[[str], None], after_s: float = 0.0) -> None:
         self._notify, self._from_s, self._said = notify, time.monotonic() + after_s, ""
 
     def look(self, reason: str) -> None:
-        """Take the current reason ("" if there is none), and report it if it has changed."""
+        """Report `reason`, the current reason for waiting ("" if there is none), if it has changed."""
         if reason != self._said and time.monotonic() >= self._from_s:
             self._said = reason
             if reason:
@@ -300,7 +302,7 @@ class Waiting:
 def liveness_probe(
     run: RunDir, notify: Callable[[str], None] = lambda text: None, after_s: float = 0.0
 ) -> Callable[[], bool | None]:
-    """Return a function that polls whether a run's newest job is alive (None if unknown).
+    """Return a function that polls whether a run's newest job is alive; it returns None if that is unknown.
 
     `notify` is called with the reason why the job is pending or its state is unknown, whenever the reason
     changes. `notify` is not called before `after_s` seconds have passed.

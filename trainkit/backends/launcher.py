@@ -1,4 +1,4 @@
-"""Ranks started by another launcher, such as torchrun or mpirun on several hosts without Slurm."""
+"""Supports ranks that another launcher started, such as torchrun or mpirun on several hosts without Slurm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAUNCHERS = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")),
 }
-"""Maps each launcher to its variables for the rank, local rank, world size and local world size."""
+"""Maps each launcher to its environment variables for rank, local rank, world size and local world size."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class LaunchedRank(Task):
 
     launcher: str
     task: int
-    """The rank, which takes the place of a task's index in a Slurm step."""
+    """The rank; it replaces the index of the task in a Slurm step."""
     local_task: int
     tasks: tuple[int, ...]
     """The number of ranks on each host."""
     master_addr: str
-    """The host in MASTER_ADDR, which all ranks can reach; often the host of rank 0."""
+    """The host in MASTER_ADDR, which all ranks can reach; usually the host of rank 0."""
     master_port: int
     has_scheduler = False
 
@@ -80,10 +80,10 @@ class LaunchedRank(Task):
 
 
 def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Return the rank of this process if another launcher started it; None if there is only one rank.
+    """Return the rank of this process if another launcher started it, or None if the world size is 1.
 
-    Also returns None for a process that a rank of trainkit started. Raises UsageError if ranks are not
-    numbered host by host, or if hosts have different numbers of ranks.
+    Also returns None for a process that a trainkit rank started. Raises UsageError if ranks are not numbered
+    host by host, or if the number of ranks differs between hosts.
     """
     if RUN_DIR_VARIABLE in environ:
         return None
@@ -106,9 +106,9 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
 
 
 def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
-    """Wait until rank 0 has published its address and port in a file of the shared run folder.
+    """Wait until rank 0 has published its address and port in a file in the shared run folder.
 
-    MASTER_PORT cannot be used, because the launcher itself may listen on it.
+    MASTER_PORT cannot be reused, because the launcher itself may listen on it.
     """
     pause = PauseUntilFailure(attempt)
     try:
@@ -122,7 +122,7 @@ def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
 
 
 def _own_address(task: LaunchedRank) -> str:
-    """Return this host's address on its route to MASTER_ADDR, which other hosts can reach."""
+    """Return the address of this host on its route to MASTER_ADDR; other hosts can reach this address."""
     if task.num_nodes == 1:
         return LOCAL_ADDR
     own = address_towards(task.master_addr)
@@ -141,7 +141,7 @@ def _own_address(task: LaunchedRank) -> str:
 
 
 class LauncherBackend(LocalBackend):
-    """The backend of a run whose ranks another launcher started; rank 0 also supervises the run."""
+    """The backend for a run whose ranks another launcher started; rank 0 also supervises the run."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         entry = super().start(run, new)

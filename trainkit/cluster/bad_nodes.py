@@ -1,6 +1,6 @@
-"""Records the hosts of each cluster that failed, so that this user's jobs exclude them for 24 hours.
+"""Records failed hosts for each cluster, so that this user's jobs exclude them for 24 hours.
 
-The records are in ``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json``; delete that file to include the hosts
+The records are in ``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json``; delete this file to use the hosts
 again.
 """
 
@@ -20,20 +20,21 @@ from trainkit.run.files import parse_time, read_object, read_record, write_json
 KEEP = timedelta(hours=24)
 LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 LOCK_TIMEOUT_S = 10.0
-"""Timeout in seconds for the lock, which may be held by a host that died; a lost record is not worth a longer
-wait."""
+"""Timeout in seconds for the lock, which a dead host may still hold; losing a record is better than waiting
+longer."""
 FAILURES_OF_A_CULPRIT = 2
-"""Number of failures of one run that must begin on a host before the host is excluded."""
+"""How many failures of a single run must originate on a host before the host is excluded."""
 
 _BLAMED = ("culprit", "start")
 
 Kind = Literal["died", "preflight", "culprit", "start"]
-"""`died`: Slurm lost the node. `preflight`: the host failed the preflight checks. `culprit`: a failure of a
-run began on the host. `start`: a job ended on the host before the job's supervisor started."""
+"""`died`: the host went down, according to Slurm. `preflight`: the host failed the preflight checks.
+`culprit`: a run's failure originated on the host. `start`: a job ended on the host before its supervisor
+began."""
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the file with the records of a cluster's bad hosts."""
+    """Return the path of the file that contains a cluster's bad hosts."""
     return state_folder(environ) / "bad_nodes" / f"{cluster.lower().replace('/', '_')}.json"
 
 
@@ -48,14 +49,14 @@ def note_failure(
     now: datetime | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Record that a host made an attempt of a run fail; `reason` is a short text for messages.
+    """Record that a host caused a run's attempt to fail; `reason` is a short text for messages.
 
-    Raises OSError if the file cannot be written or stays locked.
+    Raises OSError if the file cannot be written or its lock stays taken.
     """
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
     ensure_folder(file.parent, 0o700, parents=True)
-    # Take the lock, so that two jobs do not overwrite each other's records.
+    # Hold the lock so that two jobs do not overwrite each other's records.
     with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S):
         notes = [
             *_notes(file, now),
@@ -66,7 +67,7 @@ def note_failure(
 
 @dataclass(frozen=True)
 class Note:
-    """One recorded failure; a value that is damaged or was edited by hand counts as missing."""
+    """One recorded failure; a value that is damaged or incorrectly edited is considered missing."""
 
     host: str = ""
     kind: str = ""
@@ -77,7 +78,7 @@ class Note:
 
     @property
     def at(self) -> datetime:
-        """The time of the failure; `LONG_AGO` if it is unknown."""
+        """The time of the failure, or `LONG_AGO` if unknown."""
         found = parse_time(self.time)
         return LONG_AGO if found is None or found.tzinfo is None else found
 
@@ -89,11 +90,11 @@ def excluded(
     *,
     run: str | None = None,
 ) -> dict[str, str]:
-    """Return the hosts that jobs on a cluster should exclude, each with the reason; the most recent first.
+    """Return the hosts that jobs on a cluster should exclude, each with the reason; most recent first.
 
-    A host is excluded if, within the last 24 hours, it died, failed preflight, or was the culprit of
-    `FAILURES_OF_A_CULPRIT` failures of one run. If `run` is the folder of a run, a host where a start of this
-    run failed is excluded too.
+    A host is excluded if, within the last 24 hours, it died, failed the preflight checks, or was the culprit
+    in `FAILURES_OF_A_CULPRIT` failures of a single run. If `run` is a run folder, hosts where a start of this
+    run failed are excluded too.
     """
     notes = _notes(memory_file(cluster, environ), now or datetime.now(timezone.utc))
     found: dict[str, str] = {}
@@ -116,7 +117,7 @@ def _reason_text(note: Note, failures: int) -> str:
 
 
 def _notes(file: Path, now: datetime) -> list[Note]:
-    """Return the recorded failures that have not expired, oldest first."""
+    """Return the recorded failures from the last 24 hours, oldest first."""
     values = read_object(file).get("notes")
     listed = values if isinstance(values, list) else []
     found = (read_record(Note, value) for value in listed if isinstance(value, dict))

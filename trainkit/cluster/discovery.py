@@ -1,7 +1,7 @@
 """Queries Slurm for a cluster's partitions, nodes, accounts and QOS, and returns a `cluster.model.Cluster`.
 
-`query_cluster` is fast and runs before a submission; `discover_cluster` also queries everything else that a
-profile can contain.
+`query_cluster` is fast and runs before each submission; `discover_cluster` also queries everything else that
+a profile can contain.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_ve
 from trainkit.slurm.environment import finds_cluster
 
 CLUSTER_TIMEOUT_S = 10.0
-"""Timeout for the controller in seconds; shorter than sbatch's, so that an unreachable controller is
-reported sooner."""
+"""Timeout in seconds for queries to the controller; shorter than sbatch's timeout, so that an unreachable
+controller is reported sooner."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
 CONFIG_ARGV = ("scontrol", "show", "config")
-# --all also lists hidden partitions, which jobs can use. --local omits the other clusters of a federation,
+# --all also lists hidden partitions, which jobs can use. --local omits other clusters in a federation,
 # because a job on this cluster does not run there.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all", "--local")
 NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all", "--local")
@@ -48,7 +48,7 @@ _OVERRIDES: dict[PartitionLimit, str] = {
     "nodes": "PartitionMaxNodes",
     "min_nodes": "PartitionMinNodes",
 }
-"""Maps a limit of a partition to the QOS flag that overrides the limit."""
+"""Maps each partition limit to the QOS flag that overrides it."""
 _ACCOUNT_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS")
 
 ENFORCE = "AccountingStorageEnforce"
@@ -56,10 +56,10 @@ ENFORCE = "AccountingStorageEnforce"
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _ID = re.compile(r"\(\d+\)$")
 _SOCKETS = re.compile(r"\(\w+:[^)]*\)")
-"""The sockets or indices in a resource, such as `(S:0,1)`, which may contain commas."""
+"""Matches the sockets or indices in a resource, such as `(S:0,1)`, which may contain commas."""
 _COUNT = re.compile(r"(\d+)([kmgtp]?)", re.ASCII | re.IGNORECASE)
 _GPU_OPTIONS_PLUGIN = "cons_tres"
-"""The only SelectType that supports --gpus-per-node; with all others, --gres must be used."""
+"""The only SelectType that supports --gpus-per-node; all other types need --gres."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
 _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
@@ -68,20 +68,21 @@ _NODE_PAIR = re.compile(rf"\b({'|'.join(_AMOUNTS)}|AvailableFeatures|Gres|Partit
 
 
 def has_slurm() -> bool:
-    """Return whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
+    """Return whether this machine belongs to a cluster: sbatch is installed and finds a Slurm configuration.
 
-    Returns True also if the controller is down or if Slurm gives no clear answer. Runs one command of Slurm,
-    which does not contact the controller.
+    Also returns True if the controller is down or if it is unclear whether there is a configuration. Runs one
+    Slurm command, which does not contact the controller.
     """
     return shutil.which("sbatch") is not None and finds_cluster() is not False
 
 
 def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
-    """Query the controller for a cluster, with up to four commands in parallel.
+    """Query the controller about a cluster, with up to four commands in parallel.
 
-    The cluster is this machine's, or the one called `name`. Accounts and QOS are included only if
-    `with_accounts`. Only accounting knows which QOS an account may use and which limits a QOS overrides (see
-    `query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
+    The cluster is this machine's unless `name` is given. The result includes accounts and QOS only if
+    `with_accounts` is set. Only the accounting database knows which QOS an account may use and which limits a
+    QOS overrides (see `query_qos`). Raises SlurmUnreachable if the controller does not answer within
+    `CLUSTER_TIMEOUT_S`.
     """
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(_query_associations, name) if with_accounts else None
@@ -93,14 +94,14 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
 
 
 def _query_associations(cluster: str = "") -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """Return the user's accounts and all QOS known to the controller; return none if it does not answer."""
+    """Return the user's accounts and all QOS that the controller knows, or none if it does not answer."""
     user = user_name()
     argv = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
     return parse_assoc_mgr(_try(argv, CLUSTER_TIMEOUT_S, cluster) or "", user)
 
 
 def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
-    """Query the settings of a cluster, and the cluster itself without its accounts and QOS."""
+    """Query a cluster's settings, and the cluster itself, excluding accounts and QOS."""
     commands = (CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV)
     with ThreadPoolExecutor(len(commands)) as threads:
         settings, partitions, nodes = threads.map(lambda argv: _ask(argv, timeout_s, name), commands)
@@ -120,7 +121,7 @@ def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
 
 
 def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
-    """Return the output of a query that some sites do not support; None if the query fails."""
+    """Return the output of a query that some sites do not support, or None if the query fails."""
     try:
         return _ask(argv, timeout_s, cluster)
     except TrainkitError:
@@ -128,16 +129,16 @@ def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None
 
 
 def query_cluster_names() -> list[str]:
-    """Return the names of the clusters that Slurm commands can be sent to, as accounting lists them.
+    """Return the names of the clusters that Slurm commands can address, as accounting lists them.
 
-    Raises SlurmRefused if there is no slurmdbd, and SlurmUnreachable if Slurm does not answer.
+    Raises SlurmRefused if the site has no slurmdbd, and SlurmUnreachable if Slurm does not answer.
     """
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "clusters", "format=Cluster"]
     return _ask(argv, ACCOUNTING_TIMEOUT_S).split()
 
 
 def discover_cluster() -> Cluster | None:
-    """Describe this machine's cluster with data from Slurm, accounting and PATH; None without Slurm.
+    """Describe this machine's cluster using Slurm, accounting and PATH, or return None if Slurm is missing.
 
     The default partition is listed first. Raises SlurmUnreachable if Slurm does not answer.
     """
@@ -198,20 +199,20 @@ def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """Return the sbatch option that requests GPUs, according to the output of `scontrol show config`."""
+    """Return the sbatch option that requests GPUs; `config` is the output of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
-    """Parse the output of `scontrol show partition --oneliner`; `kinds` maps each partition to its nodes."""
+    """Parse `scontrol show partition --oneliner`; `kinds` maps partition names to their nodes."""
     return [
         _partition(_pairs(line), kinds) for line in text.splitlines() if line.startswith("PartitionName=")
     ]
 
 
 def _pairs(line: str) -> dict[str, str]:
-    """Return the `Name=value` pairs of a line; for a repeated name, the first value counts."""
+    """Return the `Name=value` pairs in a line; if a name is repeated, use its first value."""
     return {match["name"]: match["value"] for match in reversed(list(_PAIR.finditer(line)))}
 
 
@@ -242,7 +243,7 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
 
 
 def _at_least_2(text: str) -> int | None:
-    """Return the minimum number of nodes; None if it is 1, which is no limit."""
+    """Parse a minimum number of nodes; return None for a minimum of 1, which is no limit."""
     return number if (number := _number(text)) is not None and number > 1 else None
 
 
@@ -255,17 +256,16 @@ def _names(text: str) -> tuple[str, ...] | None:
 
 
 def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
-    """Parse the output of `scontrol show node --oneliner` into the nodes of each partition, grouped by kind.
+    """Parse `scontrol show node --oneliner`; return the nodes in each partition, grouped by kind.
 
-    The CPUs and the memory of a node are those that jobs can use.
+    For each node, only CPUs and memory that jobs can use are included.
     """
     found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
-    # There can be ten thousand nodes but only a few distinct kinds, so each distinct line is parsed once.
+    # There may be ten thousand nodes but only a few distinct kinds, so parse each distinct line only once.
     for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
-        values = dict(reversed(pairs))  # the first of a repeated name counts, because free text may follow
+        values = dict(reversed(pairs))  # use the first value of a repeated name, because free text may follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
-        # CPUEfctv is missing in Slurm before 22.05, and can be too large after a restart with changed
-        # settings.
+        # CPUEfctv is missing before Slurm 22.05, and can be too large after a restart with changed settings.
         cpus = amounts["CPUTot"] - amounts["CoreSpecCount"] * (amounts["ThreadsPerCore"] or 1)
         cpus = min(cpus, amounts["CPUEfctv"] or cpus)
         mem_mib = amounts["RealMemory"] - amounts["MemSpecLimit"]
@@ -283,10 +283,10 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """Return the number of GPUs of each type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
+    """Return the number of GPUs per type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
 
-    In a TRES text, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the number of GPUs without a type is the
-    total.
+    In a TRES text such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the entry without a type is the total number
+    of GPUs.
     """
     gpus: dict[str, int] = {}
     typed = 0
@@ -297,7 +297,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
             continue
         fields = [field for field in [*fields, number] if field not in ("", "no_consume", "(null)")]
         counted = _COUNT.fullmatch(fields[-1]) if fields else None
-        count = 1  # 1 is Slurm's default.
+        count = 1  # Slurm's default is 1.
         if counted is not None:
             count = int(counted[1]) * 1024 ** " kmgtp".index(counted[2].lower() or " ")
             fields.pop()
@@ -318,7 +318,7 @@ def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
 
 
 def parse_accounts(text: str) -> tuple[Account, ...]:
-    """Parse a user's associations in the format `default account|account|partition|qos,qos` of sacctmgr."""
+    """Parse a user's associations in sacctmgr's format `default account|account|partition|qos,qos`."""
     return tuple(
         Account(
             account,
@@ -331,7 +331,7 @@ def parse_accounts(text: str) -> tuple[Account, ...]:
 
 
 def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """Parse the user's associations and all QOS in the output of `scontrol --oneliner show assoc_mgr`."""
+    """Parse the user's associations and all QOS from `scontrol --oneliner show assoc_mgr`."""
     accounts, qos, parents = list[Account](), list[Qos](), dict[str, str]()
     for line in text.splitlines():
         values = {name: _ID.sub("", value) for name, value in _pairs(line).items()}
@@ -349,7 +349,7 @@ def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qo
 
 
 def _above(account: str, parents: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return all ancestors of an account; None if Slurm hides one of them (PrivateData=usage)."""
+    """Return all ancestors of an account, or None if Slurm hides one of them (PrivateData=usage)."""
     found: list[str] = []
     while account in parents and account not in found[:-1]:
         account = parents[account]
@@ -360,7 +360,7 @@ def _above(account: str, parents: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def query_qos() -> tuple[Qos, ...] | None:
-    """Query all QOS and the limits that they override; None if accounting does not answer.
+    """Query all QOS and the limits they override; return None if accounting does not answer.
 
     Accounting takes several tenths of a second to answer, longer than the controller.
     """
@@ -369,7 +369,7 @@ def query_qos() -> tuple[Qos, ...] | None:
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:
-    """Parse QOS in the format `name|1-00:00:00|flag,flag` of sacctmgr."""
+    """Parse QOS in sacctmgr's format `name|1-00:00:00|flag,flag`."""
     return tuple(
         Qos(
             name,
@@ -381,5 +381,5 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
 
 
 def _rows(text: str, length: int) -> list[list[str]]:
-    """Return the fields of each line in the output of sacctmgr."""
+    """Return the fields of each line in sacctmgr's output."""
     return [row for line in text.splitlines() if len(row := line.split("|")) == length]

@@ -1,6 +1,6 @@
-"""Checks whether a job's request is within the limits of a cluster, without running a command.
+"""Checks a job's request against the limits of a cluster, without running a command.
 
-sbatch rejects only few requests beyond the limits: it accepts most such jobs, which then stay pending
+sbatch rejects only a few requests that exceed limits; most such jobs are accepted and then stay pending
 forever.
 """
 
@@ -28,39 +28,39 @@ from trainkit.scheduler import expand_hosts
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """The resources that a job requests, in the units of the limits; for None, Slurm chooses."""
+    """The resources that a job requests, in the units of the limits; None means that Slurm chooses."""
 
     nodes: int
     names: Mapping[str | None, Partition | None]
-    """Maps each requested partition name (None for the default partition) to the partition; None if it does
-    not exist."""
+    """Maps each requested partition name (None for the default partition) to the partition, or to None if it
+    does not exist."""
     workers_per_node: int = 1
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """The acceptable GPU types if there are several; the partition where the job starts determines the
-    type."""
+    """The acceptable GPU types, if there are several; the type depends on the partition where the job
+    starts."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
     time_s: float | None = None
-    """The time limit in seconds; infinite for a job without a time limit."""
+    """The time limit in seconds; infinite if the job has no time limit."""
     time_min_s: float | None = None
-    """A shorter time limit in seconds that the job accepts in order to start sooner; None if it needs all of
+    """The shortest time limit in seconds that the job accepts in order to start sooner, or None if it needs
     `time_s`."""
     is_sliced: bool = False
-    """True if `time_s` comes from ``resources.slice``."""
+    """True if `time_s` is the value of ``resources.slice``."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
     spare_nodes: int = 0
-    """Number of nodes in addition to the nodes that train."""
+    """The number of extra nodes, in addition to the nodes that train."""
     extra: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """Further options of sbatch."""
+    """Further sbatch options."""
 
     @classmethod
     def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
-        """Return the request of the section `resources`, without the workers per node, which a plan adds."""
+        """Return the request for the config section `resources`; a plan later adds the workers per node."""
         types = resources.gpu_types
         names: Iterable[str | None] = (None,)
         if resources.partition is not None:
@@ -69,7 +69,7 @@ class ResourceRequest:
             names = [item.name for item in cluster.partitions if item.is_up and not item.is_hidden]
         partitions = {name: cluster.partition(name) for name in names}
         if len(types) > 1:
-            # A job gets all its nodes from one partition, which therefore determines the GPU type.
+            # All nodes of a job are in one partition, so the partition determines the GPU type.
             one_type: dict[str | None, Partition | None] = {
                 name: item
                 for name, item in partitions.items()
@@ -107,28 +107,28 @@ class ResourceRequest:
 
     @property
     def named_nodes(self) -> list[str]:
-        """The nodes that the job must get; raises UsageError for text that is not a host list."""
+        """The nodes that the job must get (--nodelist); raises UsageError if the text is not a host list."""
         nodelist = self.extra.get("nodelist")
         return expand_hosts(nodelist) if isinstance(nodelist, str) else []
 
     @property
     def all_nodes(self) -> int:
-        """The number of nodes of the job, spare nodes included."""
+        """The total number of nodes of the job, including spare nodes."""
         return self.nodes + self.spare_nodes
 
     @property
     def needed_gpu_type(self) -> str | None:
-        """The GPU type; None for a job that uses no GPUs."""
+        """The requested GPU type, or None if the job does not use GPUs."""
         return self.gpu_type if self.gpus_per_node else None
 
     def exceeds(self, partition: Partition) -> bool:
-        """Return whether the time or the nodes exceed a partition limit that a QOS might override."""
+        """Return whether the requested time or nodes exceed a partition limit that a QOS might override."""
         max_time_s, max_nodes = partition.max_time_s or math.inf, partition.max_nodes or math.inf
         return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
 
     def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """Return the request with the workers per node that a plan derived, and with their GPUs and CPUs."""
-        # If the plan sets no threads, each task still gets one CPU.
+        """Return the request, adding the workers per node from a plan, and the GPUs and CPUs they need."""
+        # If the plan does not set the number of threads, each task still gets one CPU.
         each = 1 if threads is None and per == "gpu" else threads
         return replace(
             self,
@@ -139,7 +139,7 @@ class ResourceRequest:
 
 
 def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """Yield a problem for each key of a request that this cluster cannot satisfy."""
+    """Yield a problem for each key in a request that the cluster cannot satisfy."""
     for key, message, hint in _problems(request, cluster) if cluster.partitions else ():
         yield key, message, "; ".join(filter(None, (hint, cluster.out_of_date_hint)))
 
@@ -150,18 +150,17 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
     yield from _gpu_types_problems(request, cluster)
     visible = [item for item in cluster.partitions if not item.is_hidden]
     if not request.partitions and visible:
-        # None of the named partitions exists, but a time beyond the longest limit would be wrong in any
-        # partition.
+        # If none of the requested partitions exists, report a time limit that no partition allows.
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in request.partitions]
-    # If several partitions are requested, it is enough that one of them can start the job.
+    # If several partitions are requested, the request is valid if one of them can start the job.
     if found and all(found):
         yield from found[0]
 
 
 def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """Yield a problem if several GPU types are requested and every partition has GPUs of several types."""
+    """Yield a problem if several GPU types are requested and every partition has several GPU types."""
     types, constraint = request.gpu_types, request.constraint
     if not (types and request.gpus_per_node and request.partitions):
         return
@@ -177,13 +176,13 @@ def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, KeyProblem]:
-    """Return the first problem of each requested partition that can never start the job."""
+    """Return the first problem in each requested partition that can never start the job."""
     found = {item.name: next(partition_problems(request, cluster, item), None) for item in request.partitions}
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
 def spare_capacity(request: ResourceRequest) -> int | None:
-    """Return how many suitable nodes there are beyond those that the job needs; None if unknown."""
+    """Return how many suitable nodes exist beyond the number that the job needs, or None if unknown."""
     if not request.partitions or not all(partition.nodes for partition in request.partitions):
         return None
     counts = [
@@ -194,7 +193,7 @@ def spare_capacity(request: ResourceRequest) -> int | None:
 
 
 def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable[NodeKind]) -> int:
-    """Return the number of nodes that have enough GPUs, CPUs and memory; unknown amounts count as enough."""
+    """Return how many nodes have enough GPUs, CPUs and memory; unknown amounts are considered enough."""
     gpus, cpus, mem_mib = request.gpus_per_node or 0, request.cpus_per_node or 0, request.mem_mib or 0
     return sum(
         kind.count
@@ -221,7 +220,7 @@ def _unknown_partitions(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """Yield a problem if the account or QOS does not exist, or if this user may not use it."""
+    """Yield a problem if the account or QOS does not exist, or if the user may not use it."""
     account = _account_of(request, cluster)
     if request.account is not None and cluster.accounts is not None and account is None:
         names = [item.name for item in cluster.accounts]
@@ -242,7 +241,7 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Ke
 def _permission_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """Yield a problem if the user, the account or the QOS is known to be excluded from a partition."""
+    """Yield a problem if a partition is known to exclude the user, the account or the QOS."""
     groups = partition.allowed_groups
     if groups is not None and cluster.groups is not None and not {*groups} & {*cluster.groups}:
         message = f"is {partition.name}, which only members of {listed(groups, 'or')} may use"
@@ -269,7 +268,7 @@ def _permission_problems(
 
 
 def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) -> bool:
-    """Return whether a partition may accept an account; `above` are its ancestors, None if unknown."""
+    """Return whether a partition may accept an account; `above` lists its ancestors, None if unknown."""
     names = (account, *(above or ()))
     if partition.allowed_accounts is None:
         return not any(_is_in(name, partition.denied_accounts) for name in names)
@@ -282,7 +281,7 @@ def _is_in(name: str, names: Iterable[str] | None) -> bool:
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """Return the account that the job is charged to; None if unknown."""
+    """Return the account that the job is charged to, or None if unknown."""
     return next(
         (
             item
@@ -294,7 +293,7 @@ def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
-    """Join names as in ``a, b and c``."""
+    """Join names in the form ``a, b and c``."""
     items = list(names)
     return f" {last} ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
 
@@ -305,7 +304,7 @@ def listed(names: Iterable[str], last: str = "and") -> str:
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """Yield each problem that prevents a job from ever starting in a partition, with the limit."""
+    """Yield each problem that prevents a job from ever starting in a partition, with the exceeded limit."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
     max_nodes = partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
@@ -313,7 +312,7 @@ def partition_problems(
         key, shown = _too_many_nodes(request, max_nodes)
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
-        request = replace(request, nodes=1, spare_nodes=0)  # The number of nodes has already been reported.
+        request = replace(request, nodes=1, spare_nodes=0)  # too many nodes are reported above
     min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (
@@ -325,7 +324,7 @@ def partition_problems(
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """Return the requested QOS; if it is unknown, assume that it may override any limit."""
+    """Return the requested QOS; if the QOS is unknown, return one that may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)
@@ -333,12 +332,12 @@ def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
 
 
 def _applies(limit: PartitionLimit, qos: Qos | None) -> bool:
-    """Return whether a partition's limit is known to apply to jobs with a QOS."""
+    """Return whether a partition limit is known to apply to jobs with a given QOS."""
     return qos is None or (qos.overrides is not None and limit not in qos.overrides)
 
 
 def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
-    """Return the key that requests more than `limit` nodes, and the beginning of the message about it."""
+    """Return the key that requests more than `limit` nodes, and the beginning of the error message."""
     if request.nodes > limit:
         return "resources.nodes", f"is {request.nodes}"
     shown = f"is {request.spare_nodes}: {request.nodes} + {request.spare_nodes} = {request.all_nodes} nodes"
@@ -346,7 +345,7 @@ def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
 
 
 def longest_time_s(request: ResourceRequest, cluster: Cluster, partition: Partition) -> tuple[float, str]:
-    """Return the longest time limit that a job in a partition can have, and what sets it."""
+    """Return the longest time limit that a job in a partition can have, and what imposes the limit."""
     qos = _qos_of(request, cluster)
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
     if _applies("time", qos):
@@ -373,7 +372,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
             hint = f"{did_you_mean(name, known)}they have {listed(known) or 'no features'}"
             message = f"contains {name}, but no node of partition {partition.name} has that feature"
             yield "resources.constraint", message, hint
-            constraint = None  # Ignore the features when checking the sizes.
+            constraint = None  # Ignore the constraint's features when checking the sizes of nodes.
     types = list(dict.fromkeys(name for kind in partition.nodes for name in kind.gpus if name))
     if gpu_type is not None and gpu_type not in types:
         hint = f"{did_you_mean(gpu_type, types)}they have {listed(types) or 'GPUs without a type, or none'}"
@@ -403,7 +402,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
 def _node_size_problems(
     request: ResourceRequest, partition: Partition, kinds: Sequence[NodeKind]
 ) -> Iterator[KeyProblem]:
-    """Yield a problem for each amount per node that no node has; each amount is checked separately."""
+    """Yield a problem for each requested amount per node that no node has, checking each one separately."""
     nodes_have = f"the nodes of partition {partition.name} have"
     workers, gpus, cpus = request.workers_per_node, request.gpus_per_node or 0, request.cpus_per_node or 0
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
@@ -431,7 +430,7 @@ def _node_size_problems(
 
 
 def _maximum(amounts: Iterable[int | None]) -> float:
-    """Return the largest amount; infinite if any amount is unknown."""
+    """Return the largest amount, or infinity if any amount is unknown."""
     return max(math.inf if amount is None else amount for amount in amounts)
 
 

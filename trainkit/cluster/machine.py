@@ -1,4 +1,4 @@
-"""Detects the memory, CPU cores and GPUs of this machine that are available to a job."""
+"""Detects the memory, CPU cores and GPUs on this machine that a job can use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """The cores, GPUs and memory that a job on this machine can use."""
+    """The cores, GPUs and memory on this machine that a job can use."""
 
     num_cpus: int
     num_gpus: int
@@ -28,13 +28,13 @@ class Machine:
     gpu_reason: str
     """A sentence that lists the GPUs or explains why there are none."""
     memory: int | None = None
-    """The total size of memory and swap in bytes; None if unknown."""
+    """The total size of memory and swap in bytes, or None if unknown."""
     driver_cuda: tuple[int, int] | None = None
-    """The newest CUDA version that the GPU driver supports; None if unknown."""
+    """The newest CUDA version that the GPU driver supports, or None if unknown."""
 
 
 def detect_machine() -> Machine:
-    """Detect the hardware of this machine, without torch; queries NVML only if an NVIDIA driver is loaded."""
+    """Detect this machine's hardware without torch; query NVML only if an NVIDIA driver is loaded."""
     names, reason, cuda = _gpus()
     return Machine(num_usable_cpus(), len(names), names, reason, host_memory(MEMINFO), cuda)
 
@@ -47,20 +47,20 @@ def num_usable_cpus() -> int:
 
 
 def host_memory(meminfo: Path) -> int | None:
-    """Return the total memory and swap in bytes according to /proc/meminfo; None if it cannot be read."""
+    """Return the total size of memory and swap in bytes from /proc/meminfo, or None if it cannot be read."""
     kib = _kib(meminfo)
     return 1024 * (kib["MemTotal:"] + kib.get("SwapTotal:", 0)) if "MemTotal:" in kib else None
 
 
 def _kib(meminfo: Path) -> dict[str, int]:
-    """Return the values in /proc/meminfo by name (with its colon); empty if the file cannot be read."""
+    """Return the values in /proc/meminfo, keyed by name with a colon; empty if the file cannot be read."""
     return {words[0]: int(words[1]) for words in kernel_lines(meminfo) if len(words) > 1}
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
-    """Return the smallest CPU quota, in cores, of this process's cgroup (v2) and that cgroup's parents.
+    """Return the smallest CPU quota, in cores, of this process's cgroup (v2) and its parent cgroups.
 
-    Returns None if there is no limit.
+    Returns None if there is no quota.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -81,7 +81,7 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
 
 
 def driver_version() -> str:
-    """Return the version of the NVIDIA driver; an empty text without a driver."""
+    """Return the version of the NVIDIA driver, or "" if no driver is loaded."""
     try:
         found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
     except OSError:
@@ -90,12 +90,12 @@ def driver_version() -> str:
 
 
 class NoDriver(Exception):
-    """Raised if NVML cannot be used; the message continues a sentence."""
+    """Raised if NVML cannot be used; the message is a clause for use in a sentence."""
 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """Initialize NVML while the context is active. Raises NoDriver if NVML cannot be used."""
+    """Initialize NVML, and shut it down on exit from the context. Raises NoDriver if NVML cannot be used."""
     try:
         import pynvml
     except ImportError:
@@ -131,7 +131,7 @@ def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
 
 
 def driver_cuda(nvml: Any) -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver supports; None if the driver does not report it."""
+    """Return the newest CUDA version that the driver supports, or None if the driver does not report it."""
     try:
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
     except nvml.NVMLError:
@@ -140,7 +140,7 @@ def driver_cuda(nvml: Any) -> tuple[int, int] | None:
 
 
 def gpu_handle(nvml: Any, name: str) -> Any:
-    """Return NVML's handle of a GPU or MIG slice, given its name as in CUDA_VISIBLE_DEVICES.
+    """Return the NVML handle for a GPU or MIG slice; `name` is an entry of CUDA_VISIBLE_DEVICES.
 
     Raises NVMLError if there is no such GPU.
 
@@ -151,7 +151,7 @@ def gpu_handle(nvml: Any, name: str) -> Any:
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     if name.startswith("GPU-"):
         for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):  # Skip other GPUs that do not respond.
+            with contextlib.suppress(nvml.NVMLError):  # Skip other GPUs if they do not respond.
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
                     return gpu
@@ -159,7 +159,7 @@ def gpu_handle(nvml: Any, name: str) -> Any:
 
 
 def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
-    """Return the models of the GPUs in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA does."""
+    """Return the GPU models in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA does."""
     names, count = [], nvml.nvmlDeviceGetCount()
     for name in map(str, range(count)) if chosen is None else map(str.strip, chosen.split(",")):
         try:
@@ -167,12 +167,12 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         except nvml.NVMLError:
             if not name.isdigit() or int(name) >= count:
                 break
-            names.append("GPU that does not respond")  # the preflight checks report which one it is
+            names.append("GPU that does not respond")  # the preflight checks report which one
     return tuple(names)
 
 
 def kernel_lines(path: Path) -> list[list[str]]:
-    """Return the fields of each non-blank line in a file of the kernel; empty if the file cannot be read."""
+    """Return the fields in each non-blank line of a kernel file; empty if the file cannot be read."""
     try:
         return [words for line in path.read_text().splitlines() if (words := line.split())]
     except OSError:
@@ -180,7 +180,7 @@ def kernel_lines(path: Path) -> list[list[str]]:
 
 
 def host_memory_gib() -> tuple[float, float] | None:
-    """Return the used and the total memory of the host in GiB; None if the kernel does not report it."""
+    """Return the host's used and total memory in GiB, or None if the kernel does not report them."""
     kib = _kib(PROC / "meminfo")
     total, available = kib.get("MemTotal:"), kib.get("MemAvailable:")
     if total is None or available is None:
@@ -198,10 +198,10 @@ def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
 
 
 def job_memory_gib() -> float | None:
-    """Return the memory in GiB that the kernel charges to the Slurm job of this process.
+    """Return the memory in GiB that the kernel charges to this process's Slurm job.
 
-    Returns None outside a job, or if the job has no cgroup of its own, because a login's cgroup includes the
-    cached pages of all files that the user has read.
+    Returns None outside a job, or if the job has no cgroup of its own: a login session's cgroup also includes
+    the page cache for all files that the user has read.
     """
     for root, own, is_new in _memory_cgroups():
         job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), None)
@@ -212,9 +212,9 @@ def job_memory_gib() -> float | None:
 
 
 def memory_of_gib(pids: Iterable[int]) -> float | None:
-    """Return the memory of processes in GiB, with shared pages divided among their users (PSS).
+    """Return the memory used by processes in GiB; shared pages are divided among their users (PSS).
 
-    Processes that have ended or belong to another user are not counted; returns None if no process remains.
+    Processes that have exited or belong to another user are not counted; returns None if no process remains.
     """
     files = (kernel_lines(PROC / str(pid) / "smaps_rollup") for pid in pids)
     kib = [int(words[1]) for lines in files for words in lines if words[0] == "Pss:" and len(words) > 1]
@@ -222,7 +222,7 @@ def memory_of_gib(pids: Iterable[int]) -> float | None:
 
 
 def count_oom_kills() -> int | None:
-    """Return how many processes in this cgroup the OOM killer has killed; None if there is no counter."""
+    """Return how many processes in this cgroup the OOM killer has killed, or None if there is no counter."""
     for root, own, is_new in _memory_cgroups():
         for name, *value in kernel_lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
             if name == "oom_kill":

@@ -1,6 +1,6 @@
-"""The model of a Slurm cluster, that is its partitions, nodes, accounts and QOS.
+"""The model of a Slurm cluster: its partitions, nodes, accounts and QOS.
 
-Discovery (from Slurm) and profiles (from a file) create the model; limits, plans and queue estimates use it.
+Discovery (from Slurm) and profiles (from files) create the model; limits, plans and queue estimates use it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SUBACCOUNTS_SINCE = (23, 2)
-"""The first Slurm version where a partition that accepts or denies an account also accepts or denies the
-account's descendants.
+"""The first Slurm version where a partition's list of accepted or denied accounts also applies to the
+descendants of these accounts.
 
-If accounts are not enforced, Slurm does not check the accounts of a partition at all.
+If a site does not enforce accounts, Slurm ignores a partition's lists of accounts.
 """
 PartitionLimit = Literal["time", "nodes", "min_nodes"]
 """A partition limit that a QOS may override."""
@@ -28,25 +28,25 @@ def features_of(constraint: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of a partition with the same hardware and features; a value is None if it is unknown."""
+    """Nodes in a partition with the same hardware and features; a value is None if it is unknown."""
 
     count: int
     cpus: int | None = None
-    """CPUs per node that are available to jobs, excluding those that Slurm reserves for itself."""
+    """The number of CPUs per node that jobs can use, excluding CPUs that Slurm reserves for itself."""
     mem_mib: int | None = None
-    """Memory per node in MiB that is available to jobs."""
+    """The memory per node in MiB that jobs can use."""
     gpus: dict[str, int] = field(default_factory=dict)
-    """GPUs per node by type; the type is an empty text if the site does not name it."""
+    """The number of GPUs per node by type; the type is "" if the site does not name it."""
     features: tuple[str, ...] = ()
 
     def num_gpus(self, gpu_type: str | None = None) -> int:
-        """GPUs per node, of one type or of all types."""
+        """Return the number of GPUs per node, for one type or for all types."""
         return sum(count for kind, count in self.gpus.items() if gpu_type in (None, kind))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition; a value is None if it is unknown, unlimited, or open to everyone."""
+    """A partition; a value is None if it is unknown, unlimited, or unrestricted."""
 
     name: str
     is_default: bool = False
@@ -55,47 +55,47 @@ class Partition:
     is_up: bool = True
     max_time_s: int | None = None
     default_time_s: int | None = None
-    """Time limit in seconds of a job that requests none; None if it equals `max_time_s`."""
+    """The time limit in seconds for a job that requests none, or None if it equals `max_time_s`."""
     min_nodes: int | None = None
-    """Minimum number of nodes of a job."""
+    """The minimum number of nodes for a job."""
     max_nodes: int | None = None
-    """Maximum number of nodes of a job."""
+    """The maximum number of nodes for a job."""
     max_cpus_per_node: int | None = None
-    """CPUs per node that jobs in the partition may use, if fewer than a node has."""
+    """The number of CPUs per node that jobs in the partition may use, or None if they may use all."""
     max_mem_mib: int | None = None
-    """Memory per node that jobs in the partition may use, if less than a node has."""
+    """The memory per node in MiB that jobs in the partition may use, or None if they may use all."""
     max_mem_per_cpu_mib: int | None = None
-    """Memory per CPU that jobs in the partition may use; a job that requests more gets additional CPUs."""
+    """The memory per CPU in MiB that jobs in the partition may use; a job that requests more gets additional
+    CPUs."""
     nodes: tuple[NodeKind, ...] = ()
-    """The nodes of the partition, grouped by kind; empty if unknown."""
+    """The nodes in the partition, grouped by kind; empty if unknown."""
     allowed_qos: tuple[str, ...] | None = None
     denied_qos: tuple[str, ...] = ()
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     allowed_groups: tuple[str, ...] | None = None
     needs_reservation: bool = False
-    """True if jobs in the partition must name a reservation."""
+    """True if jobs in the partition must specify a reservation."""
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, including those out of service."""
+        """The number of nodes in the partition, including nodes that are out of service."""
         return sum(kind.count for kind in self.nodes)
 
     @property
     def job_time_s(self) -> int | None:
-        """Time limit in seconds of a job that requests none; None if it is unlimited."""
+        """The time limit in seconds for a job that requests none, or None if it is unlimited."""
         return self.max_time_s if self.default_time_s is None else self.default_time_s
 
     def gpu_type(self, constraint: str | None = None) -> str | None:
-        """Return the GPU type of the nodes with certain features; None if there is none or several."""
+        """Return the GPU type of the nodes that match `constraint`, or None if there is none or several."""
         types = {name for kind in self.matching(constraint) for name in kind.gpus}
         return types.pop() if len(types) == 1 else None
 
     def matching(self, constraint: str | None, gpu_type: str | None = None) -> tuple[NodeKind, ...]:
-        """Return the nodes that have the features of a constraint and the GPU type.
+        """Return the nodes that match the features in `constraint` and the GPU type.
 
-        Only the operator ``&`` is evaluated: with any other operator, every node counts as having the
-        features.
+        Only the operator ``&`` is evaluated; with any other operator, every node is considered a match.
         """
         needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
         return tuple(
@@ -105,18 +105,18 @@ class Partition:
         )
 
     def usable_cpus(self, kind: NodeKind) -> int | None:
-        """CPUs per node of this kind that jobs in this partition may use; None if unknown."""
+        """Return the CPUs per node of this kind that jobs in this partition may use, or None if unknown."""
         return _least(kind.cpus, self.max_cpus_per_node)
 
     def usable_mem_mib(self, kind: NodeKind) -> int | None:
-        """Memory per node of this kind, in MiB, that jobs in this partition may use; None if unknown."""
+        """Return the memory per node, in MiB, that jobs in this partition may use; None if unknown."""
         cpus, each_mib = self.usable_cpus(kind), self.max_mem_per_cpu_mib
         of_cpus = None if cpus is None or each_mib is None else cpus * each_mib
         return _least(kind.mem_mib, self.max_mem_mib, of_cpus)
 
 
 def _least(*amounts: int | None) -> int | None:
-    """Return the smallest of the known amounts; None if none is known."""
+    """Return the smallest known amount, or None if no amount is known."""
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -129,7 +129,7 @@ class Account:
     partitions: tuple[str, ...] | None = None
     qos: tuple[str, ...] | None = None
     parents: tuple[str, ...] | None = None
-    """The ancestors of the account, the nearest first."""
+    """The account's ancestors, nearest first."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ class Qos:
     name: str
     max_time_s: int | None = None
     overrides: tuple[PartitionLimit, ...] | None = ()
-    """The partition limits that do not apply to jobs with this QOS; None if unknown."""
+    """The partition limits that do not apply to jobs with this QOS, or None if unknown."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is known of a cluster; configs are checked against it before they are submitted."""
+    """The known properties of a cluster; configs are checked against them before submission."""
 
     name: str
     partitions: tuple[Partition, ...] = ()
@@ -152,30 +152,30 @@ class Cluster:
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """The sbatch option that requests GPUs."""
     accounts: tuple[Account, ...] | None = None
-    """The accounts of the user; None if unknown, or if Slurm does not check accounts."""
+    """The user's accounts, or None if unknown or if Slurm does not check accounts."""
     qos: tuple[Qos, ...] | None = None
-    """The QOS of the cluster; None if unknown."""
+    """The cluster's QOS, or None if unknown."""
     slurm_version: tuple[int, ...] = ()
     containers: tuple[str, ...] = ()
-    """The names of the installed container programs, out of pyxis, apptainer, singularity and enroot."""
+    """The names of the installed container programs among pyxis, apptainer, singularity and enroot."""
     has_modules: bool = False
     reason: str = ""
-    """The origin of this description, in one sentence."""
+    """Where this description of the cluster comes from, in one sentence."""
     out_of_date_hint: str = ""
-    """Tells the user how to update the description if it is out of date."""
+    """A hint that explains how to update the description if it is out of date."""
     error: str = ""
-    """Why the cluster is unknown: the error of Slurm, or that Slurm did not answer."""
+    """Why the cluster is unknown: Slurm's error, or that Slurm did not answer."""
     expedited_requeue: bool | None = None
-    """True if jobs use the expedited requeue of Slurm 25.11; None if the site has not enabled it."""
+    """True if jobs use Slurm 25.11's expedited requeue, or None if the site has not enabled it."""
     groups: tuple[str, ...] | None = None
-    """The groups of this user; None if unknown, and for root, whom Slurm allows in every partition."""
+    """The user's groups, or None if unknown or if the user is root, whom Slurm allows in every partition."""
     bad_nodes: dict[str, str] = field(default_factory=dict)
-    """Hosts that failed within the last 24 hours, each with the reason; the most recent first."""
+    """Hosts that failed within the last 24 hours, each with the reason; most recent first."""
     forget_hint: str = ""
-    """Tells the user how to clear `bad_nodes`."""
+    """A hint that explains how to clear `bad_nodes`."""
 
     def partition(self, name: str | None) -> Partition | None:
-        """Return a partition by name, the default one for None; return None if there is no such partition."""
+        """Return the partition called `name` (None for the default one), or None if it does not exist."""
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)

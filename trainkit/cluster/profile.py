@@ -1,6 +1,6 @@
-"""Finds the cluster of a config, from a profile or from Slurm, and defines the format of profiles.
+"""Finds a config's cluster in a profile or through Slurm, and defines the profile format.
 
-A profile is a file `clusters/NAME.yaml` in the current folder or in the user's config folder.
+A profile is a file `clusters/NAME.yaml` in the current folder or the user's config folder.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CLUSTERS = "resources.clusters"
 
 @dataclass(frozen=True)
 class FoundProfile:
-    """A profile, and why it was chosen for a config."""
+    """A profile, and the reason why it was chosen for a config."""
 
     path: Path
     shown: str
-    """The file name for messages."""
+    """The profile's file name for messages."""
     profile: ClusterProfile
     defaults: Entry | None
-    """The `defaults` section of the profile, which is the lowest layer of every run config."""
+    """The profile's `defaults` section, which every other layer of a run config overrides."""
     reason: str
 
 
@@ -58,12 +58,12 @@ def user_folder() -> Path:
 
 
 def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
-    """Return the profile that a run uses; None if there is none.
+    """Return the profile that a run uses, or None if there is none.
 
-    The profile belongs to `launch.cluster`, or else to the first cluster in `resources.clusters`, or else to
-    the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one profile, that
-    profile is used. Raises ConfigError if the named profile does not exist, if two profiles describe the same
-    cluster, or if the profile is invalid.
+    The profile is selected by `launch.cluster`, or else by the first cluster in `resources.clusters`, or else
+    by the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one profile,
+    that profile is used. Raises ConfigError if the selected profile does not exist or is invalid, or if two
+    profiles describe the same cluster.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
@@ -79,7 +79,7 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
             return None
         return _found(alone[0], "it is the only profile, and slurm.conf contains no ClusterName")
     for paths in files:
-        # If several profiles name this cluster, prefer the profile whose file is named after the cluster.
+        # If several profiles have this cluster name, prefer the one whose file name is the cluster name.
         own = [path for path in sorted(paths, key=lambda path: path.stem != name) if _name_in(path) == name]
         if len(own) > 1 and own[0].stem != name:
             message = f"is not set, and {' and '.join(path.stem for path in own)} are both profiles of {name}"
@@ -107,9 +107,9 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the `name` in a profile, or the file's name if the profile cannot be read.
+    """Return the `name` in a profile, or its file name if the profile cannot be read.
 
-    The error is reported when the profile is loaded.
+    The read error is reported when the profile is loaded.
     """
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
@@ -131,10 +131,11 @@ def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry 
 
 
 def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
-    """Return the cluster of a config, from its profile or Slurm; set `error` if Slurm does not answer.
+    """Return a config's cluster from its profile or Slurm; set `error` if Slurm does not answer.
 
-    `run` is the folder of a run that is started again: the bad nodes then include those where a start of this
-    run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is unknown.
+    `run` is the folder of a run that is being restarted; the bad nodes then include hosts where a start of
+    this run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is
+    unknown.
     """
     if loaded.config.resources.clusters:
         _check_clusters(loaded)
@@ -142,18 +143,18 @@ def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
     name = known.name if known.partitions else _first_cluster(loaded) or cluster_name() or known.name
     bad = excluded(name, run=None if run is None else str(run))
     if len(loaded.config.resources.clusters) > 1:
-        bad = {}  # Other clusters would refuse a job that names hosts of the first cluster.
+        bad = {}  # Other clusters would reject a job that excludes hosts of the first cluster.
     hint = f"`rm {quote(str(memory_file(name)))}` clears the list"
     return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
 
 
 def _first_cluster(loaded: LoadedConfig) -> str | None:
-    """Return the cluster that a run is planned for, if the config lists clusters."""
+    """Return the cluster for which a run is planned, or None if the config lists no clusters."""
     return next(iter(loaded.config.resources.clusters), None)
 
 
 def _check_clusters(loaded: LoadedConfig) -> None:
-    """Raise ConfigError unless Slurm commands can be sent to all of `resources.clusters`.
+    """Raise ConfigError unless Slurm commands can address all clusters in `resources.clusters`.
 
     The check is needed because sbatch silently ignores unknown names in a list of clusters.
     """
@@ -197,7 +198,7 @@ def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
 
 
 def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
-    """Query Slurm for the cluster; if Slurm does not answer, set only `error` and `reason`."""
+    """Query Slurm for the cluster; if Slurm does not answer, return only an `error` and a `reason`."""
     resources = loaded.config.resources
     try:
         name = other_cluster(_first_cluster(loaded)) or ""
@@ -211,8 +212,8 @@ def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
     request = ResourceRequest.of(resources, cluster)
     if resources.qos is None or not any(map(request.exceeds, request.partitions)):
         return cluster
-    # Only accounting knows whether the QOS overrides the limit that the job exceeds. Accounting is slow, so
-    # query it only if needed.
+    # Only the accounting database knows whether the QOS overrides the limit that the job exceeds. The
+    # accounting database is slow, so query it only if needed.
     qos = query_qos()
     return cluster if qos is None else replace(cluster, qos=qos)
 
@@ -238,7 +239,7 @@ GpuCounts = Annotated[
 
 
 class NodesProfile(Section):
-    """A `NodeKind` in a profile; `gpus` is a number if the cluster does not name GPU types."""
+    """A `NodeKind` in a profile; `gpus` is a plain number if the cluster does not name its GPU types."""
 
     count: AtLeastOne = 1
     cpus: AtLeastOne | None = None
@@ -248,7 +249,7 @@ class NodesProfile(Section):
 
 
 class PartitionProfile(Section):
-    """A `Partition` in a profile; null where there is no limit."""
+    """A `Partition` in a profile; a value is null if there is no limit."""
 
     is_default: bool = Field(default=False, alias="default")
     is_hidden: bool = Field(default=False, alias="hidden")
@@ -285,9 +286,9 @@ class QosProfile(Section):
 
 
 class ClusterProfile(Section):
-    """A `Cluster` that configs are checked against, and defaults for every run on that cluster.
+    """A `Cluster` against which configs are checked, and default config values for runs on that cluster.
 
-    A key in the file has the alias of its field, or else the field's name; a null or missing value is
+    A key in the file is the alias of its field or else the field's name; a null or missing value means
     unknown.
     """
 
@@ -304,7 +305,7 @@ class ClusterProfile(Section):
     qos: dict[str, QosProfile | None] | None = None
     partitions: dict[str, PartitionProfile | None] | None = None
     defaults: dict[str, JsonValue] | None = None
-    """Config keys for every run on this cluster; the user's own configs override them."""
+    """Default config values for every run on this cluster; the user's own configs override them."""
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
         values = dict(self)
@@ -336,7 +337,7 @@ def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
 
 
 def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """Return one problem per key, in the order of the file; a list item has the line number of its list."""
+    """Return one problem per key, in file order; problems in a list item have the list's line number."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         path = tuple(map(str, item["loc"]))

@@ -1,4 +1,4 @@
-"""Chooses where a run starts, on Slurm or on this machine."""
+"""Chooses whether a run starts on Slurm or on this machine."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a job: a backend and, for Slurm, the cluster."""
+    """Where a job runs: a backend and, for Slurm, the cluster."""
 
     backend: Literal["local", "launcher", "sbatch", "submitit", "srun"]
     reason: str
     """Why this backend was chosen, in one sentence."""
     cluster: Cluster | None = None
-    """The cluster; None without Slurm."""
+    """The cluster, or None if the backend does not use Slurm."""
     node_sizes: tuple[int, ...] | None = None
-    """Workers per node, if a step or another launcher (``srun launcher``) has already started the
-    processes."""
+    """The workers on each node, if a Slurm step or another launcher (``srun launcher``) has already started
+    the processes."""
     per: Literal["gpu", "node"] | None = None
-    """Whether the running step has one task per GPU or one task per node; None without such a step."""
+    """Whether the running Slurm step has one task per GPU or one task per node, or None outside a step."""
     finds_cluster: bool = True
-    """True if the profile of a cluster may set defaults; False for ranks that another launcher started."""
+    """True if a cluster's profile may set defaults; False for ranks that another launcher started."""
 
     @property
     def submits_job(self) -> bool:
@@ -61,7 +61,7 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
     configured = conf_file()
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
-    finds = finds_cluster()  # checked last, because it runs a command
+    finds = finds_cluster()  # checked last, because it runs an external command
     if finds is None:
         # Never train on a login node just because slurm.conf was not found.
         raise SlurmError(
@@ -76,25 +76,26 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
 
 
 def is_cluster_of_host(cluster: str | None) -> bool:
-    """Return whether a job runs on this host's cluster, not on one that only a profile describes.
+    """Return whether a job runs on this host's cluster, rather than on one that only a profile describes.
 
-    `cluster` is `launch.cluster`.
+    `cluster` is the value of `launch.cluster`.
     """
     return shutil.which("sbatch") is not None and (cluster is None or conf_file() is not None)
 
 
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
-    """Return the target of a config with a description of its cluster; `backend` overrides the config's.
+    """Return a config's target, including a description of its cluster; `backend` overrides the config's.
 
-    `run` is the folder of a run that is started again; see `known_cluster`. Raises ConfigError if a cluster
-    profile is invalid or does not exist, or if a job cannot be sent to the clusters.
+    `run` is the folder of a run that is being restarted; see `known_cluster`. Raises ConfigError if a cluster
+    profile is invalid or does not exist, or if the clusters cannot be reached by Slurm commands.
     """
     launch = loaded.config.launch
     chosen, reason = choose_backend(backend or launch.backend, launch.cluster)
     if chosen == "local":
         return Target("local", reason)
 
-    # Imported only for Slurm, because a run on this machine needs neither profiles nor Slurm commands.
+    # Import this module only for Slurm, because a run on this machine needs neither profiles nor Slurm
+    # commands.
     from trainkit.cluster.profile import known_cluster
 
     if chosen == "submitit" and loaded.config.resources.clusters:
@@ -112,9 +113,9 @@ def load_with_cluster(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config like `load_config`, but the `defaults` of its cluster's profile override `defaults`.
+    """Load a config like `load_config`, but let `defaults` in its cluster's profile override `defaults`.
 
-    Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
+    Raises the same InvalidConfig as `load_config` and the same ConfigError as `make_target`.
     """
     load = partial(load_config, path, profile=profile, overrides=overrides, flags=flags)
     invalid = None
@@ -134,7 +135,7 @@ def load_with_cluster(
 
 
 def _cluster_defaults(loaded: LoadedConfig) -> Entry | None:
-    """Return the `defaults` in the profile of a config's cluster; None for a run on this machine."""
+    """Return the `defaults` in the profile of a config's cluster, or None for a run on this machine."""
     launch = loaded.config.launch
     if choose_backend(launch.backend, launch.cluster)[0] == "local":
         return None

@@ -1,4 +1,4 @@
-"""Cancels a run or all runs of a group: the ranks save and exit, or are killed immediately."""
+"""Cancels a run or all runs in a group: the ranks save and exit, or are killed immediately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_sign
 from trainkit.slurm.jobs import query_clusters, query_jobs
 
 WAIT_MARGIN_S = 30.0
-"""Seconds that ``--wait`` waits after the grace time."""
+"""Seconds that ``--wait`` waits in addition to the grace time."""
 GROUP_POLL_S = 2.0
 POLL_S = 0.05
 
@@ -42,22 +42,22 @@ class CancelResult:
     """The result of `cancel_run` or `cancel_group`."""
 
     state: str
-    """``ended`` if the run had already ended, ``cancelled`` if it has ended now, ``cancelling`` while it
-    saves, and ``restarted`` if another command has started it again in the meantime."""
+    """``ended`` if the run had already ended, ``cancelled`` if the cancellation is complete, ``cancelling``
+    while the run saves, or ``restarted`` if another command has started the run again."""
     message: str
-    """A message for the user, which names the run folder."""
+    """A message for the user that names the run folder."""
     facts: dict[str, object]
-    """The values for ``--json``."""
+    """The values that ``--json`` prints."""
     entry: AttemptRecord | None = None
-    """The attempt that is saving now; None if no attempt is saving."""
+    """The attempt that is saving, or None if no attempt is."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
-    """Ask a run to save and exit, or kill it if `now` is set; with `wait`, return only once it has ended.
+    """Ask a run to save and exit, or kill it if `now` is set; if `wait` is set, wait until it has ended.
 
-    The cancellation is recorded under the run's lock. Because the supervisor reads the cancellation in
-    job.json before each attempt, it obeys even if the signal is lost. Raises UsageError if the run cannot be
-    reached from this host, and SlurmUnreachable if Slurm does not answer.
+    The cancellation is recorded in job.json while holding the run's lock. The supervisor reads job.json
+    before each attempt, so the cancellation takes effect even if the signal is lost. Raises UsageError if
+    this host cannot reach the run, and SlurmUnreachable if Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):
@@ -66,17 +66,16 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         if entry is not None:
             is_signalled = not now and entry.is_cancelled and _got_stop_signal(run, entry)
             try:
-                # Keep the job of `entry`, because it may be a chained job that continues the recorded
-                # attempt.
+                # Keep the job in `entry`, which may be a chained job that continues the recorded attempt.
                 entry = replace(entry, cancelled_at=mark_cancelled(run, now=now).cancelled_at)
             except OSError as error:
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
-            # Cancel the chained jobs first, because they would start when the run's job ends.
+            # Cancel chained jobs first, because otherwise they would start when the run's job ends.
             cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            elif not is_signalled:  # a second signal makes many scripts exit without saving
+            elif not is_signalled:  # on a second signal, many scripts exit without saving
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, job, now)
@@ -100,13 +99,13 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
 
 
 def _got_stop_signal(run: RunDir, entry: AttemptRecord) -> bool:
-    """Return whether an earlier cancellation has already sent the stop signal to an attempt's processes."""
+    """Return whether an earlier cancellation has already signalled an attempt's processes."""
     found = read_events(run, "signal", attempt=entry.attempt)
     return any(event.text("signal") == signal.SIGTERM.name for event in found)
 
 
 def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
-    """Cancel the job of an ended run if the job still exists in Slurm and hangs or would start again."""
+    """Cancel the job of an ended run if Slurm still lists the job, because it hangs or would start again."""
     job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
@@ -125,11 +124,11 @@ def _naming(folder: RunFolder, message: str) -> str:
 
 
 def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
-    """Cancel all unfinished runs of a group with a constant number of Slurm commands.
+    """Cancel all unfinished runs in a group with a constant number of Slurm commands.
 
-    Pending runs never start; running ones save and exit, or are killed if `now` is set. With `wait`, the
-    function returns only once the runs have ended. Raises UsageError if the id of the group's array job is
-    unknown. If a cluster does not answer, its error is raised after the runs on the other clusters have been
+    Pending runs never start; running ones save and exit, or are killed if `now` is set. If `wait` is set, the
+    function returns only once all runs have ended. Raises UsageError if the id of the group's job array is
+    unknown. If a cluster does not answer, an error is raised after the runs on all other clusters have been
     cancelled.
     """
     if group.record.process is not None:
@@ -160,7 +159,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     left = [] if group.record.cancelled_at else group.left
     if alive or left:
         refuse_copied_group(group, "cancel")
-        # A resumed trial has a job of its own, which is not part of the arrays.
+        # A resumed trial has its own job, which is not part of the group's arrays.
         own = [job for job in job_ids if base_id(job) not in group.jobs]
         _cancel_trials(group, running, pending, [*filter(answers, group.jobs), *own], now)
         pending += left
@@ -177,7 +176,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
 
 
 def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> CancelResult:
-    """Cancel a group of this machine, starting with the process that would start its pending runs."""
+    """Cancel a group on this machine, starting with the process that would start the pending runs."""
     if process.alive() is None:
         raise UsageError(
             f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
@@ -185,12 +184,12 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # In a copy of the group's folder, the recorded process is the original group's. That process holds the
-    # lock of the original folder only, so it is not signalled here.
+    # In a copy of a group's folder, the recorded process belongs to the original group. That process holds
+    # only the lock in the original folder, so do not signal it here.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
-            os.kill(process.pid, signal.SIGCONT)  # a stopped process handles SIGTERM only once it continues
+            os.kill(process.pid, signal.SIGCONT)  # a stopped process handles SIGTERM only after SIGCONT
         time.sleep(POLL_S)
     pending = {trial.index for trial in found if trial.state == "pending"}
     results, problems = dict[int, CancelResult](), list[Exception]()
@@ -200,7 +199,7 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
                 results[index] = cancel_run(group.run(index), now=now, wait=False, warn=print_note)
             except (OSError, TrainkitError) as error:
                 problems.append(error)
-    if problems:  # all runs that could be cancelled have been
+    if problems:  # by now, all runs that could be cancelled have been
         raise problems[0]
     saving = [(group.run(index), result.entry) for index, result in results.items() if result.entry]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
@@ -244,7 +243,7 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
 def _cancel_trials(
     group: RunGroup, running: Sequence[int], pending: Sequence[int], jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel trials by index; `jobs` are their arrays and the jobs of trials outside the arrays."""
+    """Cancel trials by index; `jobs` contains their arrays, and the jobs of trials outside the arrays."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     entries: list[tuple[RunDir, AttemptRecord]] = []
@@ -253,7 +252,7 @@ def _cancel_trials(
             entries.append((run, mark_cancelled(run, now=now)))
     started = [(run, entry) for run, entry in entries if int(run.name) in running]
     if now:
-        # Kill the steps before calling scancel, whose SIGTERM would make the ranks start to save.
+        # Kill the steps before calling scancel, because on scancel's SIGTERM the ranks would start to save.
         steps = [(entry.job, step_of(run, entry)) for run, entry in started]
         with contextlib.suppress(UsageError):
             kill_steps([(job, step_id) for job, step_id in steps if step_id is not None])
@@ -261,11 +260,11 @@ def _cancel_trials(
     else:
         cancel_waiting(jobs)
         if running:
-            # A trial without a run folder has no agent yet that could translate the signal for its ranks.
+            # A trial without a run folder has no agent yet that could translate the signal for the ranks.
             sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
             send_signal(jobs, sent.name)
     for run, entry in entries:
-        # No supervisor is left that could record the end of the attempts.
+        # The supervisor has been killed or never started, so record the attempt's end here.
         if now or int(run.name) in pending:
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 

@@ -1,4 +1,4 @@
-"""Describes a run before its next attempt, and refuses config changes that are incompatible with the run."""
+"""Describes a run before its next attempt, and rejects config changes that are incompatible with the run."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
-"""The keys that determine the order of the samples; the trainer also compares the data itself."""
+"""The keys that determine the order of the samples; the trainer additionally compares the data itself."""
 
 
 @dataclass(frozen=True)
 class RunSoFar:
-    """The state of a run before its next attempt; `run_so_far` collects the values once."""
+    """The state of a run before its next attempt, as collected by `run_so_far`."""
 
     run: RunDir
     job: JobRecord
     config: RunConfig
     plan: LaunchPlan
     end: AttemptEnd | None
-    """The end of the newest attempt; None if the attempt left no record of its end."""
+    """The recorded end of the newest attempt, or None if the attempt did not record one."""
     saved: Sequence[Checkpoint]
     """The checkpoints of the run, oldest first."""
 
     @property
     def step(self) -> int:
-        """Return the step of the newest checkpoint; 0 if there is no checkpoint."""
+        """Return the step of the newest checkpoint, or 0 if there is no checkpoint."""
         return self.saved[-1].step if self.saved else 0
 
 
 def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunSoFar:
-    """Return the `RunSoFar` of a run, using the config and plan of `source`.
+    """Return the `RunSoFar` of a run, with the config and plan from `source`.
 
-    `source` is the run itself or one of its attempts.
+    `source` is either the run itself or one of its attempts.
     """
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     return RunSoFar(run, job, *config_and_plan(source), end, published(run.checkpoints_dir))
 
 
 def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:
-    """Yield a line such as ``optimizer.lr: 0.002 -> 0.01`` for each changed value that is not `ignored`."""
+    """Yield a line such as ``optimizer.lr: 0.002 -> 0.01`` for each changed key that is not in `ignored`."""
     old, new = flat_values(before), flat_values(after)
     for key in sorted((old.keys() | new.keys()) - {*ignored}):
         if old.get(key) != new.get(key):
@@ -68,7 +68,7 @@ def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) 
 
 
 def flat_values(config: RunConfig) -> dict[str, object]:
-    """Return the values of a config by dotted key, such as ``optimizer.lr``."""
+    """Return a config's values, keyed by dotted name such as ``optimizer.lr``."""
     flat: dict[str, object] = {}
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
@@ -79,7 +79,7 @@ def flat_values(config: RunConfig) -> dict[str, object]:
 
 
 def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str | None:
-    """Describe how the learning rate changes at the step where a run resumes; None if it does not change."""
+    """Describe how the learning rate changes at the step where a run resumes, or None if it does not."""
     before, step, steps = so_far.config, so_far.step, after.train.steps
     if not so_far.saved or before.train.steps is None or steps is None:
         return None
@@ -97,11 +97,11 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
 
 
 def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> float | None:
-    """Return the expected seconds until step `steps`, at the speed of the newest attempt.
+    """Return how many seconds the run takes until step `steps` at the newest attempt's speed.
 
-    Returns None if the plan changes the speed, or if the speed is unknown.
+    Returns None if the speed is unknown or the plan changes it.
     """
-    names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a step
+    names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a training step
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
         return None
     measured = numbers(RunHistory(so_far.run).newest_steps(), "step_s")
@@ -109,9 +109,9 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
 
 def missing_save(so_far: RunSoFar) -> str | None:
-    """Describe where a run without a save starts again; None if the run has saved.
+    """Describe where a run that has not saved yet starts again, or None if the run has saved.
 
-    A command that does not use `trainkit.loop` reports a save only by its exit code.
+    A command that does not use `trainkit.loop` reports a save only through its exit code.
     """
     if so_far.saved:
         return None
@@ -124,15 +124,15 @@ def missing_save(so_far: RunSoFar) -> str | None:
 
 
 def share_left(so_far: RunSoFar, steps: int | None) -> float:
-    """Return the fraction of a run's steps that come after its newest checkpoint; 1 if unknown."""
+    """Return the fraction of a run's steps that remain after its newest checkpoint; 1 if unknown."""
     return 1.0 if steps is None else max(0.0, 1 - so_far.step / steps)
 
 
 def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False) -> None:
-    """Raise UsageError if the run has finished and the new config requests no further work.
+    """Raise UsageError if the run has finished and the new config does not request further work.
 
-    For the trainer, further work is a different number of steps or epochs. For a command, any changed value
-    or new code is further work.
+    For the trainer, a different number of steps or epochs is considered further work. For a command, any
+    changed value or new code is considered further work.
     """
     run, before, plan = so_far.run, so_far.config, so_far.plan
     if so_far.end is None or so_far.end.state != "finished":
@@ -157,9 +157,9 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
 
 
 def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts | None) -> None:
-    """Raise a ConfigError that names all config values that are incompatible with the newest checkpoint.
+    """Raise a ConfigError that lists all config values that are incompatible with the newest checkpoint.
 
-    `data` is None for a custom task.
+    `data` is None if the run trains a custom task.
     """
     if not so_far.saved:
         return
@@ -167,7 +167,7 @@ def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts 
     try:
         manifest = newest.manifest()
     except (OSError, ValueError):
-        return  # the trainer will skip the damaged checkpoint, and check the config against an earlier one
+        return  # the trainer will skip the damaged checkpoint and check the config against an older one
     problems = list(_problems(manifest, loaded, data, newest.path.name))
     if problems:
         raise ConfigError(problems)
@@ -180,10 +180,10 @@ def _problems(
     hint = "use the old value, or start a new run"
     before: dict[str, object] = {"task": manifest.task, "optimizer.name": manifest.optimizer}
     before |= {key: manifest.data.get(key) for key in FIXED_KEYS}
-    if data is not None:  # for a custom task, the trainer itself compares the parameters
+    if data is not None:  # the trainer itself compares the parameters of a custom task
         before["model.architecture"] = (manifest.model or {}).get("architecture")
     for key, old in before.items():
-        # Compare only the class name of a task or an architecture, because the path may have changed.
+        # For a task or an architecture, compare only the class name, because the path may have changed.
         if old is not None and str(old).rpartition(":")[2] != str(now[key]).rpartition(":")[2]:
             yield loaded.problem(key, f"is {now[key]}, but {name} was trained with {old}", hint)
     if config.train.steps is not None and config.train.steps < manifest.step:
@@ -202,5 +202,5 @@ def _problems(
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model's parameters, without dropout, which may change."""
+    """Return the shape of the model's parameters; omits dropout, which may change."""
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)

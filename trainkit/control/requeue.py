@@ -1,4 +1,4 @@
-"""Starts a run again unchanged, with the config and plan of its newest attempt."""
+"""Restarts a run without changes, using the config and plan of its newest attempt."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Requeued:
 
 
 def requeue_run(run: RunDir) -> Requeued:
-    """Requeue a run; if its job is running, signal the job to save and requeue itself.
+    """Requeue a run; if its job is running, signal the job to save and to requeue itself.
 
-    Raises UsageError if the job is pending, or if it is being cancelled and has not ended yet.
+    Raises UsageError if the job is pending, or is being cancelled but has not ended yet.
     """
     refuse_by_hand(run)
     with run_lock(run):
@@ -49,13 +49,13 @@ def requeue_run(run: RunDir) -> Requeued:
             )
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
-            # The run is going to restart anyway, so its job needs no signal.
+            # The run is going to restart anyway, so do not signal its job.
             own = backend_of(entry).job(entry)
             outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
-            # The signal alone can be lost, because no process receives it between two steps of the job.
-            # Because the signal can be lost, record the request too.
-            with suppress(OSError):  # if the disk is full, the signal has to suffice
+            # Between two steps of a job, no process receives the signal. Therefore, record the request in
+            # job.json too.
+            with suppress(OSError):  # if the disk is full, only the signal is sent
                 change_newest(run, requeue_requested_at=utc_now())
             outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
             if outcome == "waiting":
@@ -69,10 +69,10 @@ def requeue_run(run: RunDir) -> Requeued:
 
 
 def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
-    """Start the next attempt of an ended run, with the config and plan of its newest attempt.
+    """Start the next attempt of an ended run, using the config and plan of its newest attempt.
 
-    The caller must hold the run's lock. Raises UsageError if the run was never started, or if its trainer has
-    finished all steps. A finished command may be started again, because only the user knows whether work
+    The caller must hold the run's lock. Raises UsageError if the run was never started, or if the trainer has
+    finished all steps. A finished command can be started again, because only the user knows whether work
     remains.
     """
     newest = job.newest
@@ -93,9 +93,9 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
 
 
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
-    """Exclude the hosts on which the run's newest job ended before its supervisor began.
+    """Exclude the hosts where the run's newest job ended before its supervisor began.
 
-    Returns the excluded hosts. Raises SlurmUnreachable.
+    Returns the hosts that are now excluded. Raises SlurmUnreachable if Slurm does not answer.
     """
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):

@@ -1,4 +1,4 @@
-"""Resumes a run, possibly with a changed config or as a new run, and the remaining runs of a group."""
+"""Resumes a run, optionally with a changed config or as a new run, or the remaining runs in a group."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from trainkit.shipped import node_chooser
 
 @dataclass(frozen=True)
 class PlannedResume:
-    """The planned next attempt of a run."""
+    """The plan for the next attempt of a run."""
 
     so_far: RunSoFar
     loaded: LoadedConfig
     plan: LaunchPlan
     choice: NodesChoice | None = None
-    """The reason for the chosen number of nodes, if `chooses_nodes` was set."""
+    """How the number of nodes was chosen, or None unless `chooses_nodes` was set."""
 
 
 @contextmanager
@@ -62,11 +62,11 @@ def planned_resume(
     new_code: bool = False,
     chooses_nodes: bool = False,
 ) -> Iterator[PlannedResume]:
-    """Plan the next attempt of a run, with the folder of its submission as the working directory.
+    """Plan a run's next attempt; while planning, the run's submission folder is the working directory.
 
-    The run stays on its machine or cluster, unless `target` or ``launch.backend`` in `flags` names another.
-    With `chooses_nodes`, the plan uses the number of nodes with which the run is expected to finish first.
-    `starts_here` means that this command starts the attempt in the run's own folder. Raises UsageError or
+    The run stays on its machine or cluster unless `target` is given or `flags` sets ``launch.backend``.
+    If `chooses_nodes` is set, the plan uses the number of nodes that is expected to finish the run first.
+    `starts_here` means that this command will start the attempt in the run's own folder. Raises UsageError or
     ConfigError if the run cannot resume, for example because the new values are incompatible with the newest
     checkpoint.
     """
@@ -94,7 +94,7 @@ def planned_resume(
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
-            plan = replace(plan, after=so_far.plan.after)  # the run still waits for the jobs in `after`
+            plan = replace(plan, after=so_far.plan.after)  # the run still waits for these jobs
         if not workload.is_command:
             refuse_incompatible(so_far, loaded, facts.data)
         yield PlannedResume(so_far, loaded, plan, choice)
@@ -109,31 +109,30 @@ def resume_run(
     now: bool = False,
     foreground: bool = False,
 ) -> AttemptRecord:
-    """Start the next attempt of an ended run with this config and plan; return its job.json entry.
+    """Start the next attempt of an ended run with this config and plan; return the attempt's job.json entry.
 
-    `new_code` replaces the run's copy of the code; see `NewAttempt` for `now` and `foreground`.
+    `new_code` replaces the run's copy of the code; for `now` and `foreground`, see `NewAttempt`.
     Raises UsageError if the run is still running.
     """
     with run_lock(run):
         job = read_whole_job(run)
-        # Check under the lock that the run is not running, because another command may have started it in the
-        # meantime.
+        # Check again under the lock, because another command may have started the run in the meantime.
         require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
 
 
 def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:
-    """Return this machine as the target if the attempt ran here and the config sets no backend, else None."""
+    """Return this machine as the target if the attempt ran here and the config sets no backend; else None."""
     reason = None if entry is None else backend_of(entry).stays_here(entry)
     return Target("local", reason) if reason and loaded.config.launch.backend == "auto" else None
 
 
 def resume_group(group: RunGroup) -> str:
-    """Start the unsubmitted runs of a group; on this machine, start its unfinished runs too.
+    """Start the unsubmitted runs in a group; if the group is on this machine, start all unfinished runs.
 
-    Returns the job id of the group, which is the id of the newest array on Slurm. Raises UsageError if the
-    group's process may still be alive, or if there is no run to start.
+    Returns the group's job id; on Slurm, this is the id of the newest array. Raises UsageError if the group's
+    process may still be alive, or if no run needs to be started.
     """
     path, process = group.word, group.record.process
     if process is None:
@@ -175,7 +174,7 @@ def _submit_remaining(group: RunGroup) -> str:
 
 
 def newest_checkpoint_of(run: RunDir) -> Path:
-    """Return the newest intact checkpoint of a run; raise UsageError if there is none."""
+    """Return the newest intact checkpoint of a run; raise UsageError if it has none."""
     checkpoint = newest_intact(published(run.checkpoints_dir))
     if checkpoint is None:
         raise UsageError(
@@ -185,7 +184,7 @@ def newest_checkpoint_of(run: RunDir) -> Path:
 
 
 def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
-    """Copy a checkpoint to a newly created run; remove the run folder if that fails."""
+    """Copy a checkpoint to a newly created run; if copying fails, remove the run folder."""
     try:
         copy_checkpoint(checkpoint, run)
     except BaseException:
@@ -194,7 +193,7 @@ def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
 
 
 def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
-    """Publish a copy of a checkpoint in another run; use hard links if the filesystem supports them.
+    """Publish a copy of a checkpoint in another run, using hard links if the filesystem supports them.
 
     Published checkpoints never change, so both runs can share the files.
     """

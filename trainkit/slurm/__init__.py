@@ -1,1 +1,1 @@
-"""The only package that runs Slurm's commands; it knows Slurm's host lists, states, reasons and versions."""
+"""The only package that runs Slurm commands; it parses Slurm's host lists, states, reasons and versions."""

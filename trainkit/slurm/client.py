@@ -1,4 +1,4 @@
-"""Runs Slurm's commands with a timeout and turns their failures into errors with hints."""
+"""Runs Slurm commands with a timeout, and converts their failures into errors with hints."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ from typing import TypeVar
 from trainkit.errors import SlurmError, UsageError
 
 QUERY_TIMEOUT_S = 12.0
-"""Timeout of a query; Slurm's commands give up somewhat earlier by default, so that they can report the
-reason. With a timeout of 12 s, a command of trainkit ends within 15 s if Slurm does not answer."""
+"""Timeout of a query in seconds; by default, Slurm's commands give up slightly earlier, so that they can
+report the reason. With a timeout of 12 s, a trainkit command exits within 15 s if Slurm does not answer."""
 JOB_TIMEOUT_S = 30.0
-"""Timeout of requests from inside a job, where nobody is waiting and a busy controller may answer late."""
+"""Timeout in seconds of requests from inside a job, where no user is waiting and a busy controller may answer
+late."""
 QUERY_PATIENCE_S = 5.0
-"""Seconds for which a query is retried; the value is small because Slurm's commands retry by themselves."""
+"""Seconds for which a failed query is retried; the value is small because Slurm's commands retry by
+themselves."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
 _OUTPUT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-"""Prefixes of variables that change the output of Slurm's commands; SQUEUE_STATES=RUNNING hides pending jobs.
+"""Prefixes of environment variables that change the output of Slurm's commands; for example,
+SQUEUE_STATES=RUNNING hides pending jobs.
 """
 
 _ACCOUNTING = ("sacct", "sacctmgr")
 
 NO_ANSWER_S = 5.0
-"""Seconds after an unanswered request during which a query gets only SHORT_TIMEOUT_S and is not retried."""
+"""For this many seconds after Slurm failed to answer a request, queries have only SHORT_TIMEOUT_S and are not
+retried."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
 _last: dict[_Place, tuple[float, bool]] = {}
 """Maps a controller (identified by PATH, SLURM_CONF and cluster) to the time of the last request and whether
-it was answered."""
+the controller answered."""
 ANSWER_VALID_S = 10.0
 
 T = TypeVar("T")
 
 
 class SlurmUnreachable(SlurmError):
-    """Slurm did not answer; trainkit exits with code 3.
+    """Raised if Slurm does not answer; trainkit exits with code 3.
 
     `may_have_arrived` means that Slurm may have carried out the request.
     """
@@ -55,7 +59,7 @@ class SlurmUnreachable(SlurmError):
 
 
 class SlurmRefused(UsageError):
-    """Slurm refused the request; trainkit exits with code 2.
+    """Raised if Slurm rejects a request; trainkit exits with code 2.
 
     `sentence` is Slurm's error message.
     """
@@ -76,10 +80,10 @@ def run_slurm(
 ) -> str:
     """Run a Slurm command once, without a shell, and return its stdout; invalid UTF-8 becomes U+FFFD.
 
-    The command addresses `cluster`, which may be a comma-separated list; by default, it addresses the cluster
-    of the environment. `with_stderr` puts the command's stderr before its stdout in the result. Raises
-    UsageError if the program is not installed, SlurmUnreachable if Slurm does not answer within `timeout_s`,
-    and SlurmRefused if Slurm refuses the request.
+    The command is sent to `cluster`, which may be a comma-separated list; by default, to the cluster that the
+    environment selects. If `with_stderr` is set, the result is the command's stderr followed by its stdout.
+    Raises UsageError if the program is not installed, SlurmUnreachable if Slurm does not answer within
+    `timeout_s`, and SlurmRefused if Slurm rejects the request.
     """
     program = argv[0]
     environ = os.environ if environ is None else environ
@@ -95,8 +99,8 @@ def run_slurm(
     if cluster:
         argv = [program, f"--clusters={cluster}", *argv[1:]]
     place = _place(environ, cluster)
-    # Use a short timeout if the controller has just failed to answer, so that several queries in a row do not
-    # each wait for it.
+    # Use a short timeout if the controller did not answer the last request, so that several queries in a row
+    # do not each wait for the full timeout.
     if timeout_s <= QUERY_TIMEOUT_S and _was(place, False, NO_ANSWER_S):
         timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
     began_s = time.monotonic()
@@ -125,14 +129,14 @@ def run_slurm(
         if isinstance(failed, SlurmUnreachable):
             _note_unanswered(program, place, began_s)
         raise failed
-    # Queries of the accounting database, `--version` and `--help` are not answered by the controller.
+    # The controller does not answer accounting queries, `--version` or `--help`.
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
         _last[place] = time.monotonic(), True
     return stderr + stdout if with_stderr else stdout
 
 
 def _note_unanswered(program: str, place: _Place, began_s: float) -> None:
-    # The accounting database has a separate daemon, which may be down while the controller runs.
+    # The accounting database has its own daemon, which may be down while the controller is running.
     if program not in _ACCOUNTING and time.monotonic() - began_s >= SHORT_TIMEOUT_S:
         _last[place] = time.monotonic(), False
 
@@ -147,11 +151,11 @@ def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
 
 
 def require_controller(clusters: Sequence[str] = ()) -> None:
-    """Raise SlurmUnreachable unless Slurm answers a query or has answered one within ANSWER_VALID_S.
+    """Raise SlurmUnreachable unless Slurm answers a query now or has answered one within ANSWER_VALID_S.
 
-    Call this before submitting a job, because if the answer to a submission is lost while Slurm is down,
-    finding out about the job takes minutes. With several `clusters`, sbatch itself skips clusters that do not
-    answer.
+    Call this before submitting a job: if Slurm is down and the answer to a submission is lost, finding out
+    whether the job exists takes minutes. If there are several `clusters`, sbatch itself skips clusters that
+    do not answer.
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
     place = _place(os.environ, cluster)
@@ -160,12 +164,12 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
-    """Return the error for a command's exit code and output; an unknown message means that Slurm refused."""
-    # sbatch prints a line with "sleeping and retrying" before each retry of its own.
+    """Return the error for a command's exit code and output; an unknown message is considered a rejection."""
+    # sbatch prints a line with "sleeping and retrying" whenever it retries.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # If there are two controllers, the answer of one may be lost although the request never reached the
-    # other. The request is assumed to have been carried out.
+    # If a site has two controllers, one answer may be lost although the request never reached the other
+    # controller. In this case, assume that Slurm has carried out the request.
     is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
     is_away = is_lost or bool(undelivered)
     known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS
@@ -204,7 +208,7 @@ _UNDELIVERED = re.compile(
     r"|System submissions disabled"
     r"|invalid entry for --cluster"
 )
-"""Matches messages that mean that Slurm never received the request."""
+"""Matches error messages which mean that Slurm never received the request."""
 _LOST = re.compile(
     r"Unable to contact slurm controller"
     r"|Socket timed out"
@@ -226,7 +230,7 @@ _LOST = re.compile(
     r"|failed to open persistent connection"
     r"|DBD_\w+ failure"
 )
-"""Matches messages that mean that the answer was lost, so Slurm may have carried out the request."""
+"""Matches error messages which mean that the answer was lost, so Slurm may have carried out the request."""
 
 UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again once it is up"
 UNREACHABLE_HINTS = (
@@ -296,7 +300,7 @@ REFUSAL_HINTS = (
 
 
 def cleaned(stderr: str) -> str:
-    """Return Slurm's message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
+    """Return a Slurm message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
     lines = [_PREFIX.sub("", line).strip() for line in stderr.splitlines()]
     return "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith('Try "')))
 
@@ -309,9 +313,9 @@ def query(
     patience_s: float = QUERY_PATIENCE_S,
     cluster: str = "",
 ) -> str:
-    """Run a query and return its stdout, with times in Unix seconds; retry while Slurm is unreachable.
+    """Run a query and return its stdout, with times in Unix seconds; retry while Slurm does not answer.
 
-    A query of another cluster is not retried. Raises the errors of `run_slurm`.
+    A query to another cluster is not retried. Raises the same errors as `run_slurm`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
     if cluster or (patience_s <= QUERY_PATIENCE_S and _was(_place(plain), False, NO_ANSWER_S)):
@@ -320,18 +324,19 @@ def query(
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the user's output settings, so that Slurm's output can be parsed."""
+    """Return the environment without the user's settings for Slurm's output, so that it can be parsed."""
     plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
-    # By default, Slurm truncates the list of a pending array's indices to 64 characters.
+    # By default, Slurm truncates the index list of a pending array to 64 characters.
     plain["SLURM_BITSTR_LEN"] = "0"
     return plain
 
 
 def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> T:
-    """Call `request`; retry it with exponential backoff while it raises SlurmUnreachable.
+    """Call `request`, and retry it with exponential backoff while it raises SlurmUnreachable.
 
-    Raises the last error after `patience_s`. Use this for idempotent requests only, never for a submission.
+    Raises the last error once `patience_s` seconds have passed. Use this function for idempotent requests
+    only, never for a submission.
     """
     give_up = time.monotonic() + patience_s
     pause_s = FIRST_PAUSE_S
@@ -346,9 +351,9 @@ def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> 
 
 
 def safe_value(value: str, what: str) -> str:
-    """Return the value if it is safe to pass as a command-line argument.
+    """Return `value` if it is safe to pass as a command-line argument.
 
-    Raises UsageError if a command could parse the value as an option.
+    Raises UsageError if a command could parse `value` as an option.
     """
     if not value or value.startswith("-") or "\0" in value:
         raise UsageError(f"{what} cannot be {value!r}")
@@ -357,27 +362,27 @@ def safe_value(value: str, what: str) -> str:
 
 FIELD = "\x1f"
 RECORD = "\x1e"
-"""The separator between records; a newline cannot be used, because job names may contain newlines."""
+"""The separator between records; not a newline, because job names may contain newlines."""
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """Yield the fields of every complete record; the last field may itself contain the field separator."""
+    """Yield the fields of every complete record; the last field may contain the field separator."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
-            # When queried about several clusters, squeue prints each cluster's name on a line before its
-            # jobs.
+            # For a query of several clusters, squeue prints each cluster's name on a line before that
+            # cluster's jobs.
             fields[0] = fields[0].rpartition("\n")[2]
             yield fields
 
 
 def time_of(text: str) -> datetime | None:
-    """Return the time, in UTC, that Slurm printed as Unix seconds; None for `N/A`, `Unknown` and `None`."""
+    """Parse a time that Slurm printed in Unix seconds, as UTC; None for `N/A`, `Unknown` and `None`."""
     return datetime.fromtimestamp(int(text), timezone.utc) if text.isdigit() and text != "0" else None
 
 
 def seconds_of(text: str) -> int | None:
-    """Return a duration such as `1-02:03:04` or `03:04` in seconds; None for `UNLIMITED` and `INVALID`."""
+    """Parse a duration such as `1-02:03:04` or `03:04` into seconds; None for `UNLIMITED` and `INVALID`."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:

@@ -1,4 +1,4 @@
-"""Controls jobs: requeues, cancels and signals them, and runs steps in them; also parses Slurm versions."""
+"""Requeues, cancels and signals jobs, and runs steps in jobs; also parses Slurm versions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.states import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
-"""Seconds for which a requeue is retried; enough for a restart of the controller. Retrying a requeue for this
-long costs little, because Slurm delays a requeued job by 120 s anyway."""
+"""Seconds for which a requeue is retried; long enough for a restart of the controller. Retrying for this long
+is acceptable, because Slurm starts a requeued job only after 120 s anyway."""
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
@@ -38,7 +38,7 @@ Version = tuple[int, int, int]
 def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
     """Requeue a job, or one array task such as `123_4`.
 
-    The request is retried while Slurm cannot be reached. Raises SlurmRefused for a job with --no-requeue.
+    The request is retried while Slurm does not answer. Raises SlurmRefused if the job has --no-requeue.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "requeue", job_id]
@@ -50,7 +50,7 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
         try:
             run_slurm(argv, JOB_TIMEOUT_S, cluster=cluster)
         except SlurmRefused as error:
-            # If Slurm refuses a retry because of the job's state, the first request succeeded and only its
+            # If Slurm rejects a retry because of the job's state, the first request succeeded and only its
             # answer was lost.
             if attempts == 1 or not _PENDING.search(error.sentence):
                 raise
@@ -61,19 +61,19 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 def exclude_hosts(job_id: str, hosts: str) -> None:
     """Replace the list of hosts that a pending job excludes; `hosts` is a Slurm host list.
 
-    Raises SlurmRefused for a running job; a requeued job counts as pending immediately.
+    Raises SlurmRefused for a running job; a requeued job is considered pending immediately.
     """
     change = [f"JobId={checked_job_id(job_id)}", f"ExcNodeList={hosts}"]
     query(["scontrol", "update", *change])
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs or array tasks with one call per cluster; ignore jobs that have already ended."""
+    """Cancel jobs or array tasks with one call per cluster; ignore jobs that have already finished."""
     _scancel([], map(checked_job_id, job_ids))
 
 
 def cancel_waiting(job_ids: Sequence[str]) -> None:
-    """Cancel the pending ones among `job_ids`; running jobs and array tasks continue."""
+    """Cancel the pending jobs and array tasks among `job_ids`; running ones continue."""
     _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
@@ -85,7 +85,7 @@ def send_signal(job_ids: Sequence[str], signal: str) -> None:
 def kill_steps(
     steps: Sequence[tuple[str, str]], signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
-    """Kill steps, given as (job id, step id), with SIGKILL, or send them another signal.
+    """Kill steps, given as (job id, step id), with SIGKILL, or send a different signal to them.
 
     Cancelling the whole job would send SIGTERM first, and SIGKILL only after KillWait (30 s by default).
     """
@@ -95,9 +95,10 @@ def kill_steps(
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
-    """Run scancel for jobs or steps, if there are any; ignore those that have already ended.
+    """Run scancel for jobs or steps, if any; ignore those that have already finished.
 
-    The request is sent to all clusters before the first error is raised.
+    If several clusters return an error, the first error is raised after all clusters have received the
+    request.
     """
     problems = list[SlurmRefused | SlurmUnreachable]()
     for cluster, own in by_cluster(names).items():
@@ -114,9 +115,9 @@ def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = Q
 
 
 def move_dependents(job_id: str, new_id: str) -> list[str]:
-    """Make your pending jobs that depend on the success of `job_id` depend on `new_id` instead.
+    """Make the user's pending jobs that depend on the success of `job_id` depend on `new_id` instead.
 
-    Returns the ids of the changed jobs.
+    Returns the ids of the modified jobs.
     """
     old, new = checked_job_id(job_id), checked_job_id(new_id)
     listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"])
@@ -143,7 +144,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_version(text: str) -> Version:
-    """Parse `slurm 22.05.8` or `slurm-wlm 24.11.1-0ubuntu1`; raises UsageError for other text."""
+    """Parse `slurm 22.05.8` or `slurm-wlm 24.11.1-0ubuntu1`; raise UsageError for other text."""
     match = _VERSION.search(text)
     if match is None:
         raise UsageError(f"not a Slurm version: {text.strip()!r}")
@@ -151,7 +152,7 @@ def parse_version(text: str) -> Version:
 
 
 def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> bool:
-    """Return whether this Slurm version supports `sbatch --requeue=expedite` and the site has enabled it."""
+    """Return whether Slurm supports `sbatch --requeue=expedite` and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
     return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")
 
@@ -159,11 +160,11 @@ def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> 
 def run_step(
     job_id: str, num_nodes: int, argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
-    """Run a command once on each node of a running job, as a separate step; return its stdout.
+    """Run a command once on each node of a running job, as a new step; return the command's stdout.
 
-    The step overlaps with other steps, so that they share the job's resources. Without --mem=0, Slurm would
-    refuse the step if another step uses all memory of the job. Raises SlurmRefused if Slurm does not start
-    the step, or if the command fails.
+    The new step shares the job's resources with other steps (--overlap). Without --mem=0, Slurm would reject
+    the new step if another step uses all of the job's memory. Raises SlurmRefused if Slurm does not start the
+    step, or if the command fails.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     step = [

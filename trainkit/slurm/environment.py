@@ -1,4 +1,4 @@
-"""Slurm's environment: the slurm.conf in use, and the variables that jobs, steps and launchers set."""
+"""Slurm's environment: the slurm.conf in use, and the variables set by jobs, steps and launchers."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     if named:
         return Path(named)
     sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
-    # If Slurm was built with a prefix of its own, the configuration is below that prefix.
+    # If Slurm was built with its own installation prefix, slurm.conf is below that prefix.
     prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
     in_prefix = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
     return next((path for path in (*map(Path, CONFIG_FILES), *in_prefix) if path.exists()), None)
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the name of the cluster to which a job would be submitted; None if unknown."""
+    """Return the name of the cluster to which a job would be submitted, or None if unknown."""
     chosen = _chosen_cluster(environ)
     return None if chosen and "," in chosen else chosen
 
 
 def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return `named`, a job's cluster, if Slurm's commands use another cluster on this machine; else None.
+    """Return `named`, a job's cluster, if Slurm's commands use a different one by default, or else None.
 
-    If the result is not None, Slurm's commands must name the cluster, because a job id is valid only on its
-    own cluster.
+    If the result is not None, pass the cluster to Slurm's commands, because a job id is valid only on its own
+    cluster.
     """
     current = _chosen_cluster(environ) if named else None
     return named if current and named != current else None
 
 
 def _chosen_cluster(environ: Mapping[str, str]) -> str | None:
-    """Return SLURM_CLUSTERS, else the ClusterName in slurm.conf; None if there is no readable slurm.conf."""
+    """Return SLURM_CLUSTERS, or else the ClusterName in slurm.conf, or None if slurm.conf cannot be read."""
     if named := scrubbed(environ).get("SLURM_CLUSTERS"):
         return named
     path = conf_file(environ)
@@ -63,13 +63,12 @@ def _chosen_cluster(environ: Mapping[str, str]) -> str | None:
 @lru_cache(maxsize=4)
 def _name_in(path: Path, mtime_ns: int) -> str | None:
     match = _NAME.search(path.read_text(errors="replace"))
-    # Slurm converts cluster names to lower case.
+    # Slurm converts cluster names to lowercase.
     return None if match is None else match["name"].lower()
 
 
 PROBE_TIMEOUT_S = 5.0
-# By default, the resolver waits 5 s for an answer, so one lost packet would use up the probe's entire
-# timeout.
+# By default, the resolver waits 5 s for an answer, so a single lost packet would use up the probe's timeout.
 RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:4"}
 ROUTES = (Path("/proc/net/route"), Path("/proc/net/ipv6_route"))
 _NO_CONFIG = re.compile(r"DNS SRV lookup failed|slurm\.conf: No such file|[Uu]nable to (?:status|open) file")
@@ -77,10 +76,10 @@ _DNS_UNAVAILABLE = re.compile(r"Host name lookup failure|Temporary failure|[Tt]i
 
 
 def finds_cluster() -> bool | None:
-    """Return whether sbatch (which must be on PATH) finds a Slurm configuration; None if that is unclear.
+    """Return whether sbatch, which must be on PATH, finds a Slurm configuration; None if that is unclear.
 
-    For each environment, the probe runs at most once. Without a slurm.conf, Slurm looks up its controller in
-    DNS. If DNS answers that there is no controller, the result is False; if DNS does not answer, None.
+    The probe runs at most once for each environment. If there is no slurm.conf, Slurm looks up its controller
+    in DNS. The result is False if DNS answers that there is no controller, and None if DNS does not answer.
     """
     return _finds_cluster(tuple(sorted(os.environ.items())))
 
@@ -107,14 +106,15 @@ def _finds_cluster(variables: tuple[tuple[str, str], ...]) -> bool | None:
 
 
 def _has_network() -> bool:
-    """Return whether this machine has a route to other machines, as every login node does."""
+    """Return whether this machine has a network route to other machines, as every login node does."""
     lines = [line.split() for file in ROUTES if file.exists() for line in file.read_text().splitlines()]
-    # The interface name is the first field of an IPv4 route, but the last field of an IPv6 route.
+    # The interface name is the first field in an IPv4 route, but the last field in an IPv6 route.
     return any("lo" not in (fields[0], fields[-1]) and fields[0] != "Iface" for fields in lines if fields)
 
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
-"""Variables that select the cluster or authenticate the user; Slurm does not set them inside a job."""
+"""Environment variables that select the cluster or authenticate the user; Slurm does not set them inside a
+job."""
 _PREFIXES = (
     "SLURM_",
     "SLURMD_",
@@ -150,15 +150,16 @@ _DEVICES_OF_A_JOB = frozenset(
 
 
 def is_inherited(name: str) -> bool:
-    """Return whether a variable was set by an enclosing job, step or launcher, as opposed to the user."""
+    """Return whether an enclosing job, step or launcher set a variable, rather than the user."""
     return name not in KEPT and (name.startswith(_PREFIXES) or name in _RANK_NAMES)
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for sbatch and salloc, without `SBATCH_*` and an enclosing job's variables.
+    """Return the environment for sbatch and salloc, without `SBATCH_*` and variables of the enclosing job.
 
-    `SBATCH_*` variables would override the options in the script. Inside a job, the variables for the job's
-    GPU binding are removed too. SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which all Slurm commands understand.
+    `SBATCH_*` variables are removed because they would override the options in the script. Inside a job,
+    variables that bind the job's GPUs are removed too. SBATCH_CLUSTERS is renamed to SLURM_CLUSTERS, which
+    all Slurm commands understand.
     """
     is_in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     clean = {

@@ -1,4 +1,4 @@
-"""Parses Slurm's notation for tasks per host (`2(x3),1`), and queries the states and addresses of hosts."""
+"""Parses Slurm's notation for tasks per node (`2(x3),1`), and queries the states and addresses of hosts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse the number of tasks or CPUs of each node: `2(x3),1` becomes [2, 2, 2, 1].
+    """Parse the number of tasks or CPUs on each node: `2(x3),1` becomes [2, 2, 2, 1].
 
-    Raises UsageError for text in any other form.
+    Raises UsageError if the text does not have this form.
     """
     counts: list[int] = []
     for item in text.strip().split(","):
@@ -31,14 +31,15 @@ HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
 """Matches the states of hosts that cannot run a step. The state of a draining host does not match, because
-the host still runs its current job."""
+the host still runs its current jobs."""
 _DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 
 
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the state of each host in sinfo's terms, such as ``allocated`` or ``down*``.
+    """Return the state of each host as sinfo names it, such as ``allocated`` or ``down*``.
 
-    The result omits hosts that Slurm does not know. Raises SlurmUnreachable.
+    Hosts that Slurm does not know are missing from the result. Raises SlurmUnreachable if Slurm does not
+    answer.
     """
     argv = [
         "sinfo",
@@ -52,27 +53,27 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def is_unavailable(state: str) -> bool:
-    """Return whether a host in this state is down, failed or not responding."""
+    """Return whether a host with this state is down, failed or not responding."""
     return _NOT_RESPONDING in state or _DOWN.search(state) is not None
 
 
 def is_drained(state: str) -> bool:
-    """Return whether an administrator is draining or rebooting a host in this state."""
+    """Return whether an administrator is draining or rebooting a host with this state."""
     return _DRAINED.search(state) is not None
 
 
 def is_down(state: str) -> bool:
-    """Return whether Slurm considers a host down.
+    """Return whether a host with this state is down according to Slurm.
 
-    A host that merely does not respond does not count, because it may be busy or being upgraded.
+    A host that merely does not respond is not considered down, because it may be busy or being upgraded.
     """
     return _DOWN.search(state) is not None
 
 
 def hosts_of_job(job_id: str) -> list[str]:
-    """Return the current hosts of a job; a job with --no-kill permanently loses a host that goes down.
+    """Return the job's current hosts; a job with --no-kill permanently loses a host that goes down.
 
-    Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
+    Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm no longer knows the job.
     """
     argv = ["squeue", "--noheader", "--states=all", "--format=%N", f"--jobs={checked_job_id(job_id)}"]
     answer = query(argv, timeout_s=HOSTS_TIMEOUT_S).strip()
@@ -83,9 +84,9 @@ _NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
 
 
 def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
-    """Return the NodeAddr of a node, which is the node's name unless administrators set another address.
+    """Return a node's NodeAddr, which is the node's name unless administrators set another address.
 
-    Raises SlurmUnreachable, and SlurmRefused for a node that Slurm does not know.
+    Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm does not know the node.
     """
     argv = ["scontrol", "--oneliner", "show", "node", safe_value(name, "a node name")]
     answer = query(argv, timeout_s=HOSTS_TIMEOUT_S, patience_s=patience_s)

@@ -1,6 +1,6 @@
-"""Queries the states of jobs: squeue for all jobs, then sacct for those that have left the queue.
+"""Queries the states of jobs: first squeue for all jobs, then sacct for jobs that squeue does not list.
 
-If a site has no accounting, a job that squeue no longer lists is `unknown`, but never finished.
+At a site without accounting, a job that squeue no longer lists is `unknown`, never finished.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ UNKNOWN_JOB = "neither squeue nor sacct lists the job"
 _NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
-"""The maximum length of a list of job ids in one argument; Linux limits an argument to 128 KiB."""
+"""The maximum length in characters of a list of job ids in one argument; Linux limits an argument to 128
+KiB."""
 _LOG_NOT_OPENED = 53
-"""The signal number that Slurm reports if a node cannot open the batch script's output file; no process sends
-this signal.
+"""The signal number that Slurm reports if a node cannot open the batch script's output file; it does not mean
+that the job received a signal.
 
-The number is what remains of Slurm's internal error 4021 in an exit status, in all versions of Slurm.
+In all versions of Slurm, internal error 4021 is truncated to this number in an exit status.
 """
 
 
 class SlurmJob(JobInfo):
-    """A job with the reasons and signals that Slurm reports."""
+    """A job whose reasons and signals are those that Slurm reports."""
 
     @property
     def log_not_opened(self) -> bool:
@@ -79,7 +80,7 @@ class SlurmJob(JobInfo):
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """Return the jobs with these ids like `query_clusters`, but raise an error if any cluster reports one."""
+    """Return the jobs with these ids like `query_clusters`, but raise the first error of any cluster."""
     known, problems = query_clusters(ids)
     if problems:
         raise next(iter(problems.values()))
@@ -87,12 +88,12 @@ def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
 
 
 def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
-    """Return the jobs with these ids, and the errors of the clusters that do not answer.
+    """Return the jobs with these ids, and the error of each cluster whose query failed.
 
-    The jobs are in the order of the ids; jobs of the default cluster come first, then jobs of other
-    clusters, named as by `on_cluster`. The id of an array selects all its tasks; each gets its own
-    key. Tasks that were cancelled while pending may share one entry under the array's id. A job that neither
-    squeue nor sacct lists is included as `unknown`. At most two commands are run per cluster.
+    The jobs are sorted by cluster, the default one first, then by the order of `ids`; the keys are the names
+    that `on_cluster` returns. The id of an array selects all tasks in the array; each task gets its own key.
+    Tasks that were cancelled while pending may share one entry with the array's id as its key. If neither
+    squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster.
     """
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
@@ -106,7 +107,7 @@ def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Tr
 def _query_cluster(wanted: Sequence[str], cluster: str) -> Iterator[tuple[str, JobInfo]]:
     known = parse_queue(_query_queue(wanted, cluster))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
-    # The tasks of an array leave squeue one by one, so squeue may list only some of them.
+    # Array tasks leave squeue one by one, so squeue may list only some tasks of an array.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
     reason = UNKNOWN_JOB
     if missing:
@@ -130,7 +131,7 @@ def _select(
         rest = known.get(base_id(job_id), info)
         ended_together = rest.state.is_terminal and rest.state is not JobState.COMPLETED
         if info.state is JobState.UNKNOWN and ended_together and reason == UNKNOWN_JOB:
-            # Tasks that ended while pending may share one record under the array's id.
+            # Tasks that ended while pending may share one record, which has the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
 
@@ -143,14 +144,14 @@ def _query_queue(wanted: Sequence[str], cluster: str) -> str:
     try:
         return query(argv, cluster=cluster)
     except SlurmRefused as error:
-        # squeue reports "invalid job id" if asked about a single job that it no longer lists.
+        # squeue reports "invalid job id" if the query names a single job that squeue no longer lists.
         if "invalid job id" in error.sentence.lower():
             return ""
         raise
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """Parse squeue's output into jobs by id; expand the pending tasks of an array, which share a record."""
+    """Parse squeue's output into jobs by id; expand the pending tasks of an array, which share one record."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
@@ -166,7 +167,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
 
 
 def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> JobInfo:
-    """Create a job from the fields that squeue and sacct have in common, in sacct's order."""
+    """Create a job from the fields that squeue and sacct both print, in sacct's order."""
     num_nodes, start, end, exit_code, name = more
     code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
     return SlurmJob(
@@ -192,7 +193,7 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
 
 
 def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, JobInfo], str]:
-    """Return the jobs that accounting lists, and why the state of all other jobs is unknown."""
+    """Return the jobs that accounting lists, and the reason why the state of all other jobs is unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
@@ -214,7 +215,7 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """Parse sacct's output into jobs by id, for jobs that squeue does not list."""
+    """Parse sacct's output into jobs by id; call this for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields
@@ -225,7 +226,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None]:
-    """Parse an exit status into (exit code, signal): `1:0`, `0:9`, or the wait(2) status of squeue 22.05."""
+    """Parse an exit status into (exit code, signal): `1:0`, `0:9`, or squeue 22.05's wait(2) status."""
     code, colon, signal = text.partition(":")
     if not code.isdigit():
         return None, None
@@ -240,20 +241,20 @@ _PAIR = re.compile(r"(?:^|\s)(?P<name>[A-Z][A-Za-z/:_]*)=(?P<value>\S*)")
 
 @dataclass(frozen=True)
 class JobDetails:
-    """The details of one job, from scontrol, with times in UTC."""
+    """The details of one job as reported by scontrol, with times in UTC."""
 
     state: JobState
     slurm_state: str
-    """Slurm's name for the state."""
+    """Slurm's name for the job's state."""
     is_preempted: bool
     """True if the job is being preempted or was preempted."""
     restarts: int
-    """Number of times that Slurm has requeued the job."""
+    """How many times Slurm has requeued the job."""
     may_requeue: bool
     end_time: datetime | None
-    """The time at which the job reaches its time limit."""
+    """The time when the job reaches its time limit."""
     reason: str = ""
-    """Slurm's reason for the state, such as TimeLimit."""
+    """Slurm's reason for the job's state, such as TimeLimit."""
 
 
 def job_details(
@@ -261,7 +262,7 @@ def job_details(
 ) -> JobDetails:
     """Return the details of a job, or of one array task such as `123_4`.
 
-    Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
+    Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm no longer knows the job.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "--oneliner", "show", "job", job_id]
@@ -269,8 +270,8 @@ def job_details(
 
 
 def parse_job(text: str) -> JobDetails:
-    """Parse `scontrol show job`: `Name=value` pairs, and free text before UserId and at the end."""
-    # If a name occurs several times, the first value counts.
+    """Parse `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
+    # If a name occurs several times, use its first value.
     found: dict[str, str] = dict(reversed(_PAIR.findall(text.partition(" UserId=")[2])))
     word = found.get("JobState", "")
     restarts = int(found["Restarts"]) if found.get("Restarts", "").isdigit() else 0

@@ -1,4 +1,4 @@
-"""Maps Slurm's states to job states, and explains Slurm's reasons in words. This module runs no commands."""
+"""Maps Slurm's states to job states, and explains Slurm's reasons in plain English; runs no commands."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _STATES = {
 
 
 def state_in_queue(word: str, restarts: int | None) -> JobState:
-    """Return the job state for the state `word` that squeue prints.
+    """Return the job state for `word`, a job's state in squeue's output.
 
-    squeue shows a job that is being requeued as COMPLETING, then as PENDING. PREEMPTED and NODE_FAIL are
-    therefore states of jobs that have ended for good.
+    For a job that is being requeued, squeue prints COMPLETING, then PENDING. PREEMPTED and NODE_FAIL in
+    squeue's output therefore mean that a job has ended and will not restart.
     """
     state = _state(word)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
 
 
 def state_in_accounting(word: str) -> JobState:
-    """Return the job state for the state `word` that sacct prints, for a job that squeue does not list.
+    """Return the job state for `word`, the state in sacct's output of a job that squeue does not list.
 
     `word` may contain details, as in `CANCELLED by 1000`. Accounting data lags behind, so a job that sacct
-    still shows as pending or running counts as UNKNOWN.
+    still lists as pending or running is considered UNKNOWN.
     """
     state = _state(word)
     return state if state.is_terminal else JobState.UNKNOWN
 
 
 def _state(word: str) -> JobState:
-    """Return the job state for Slurm's state `word`, which a narrow column may truncate to `OUT_OF_ME+`."""
+    """Return the job state for Slurm's state `word`, which may be truncated as in `OUT_OF_ME+`."""
     name = word.partition(" ")[0]
     if not name.endswith("+"):
         return _STATES.get(name, JobState.UNKNOWN)
@@ -57,7 +57,7 @@ def _state(word: str) -> JobState:
 
 
 def unknown_sentence(word: str, source: str) -> str:
-    """Return why a job is unknown although `source` (for example squeue) lists it with the state `word`."""
+    """Return why a job's state is unknown although `source`, for example squeue, lists the job as `word`."""
     if word.partition(" ")[0] == "REVOKED":
         return "another cluster of the federation has taken the job: `squeue --federation` shows which one"
     if _state(word) is JobState.UNKNOWN:
@@ -133,7 +133,7 @@ _SENTENCES = {
     "QOSUsageThreshold": "the account has used more than the QOS allows",
     "Prolog": "the job's nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    # The reasons below are given for jobs that have ended.
+    # The reasons below apply to jobs that have ended.
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
@@ -142,15 +142,15 @@ _SENTENCES = {
 }
 
 _LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+|(?:Association|QOS)(?:Job|Resource|Time)Limit")
-"""Matches the name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit or QOSTimeLimit."""
+"""Matches the names of Slurm limits, such as AssocGrpGRES, QOSMaxCpuPerUserLimit or QOSTimeLimit."""
 _MINIMUM = re.compile(r"(?:Assoc|QOS)?Min")
 _RESERVATION = re.compile(r"Reservation[ _](?P<name>.+)[ _](?P<what>was[ _]deleted|is[ _]invalid)")
 
 
 def reason_sentence(reason: str) -> str:
-    """Explain squeue's reason in a sentence about the job, leaving out the subject.
+    """Explain squeue's reason for a job's state in a sentence that omits its subject, the job.
 
-    Returns an unknown reason unchanged, and "" if there is no reason. Details of a reason are kept, for
+    Returns an unknown reason unchanged, and "" if there is no reason. Keeps the details in a reason, for
     example in `ReqNodeNotAvail, UnavailableNodes:node3`.
     """
     text = reason.strip()
@@ -160,7 +160,7 @@ def reason_sentence(reason: str) -> str:
         return ""
     if (known := _explained(text)) is not None:
         return known
-    # If squeue shows the pending tasks of an array on one line, it joins their reasons.
+    # If squeue prints an array's pending tasks on one line, it joins their reasons with commas.
     names = text.split(",")
     if all(several := [_explained(name) for name in names]):
         return "; ".join(filter(None, several))
@@ -168,7 +168,7 @@ def reason_sentence(reason: str) -> str:
     known, details = _explained(name), text[len(name) :].lstrip(",: _")
     if known is None:
         return reason
-    # scontrol replaces spaces with underscores, but host names may contain underscores too.
+    # scontrol replaces spaces with underscores, but host names may also contain underscores.
     details = details if ":" in details else details.replace("_", " ")
     if not details or details.endswith(":"):
         return known
@@ -176,7 +176,7 @@ def reason_sentence(reason: str) -> str:
 
 
 def _explained(reason: str) -> str | None:
-    """Return the sentence for a reason without details; None if the reason is unknown."""
+    """Return the sentence for a reason without details, or None if the reason is unknown."""
     plain = reason.replace("_", " ")
     if plain in _SENTENCES:
         return _SENTENCES[plain]
@@ -195,7 +195,7 @@ _JOB = re.compile(rf"{JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
 
 
 def checked_job_id(text: str) -> str:
-    """Return a job id, with or without a cluster, unchanged; raise UsageError if it is malformed."""
+    """Return a job id, with or without a cluster, unchanged; raise UsageError if the id is malformed."""
     if not _JOB.fullmatch(text):
         raise UsageError(
             f"{text!r} is not a Slurm job id", hint="a job id looks like 1234, or 1234_5 for an array task"

@@ -1,7 +1,7 @@
-"""Submits a script exactly once: if sbatch's answer is lost, looks for the job before trying again.
+"""Submits a script exactly once: if sbatch's answer is lost, looks for the job before submitting again.
 
-Each job has a unique submission token in its comment. The caller writes the token into the script (`#SBATCH
---comment=…`), so that a dry run shows exactly what would be submitted.
+Each job has a unique submission token in its Slurm comment. The caller writes the token into the script
+(`#SBATCH --comment=…`), so that a dry run shows the exact script.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from trainkit.slurm.environment import scrubbed
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
 SETTLE_S = 10.0
-"""If squeue does not list the token for this many seconds, a submission without an answer counts as not
-accepted. An accepted job would be listed by squeue within seconds, because the controller handles requests in
+"""If squeue does not list the token for this many seconds, a submission without an answer is considered
+rejected. squeue would list an accepted job within seconds, because the controller handles requests in
 order."""
 POLL_INTERVAL_S = 1.0
 CLOCK_SKEW_S = 5
@@ -53,13 +53,13 @@ _WILL_START = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """The estimate by `sbatch --test-only` of when and where a job would start."""
+    """The answer of `sbatch --test-only`: an estimate of when and where a job would start."""
 
     start_time: datetime | None = None
-    """The expected start time; None if the job would not start or Slurm reports no time."""
+    """The expected start time, or None if the job would not start or Slurm reports no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
-    """Slurm's explanation if it reports no start time."""
+    """Slurm's explanation why it reports no start time."""
     refused: bool = False
     """True if Slurm would reject the job."""
 
@@ -74,22 +74,24 @@ def submit_script(
     is_only_job: bool = True,
     notify: Callable[[str], None],
 ) -> str:
-    """Submit a script and return the job id; for an array, the id of the whole array.
+    """Submit a script and return the job id; for an array job, return the id of the whole array.
 
-    If `clusters` names several, Slurm chooses the cluster where the job would start first, and the returned
-    id includes that cluster (see `on_cluster`). `is_only_job` means that no other job has the same script. If
-    sbatch's answer is lost, `submit_script` calls `notify` with a message and looks for a job with the token
-    until it is known whether Slurm accepted the job. If sbatch printed more than an id, the id is not trusted
-    by itself, because a site's banner may contain numbers.
+    If `clusters` lists several, Slurm chooses the cluster where the job would start first, and the returned
+    id includes that cluster's name (see `on_cluster`). `is_only_job` means that this script is submitted for
+    one job only. If sbatch's answer is lost, `submit_script` calls `notify` with a message and searches for a
+    job with the token until it is known whether Slurm accepted the job. If sbatch prints more than an id, the
+    id is verified, because a site's banner may contain numbers.
 
-    Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If SlurmUnreachable has `may_have_arrived`
-    set, the job may exist; call `find_by_token(token)` before submitting the script again.
+    Raises SlurmRefused with Slurm's message if Slurm rejects the script, or SlurmUnreachable if Slurm does
+    not answer. If `may_have_arrived` is set in SlurmUnreachable, the job may exist; call
+    `find_by_token(token)` before submitting the script again.
     """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
     script = str(path.absolute())
     argv, environ = ["sbatch", "--parsable", *extra_argv, script], scrubbed(os.environ)
-    # The job must not inherit SLURM_CLUSTERS, because its Slurm commands use the job's own cluster anyway.
+    # The job must not inherit SLURM_CLUSTERS: by default, Slurm commands inside the job use the job's own
+    # cluster.
     named = environ.pop("SLURM_CLUSTERS", "")
     names, script = ",".join(clusters) or named, script if is_only_job else ""
     clusters = names.split(",") if names else ()
@@ -109,22 +111,21 @@ def submit_script(
             return is_id[0] if is_id else _confirm(find, printed, script)
         if found is not None:
             return found
-        # Slurm has not listed the job for SETTLE_S, so it was not accepted.
+        # Slurm has not listed the job for SETTLE_S, so Slurm did not accept it.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def cancel_command(job: str) -> str:
-    """Return the command that cancels a job; `job` is a return value of `submit_script`."""
+    """Return the command that cancels a job; `job` is an id returned by `submit_script`."""
     job_id, cluster = split_job(job)
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
 
 def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
-    """Return the id of an accepted job if sbatch printed anything other than just an id.
+    """Return the id of an accepted job if sbatch printed anything besides the id.
 
-    Raises SlurmUnreachable if Slurm lists neither a job with the token nor a new job with one of the printed
-    ids.
+    Raises SlurmUnreachable if Slurm lists no job with the token and no new job with one of the printed ids.
     """
     shown = f"{printed.strip()[:200]!r}"
     lost = SlurmUnreachable(
@@ -135,7 +136,7 @@ def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
         may_have_arrived=True,
     )
     found = _find_until_known(find, script, lost, time.monotonic() + SUBMIT_PATIENCE_S)
-    if found is None:  # the site may have replaced the job's comment
+    if found is None:  # the site may have replaced the job's Slurm comment
         found = find(
             printed=[line.strip() for line in printed.splitlines() if _JOB_ID.fullmatch(line.strip())]
         )
@@ -147,9 +148,9 @@ def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
 def _find_until_known(
     find: Callable[[], str | None], script: str, lost: SlurmUnreachable, give_up: float
 ) -> str | None:
-    """Look for a submitted job until it is found; return its id, or None if Slurm did not accept the job.
+    """Search for a submitted job until it is found; return its id, or None if Slurm did not accept it.
 
-    Raises SlurmUnreachable if Slurm remains unreachable until the time `give_up`.
+    Raises SlurmUnreachable if Slurm still does not answer at the time `give_up`.
     """
     settle_s = SETTLE_S if lost.may_have_arrived else 0.0
     missing_since: float | None = None
@@ -186,12 +187,12 @@ def find_by_token(
     printed: Sequence[str] = (),
     patience_s: float = QUERY_PATIENCE_S,
 ) -> str | None:
-    """Return the id of this user's newest job with the token (of an array, the array's id), or None.
+    """Return the id of this user's newest job with the token (for an array, the array's id), or None.
 
-    Jobs submitted before `since` (Unix seconds) are ignored, because a run folder that was deleted and
-    created again has the same token. A site's plugin may rewrite comments, so a job also matches by its
-    `script`, or by an id in `printed`. squeue still lists a job for some minutes after its end. Raises
-    SlurmUnreachable.
+    Jobs submitted before `since` (Unix seconds) are ignored: if a run folder was deleted and created again,
+    older jobs have the same token. A site's plugin may rewrite comments, so a job also matches by its
+    `script`, or by an id in `printed`. squeue still lists a job for some minutes after the job has ended.
+    Raises SlurmUnreachable if Slurm does not answer.
     """
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
@@ -200,10 +201,10 @@ def find_by_token(
         try:
             found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
         except SlurmUnreachable as error:
-            away = error  # another cluster may have accepted the job
+            away = error  # a different cluster may have accepted the job
             continue
         for job_id, submitted, comment, command in records(found, 4):
-            # Old versions of Slurm do not print the submit time, so the token alone decides.
+            # Old Slurm versions do not print the submit time, so only the token is compared.
             is_recent = int(submitted) >= int(since) - CLOCK_SKEW_S if submitted.isdigit() else not since
             is_printed = on_cluster(base_id(job_id), cluster) in printed
             if is_recent and (token in comment.split() or (script and command == script) or is_printed):
@@ -220,12 +221,12 @@ def query_start(
     extra_argv: Sequence[str] = (),
     clusters: Sequence[str] = (),
 ) -> tuple[Answer, str]:
-    """Estimate when and where Slurm would start a script without submitting it; the script is given as text.
+    """Estimate when and where Slurm would start a script, given as text, without submitting it.
 
-    Also returns Slurm's message, which contains the time in the local time zone.
+    Also returns Slurm's message, which contains the start time in the local time zone.
 
-    Raises SlurmRefused if Slurm would not accept the script, SlurmUnreachable, and OSError if the script
-    cannot be written to a temporary file.
+    Raises SlurmRefused if Slurm would reject the script, SlurmUnreachable if Slurm does not answer, and
+    OSError if the script cannot be written to a temporary file.
     """
     environ = plain_environ(scrubbed(os.environ))
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
@@ -250,23 +251,23 @@ def parse_start_estimate(text: str) -> tuple[Answer, str]:
 
 
 ASK_TIMEOUT_S = 5.0
-"""Timeout of one estimate; a busy controller answers slowly."""
+"""Timeout in seconds of one estimate; a busy controller answers slowly."""
 ENOUGH_S = 8.0
-"""After this many seconds, no estimates for further partitions are requested."""
+"""Seconds after which no more estimates are requested."""
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
-# Slurm prints "not available" or "busy" also if nodes are only temporarily out of service. Slurm would then
-# accept the job, which would wait in the queue.
+# Slurm also prints "not available" or "busy" if nodes are only temporarily out of service. Slurm would still
+# accept the job, which would then wait in the queue.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 
 def ask_starts(
     requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
 ) -> list[Answer]:
-    """Estimate when Slurm would start a job for each list of sbatch options; queries run in parallel.
+    """Estimate, for each list of sbatch options, when Slurm would start a job; queries run in parallel.
 
-    With `enough_s`, all answers arrive within that time; without it, no query begins after ENOUGH_S.
-    Raises SlurmUnreachable if Slurm answers none of the queries.
+    With `enough_s`, all answers arrive within this many seconds; without it, no query begins after ENOUGH_S.
+    Raises SlurmUnreachable if Slurm does not answer any query.
     """
     answered: list[Sequence[str]] = []
     lost: list[TrainkitError] = []

@@ -1,1 +1,1 @@
-"""The backend for this machine: a supervisor process for each run, a queue for GPUs, and groups of runs."""
+"""The backend for this machine: one supervisor process per run, a queue for GPUs, and groups of runs."""

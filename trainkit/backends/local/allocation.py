@@ -1,4 +1,4 @@
-"""Runs the attempts of a run on this machine, and watches the agents of each attempt."""
+"""Runs a run's attempts on this machine, and monitors the agents of each attempt."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class LocalAttemptWatch(AttemptWatch):
         self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
-        """Suspend all descendants until SIGCONT or a stop signal; extend the deadline by that time."""
+        """Suspend all descendants until SIGCONT or a stop signal; extend the deadline by this time."""
         paused_s, received = time.monotonic(), None
         for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
             processes.signal_all(processes.descendants(os.getpid()), sent)
             try:
                 log_event(self.attempt.run, self.attempt.number, event)
-            except OSError as error:  # without the event, `trainkit status` still shows the run as running
+            except OSError as error:  # without this event, `trainkit status` shows the run as running
                 log_line(f"{event}, but this event cannot be recorded ({error})")
             while received in (None, signal.SIGCHLD, signal.SIGTSTP):
                 received = processes.wait_for_signal(self.poll_interval_s, *processes.PAUSE_SIGNALS)
@@ -65,8 +65,7 @@ class LocalAttemptWatch(AttemptWatch):
 
     def start(self) -> None:
         _remove_stale_stores()
-        # Pass the nonce in the environment, because every user of the machine can read the arguments of a
-        # process.
+        # Pass the nonce in the environment, because every user of the machine can read a process's arguments.
         environ = {**os.environ, NONCE_VARIABLE: self._nonce}
         port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
@@ -92,7 +91,7 @@ class LocalAttemptWatch(AttemptWatch):
         self.on_signal(received)
 
     def _poll_processes(self) -> None:
-        """Carry out a recorded request whose command was killed before it could send the signal."""
+        """Handle a recorded request if the command that recorded it was killed before sending the signal."""
         self.live.update()
         entry = self.live.entry
         asked_s = seconds_between(
@@ -114,12 +113,13 @@ class LocalAttemptWatch(AttemptWatch):
     def on_signal(self, received: signal.Signals) -> None:
         observed = self.observed
         if received == signal.SIGINT and observed.stop_signal == received.name:
-            self.kill_within(SECOND_INTERRUPT_S)  # workers that handle signals exit at the second Ctrl-C
+            self.kill_within(SECOND_INTERRUPT_S)  # workers that handle signals exit on the second Ctrl-C
         if observed.stop_signal is None:
             self._stop_requested_s = time.monotonic()
             self.kill_after_grace()
         if observed.stop_signal in (None, RESTART_SIGNAL):
-            # A signal that ends the run overrides a signal to restart it, and both override a planned stop.
+            # A signal that stops the run overrides a signal that restarts it, and both override a planned
+            # stop.
             observed.stop_signal, observed.planned_stop = received.name, None
         self._follow()
         try:
@@ -149,7 +149,7 @@ class LocalAttemptWatch(AttemptWatch):
 
 
 def _remove_stale_stores() -> None:
-    """Remove store files of attempts whose processes were all killed, so that no process uses them again."""
+    """Remove store files of attempts whose processes were all killed; these files are no longer used."""
     if stale := old_stores():
         environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
         stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}
@@ -159,26 +159,26 @@ def _remove_stale_stores() -> None:
 
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
-"""After this many queue errors, a run starts without waiting for its turn in the queue."""
+"""After this many queue errors, a run starts immediately instead of waiting in the queue."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a folder that waiting does not resolve."""
+"""Errno values for folder errors that waiting does not resolve."""
 
 
 class LocalAllocation(Allocation):
-    """The allocation of a local run, all of whose nodes are this machine."""
+    """The allocation for a local run: every node of the plan is this machine."""
 
     lock_timeout_s = 10.0
 
     def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
-        """Create the allocation; `number` is the first attempt, which the command has recorded."""
+        """Create the allocation; `number` is the first attempt, which the starting command has recorded."""
         super().__init__(run)
         self._number, self._now, self._queue_errors = number, now, 0
         self._place: QueuePlace | None = None
-        """The GPUs or cores that the run keeps locked until this process exits."""
+        """The GPUs or cores that this process keeps locked until it exits."""
 
     def claim(self) -> AttemptDir | Decision:
         refuse_missing(self.run)
-        # The command that started this process holds the lock until it has recorded the attempt.
+        # The command that started this process holds the run's lock until it has recorded the attempt.
         with run_lock(self.run):
             entry = record_of(self.run.attempt(self._number))
         if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
@@ -195,8 +195,8 @@ class LocalAllocation(Allocation):
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
-        # `trainkit requeue` signals with the lock held, so a signal that is pending now was meant for the
-        # previous attempt.
+        # `trainkit requeue` sends its signal while holding the lock, so a signal that is pending now was
+        # meant for the previous attempt.
         if signal.SIGUSR2 in signal.sigpending():
             signal.sigwait({signal.SIGUSR2})
         return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
@@ -209,10 +209,10 @@ class LocalAllocation(Allocation):
             if reason != said:
                 said = reason
                 log_line(f"attempt {attempt.number} {reason}")
-                with contextlib.suppress(OSError):  # the supervisor's log contains the reason too
+                with contextlib.suppress(OSError):  # the supervisor's log also contains the reason
                     log_event(self.run, attempt.number, "waiting", reason=reason)
             received = processes.wait_for_notice(QUEUE_POLL_S)
-            # A command that was killed may have recorded its request without sending the signal.
+            # A command that was killed may have recorded its request but not sent the signal.
             attempt.update()
             if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()

@@ -50,14 +50,14 @@ KILL_TIMEOUT_S = 10.0
 class LocalBackend(Backend):
     """Executes runs on this machine.
 
-    The supervisor of a run survives the terminal, unless the run is in the foreground.
+    A run's supervisor keeps running when the terminal closes, unless the run is in the foreground.
     """
 
     poll_s = 0.05
     ask_every_s = 0.5
 
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
-        from trainkit.plan.launch_draft import LaunchDraft  # supervisors and lists of runs do not need it
+        from trainkit.plan.launch_draft import LaunchDraft  # supervisors and listings do not need LaunchDraft
 
         return LaunchDraft(loaded, machine, target)
 
@@ -65,21 +65,21 @@ class LocalBackend(Backend):
         return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.local.allocation import LocalAllocation  # only supervisors need it
+        from trainkit.backends.local.allocation import LocalAllocation  # only supervisors import it
 
         number, *options = arguments
         return LocalAllocation(run, int(number), now="--now" in options)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)
-        # Keeps a stop signal pending while the interpreter of the supervisor starts.
+        # Block stop signals so that they stay pending while the supervisor's interpreter starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, *PAUSE_SIGNALS})
         pid = None
         try:
             pid = self._supervisor(attempt, new)
             entry = add_attempt(run, attempt.number, pid, new.reason)
         except OSError:
-            # job.json does not contain this supervisor, which would exit by itself
+            # job.json does not list this supervisor, so it would exit by itself
             if pid not in (None, os.getpid()):
                 signal_all([pid], signal.SIGKILL)
             discard_attempt(attempt)
@@ -116,7 +116,7 @@ class LocalBackend(Backend):
             raise
 
     def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
-        """Start the supervisor of an attempt in the working directory of the submission; return its pid."""
+        """Start an attempt's supervisor in the folder of the submission; return its pid."""
         now = ("--now",) if new.now or new.foreground else ()
         options = ("--attempt", str(attempt.number), *now)
         argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
@@ -124,7 +124,7 @@ class LocalBackend(Backend):
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
         environ |= {} if trial is None else {"SLURM_ARRAY_TASK_ID": str(trial[1])}
         if new.foreground and os.isatty(0):
-            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need this import
+            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need rank_env
 
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         log, cwd = attempt.supervisor_log, new.job.cwd
@@ -146,7 +146,7 @@ class LocalBackend(Backend):
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
         entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
-            # The supervisor is about to exit and no longer handles signals.
+            # The supervisor is about to exit and ignores signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
         alive = self.alive(run, entry)
         if alive is None:
@@ -158,7 +158,7 @@ class LocalBackend(Backend):
         return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
-        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need this import
+        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need run.history
 
         events = read_events(run, "waiting", "started", attempt=entry.attempt)
         waits = attempts_of(events).get(entry.attempt, Attempt(0)).waits_for is not None
@@ -194,13 +194,13 @@ def _start_process(
     *,
     foreground: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that survives the terminal, or with `foreground` one that ends with this process."""
+    """Start a process that outlives the terminal; with `foreground`, the process exits with this one."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
     with output.open("ab") as log:
         return subprocess.Popen(
             argv,
-            # A terminal stays with the foreground command. Any other stdin, such as a pipe, is passed on to
-            # rank 0.
+            # Only the foreground command reads from a terminal. Any other stdin, such as a pipe, is passed on
+            # to rank 0.
             stdin=0 if foreground and not os.isatty(0) else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,10 +1,10 @@
-"""The process of a group on this machine; starts its unfinished runs, at most `RunGroup.limit` at a time.
+"""The process for a group on this machine: starts unfinished runs, at most `RunGroup.limit` at a time.
 
 The command line is ``python -m trainkit.backends.local.group GROUP_DIR``.
 
-Every run has a supervisor of its own, which survives this process and waits for free GPUs. If the group's
-process dies, for example because the machine restarts, another process can resume the group. The other
-process leaves runs alone that are still running.
+Each run has its own supervisor, which outlives this process and waits for free GPUs. If the group's process
+dies, for example because the machine reboots, another process can resume the group. The new process does not
+touch runs that are still running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLL_S = 0.5
 
 
 def run_trials(group: RunGroup) -> None:
-    """Start the runs of a group in order, and wait until all have ended, even if some fail."""
+    """Start the runs in a group in order, and wait until all have ended, even if some fail."""
     began, running = utc_now(), list[RunDir]()
     for index in sorted(group.trials):
         while len(running := [run for run in running if _is_active(run)]) >= group.limit:
@@ -51,16 +51,16 @@ def _is_active(run: RunDir) -> bool:
 
 
 def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
-    """Return the job.json of a run, and whether the run is alive.
+    """Return a run's job.json, and whether the run is alive.
 
-    If this host cannot tell, the run counts as alive, because otherwise it might be started twice.
+    If this host cannot tell, the run is considered alive, because otherwise it might be started twice.
     """
     job = read_job(run)
     return job, job.newest is not None and is_alive(run, job.newest) is not False
 
 
 def _start(group: RunGroup, index: int, began: str) -> None:
-    """Start the next attempt of an unfinished trial with the trial's current config and plan."""
+    """Start the next attempt of an unfinished trial, using the trial's current config and plan."""
     run = group.run(index)
     if not run.config_file.is_file():
         create_trial_run(group, group.trial(index))
@@ -68,10 +68,10 @@ def _start(group: RunGroup, index: int, began: str) -> None:
         job, is_active = _read_active(run)
         if is_active:
             return
-        # Read the end after checking that the run is not alive, because a supervisor writes the end before it
-        # exits.
+        # Read the end only after checking that the run is not alive, because a supervisor records the end
+        # before it exits.
         end = read_newest_end(run.path)
-        # A user may also have ended the run deliberately since this process began.
+        # A user may also have cancelled the run since this process began.
         if end is not None and (end.state == "finished" or (end.time or "") >= began):
             return
         config, plan = map(read_trusted, (run.config_file, run.plan_file))
@@ -83,17 +83,17 @@ def _start(group: RunGroup, index: int, began: str) -> None:
 
 @whole_paths()
 def main() -> int:
-    """Run the group given on the command line; return the exit code."""
+    """Run the group given on the command line; return the process's exit code."""
     replace_unencodable()
     group = RunGroup(sys.argv[1])
     try:
         acquire_lock(
             group.supervisor_lock_file, SUPERVISOR_EXIT_S
-        )  # this process holds the lock until it exits
+        )  # this process holds the lock on the group until it exits
     except LockBusy as busy:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED
-    # The command that started this process waits until the process id is written.
+    # The command that started this process waits until this process id is written.
     group.update(process=ProcessId.of(os.getpid()))
     run_trials(group)
     return EXIT_OK

@@ -1,9 +1,9 @@
-"""The queue of this machine: runs wait in order of submission until enough GPUs or CPU cores are free.
+"""The queue on this machine: runs wait in submission order until enough GPUs or CPU cores are free.
 
-A run needs as many GPUs or cores as it has ranks. Each GPU, each core and each waiting run has a lock file in
-a folder of this user and machine. The owning supervisor keeps the file locked until it exits, so a killed
-process or a machine crash leaves no lock behind. GPUs used by processes that hold no lock, for example GPUs
-of other users, do not count as free either.
+A run needs one GPU or core per rank. Each GPU, core and waiting run has a lock file in a folder for this user
+and machine. The supervisor that owns a lock keeps it until it exits, so a killed process or a crashed machine
+leaves no lock behind. A GPU that another process uses without a lock, for example another user's process, is
+not considered free either.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Unit(NamedTuple):
     """A GPU or a CPU core."""
 
     key: str
-    """A name of the GPU or core that does not depend on CUDA_VISIBLE_DEVICES."""
+    """An identifier for the GPU or core that does not depend on CUDA_VISIBLE_DEVICES."""
     user: str | None = None
     """A process that uses the GPU, if the driver reports one."""
 
@@ -48,15 +48,16 @@ class QueuePlace:
     attempt: AttemptDir
     plan: LaunchPlan
     submitted_at: str | None
-    """The time at which the attempt was submitted; determines the order in the queue."""
+    """The time when the attempt was submitted; determines the order in the queue."""
     folder: Path = field(default_factory=lambda: state_folder() / "queue" / os.uname().nodename)
     _ticket: tuple[Path, int] | None = None
 
     def take(self, *, now: bool) -> str | None:
-        """Lock the attempt's GPUs or cores until this process exits, and hide all others from the ranks.
+        """Lock GPUs or cores for the attempt until this process exits, and hide all others from the ranks.
 
-        Returns the reason to wait, or None once everything is locked. With `now`, the attempt takes GPUs or
-        cores even if they are in use. Raises OSError if the folder cannot be written or locked.
+        Returns the reason to wait, or None once all of them are locked. If `now` is set, the attempt takes
+        GPUs or cores even if they are in use. Raises OSError if the folder with the lock files cannot be
+        written or locked.
         """
         if (reason := _unfinished(self.plan)) is not None:
             return reason
@@ -79,13 +80,13 @@ class QueuePlace:
                 return f"waits for {what} ({len(taken)} free, in use by {in_use})"
             self.leave()
         if self.plan.device == "cuda" and units:
-            # Without this variable, the driver and CUDA number the GPUs differently.
+            # Without this variable, the NVIDIA driver and CUDA number the GPUs differently.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             os.environ[VISIBLE] = ",".join([*taken, *users][:count])
         return None
 
     def leave(self) -> None:
-        """Leave the queue, because the attempt has its GPUs or cores or is not going to start."""
+        """Leave the queue; called once the attempt has its GPUs or cores, or if it is not going to start."""
         if self._ticket is not None:
             path, descriptor = self._ticket
             self._ticket = None
@@ -93,7 +94,7 @@ class QueuePlace:
             release_lock(descriptor)
 
     def _ahead(self) -> str | None:
-        """Enter the queue if necessary; return the run directly ahead, or None if this run is first."""
+        """Enter the queue if necessary; return the run directly ahead of this one; None if there is none."""
         if self._ticket is None:
             path = self.folder / f"{self.plan.device}-{self.submitted_at}-{os.getpid():08d}"
             self._ticket = path, acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
@@ -108,7 +109,7 @@ class QueuePlace:
         return ahead
 
     def _lock_free(self, units: Mapping[str, Unit], count: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Return file descriptors of the locks of up to `count` free units, and the users of busy units."""
+        """Return the lock file descriptors for up to `count` free units, and the users of busy units."""
         taken, users = dict[str, int](), dict[str, str]()
         for name, (key, user) in units.items():
             if len(taken) == count:
@@ -133,7 +134,7 @@ def _named(users: list[str]) -> str:
 
 
 def _gpus() -> dict[str, Unit]:
-    """Map CUDA_VISIBLE_DEVICES entries to the GPUs that this process may use; empty if there is no driver."""
+    """Map CUDA_VISIBLE_DEVICES entries to GPUs that this process may use; empty without an NVIDIA driver."""
     listed = visible_gpus(os.environ.get(VISIBLE))
     with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
         count = driver.nvmlDeviceGetCount()
@@ -144,7 +145,7 @@ def _gpus() -> dict[str, Unit]:
 
 def _gpu(driver: Any, name: str) -> Unit:
     key, users = name, list[str]()
-    with suppress(driver.NVMLError):  # the GPU may be lost or a MIG device, which the ranks will report
+    with suppress(driver.NVMLError):  # the ranks report a lost GPU or a MIG device
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
@@ -157,7 +158,7 @@ def _process(pid: int) -> str:
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:
-    """Return a message about the first unfinished run for which a plan waits; None if all have finished."""
+    """Return a message about the first unfinished run that the plan waits for, or None if there is none."""
     for folder in plan.after:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)
@@ -169,7 +170,7 @@ def _unfinished(plan: LaunchPlan) -> str | None:
 
 
 def _trouble(run: RunDir) -> str:
-    """Return what a user must do first if a run does not continue by itself; else an empty string."""
+    """Return what the user must do so that a stopped run can finish, or "" if nothing."""
     if not run.path.exists():
         return ", which does not exist," if group_of(run) is None else ""
     newest = read_job(run).newest

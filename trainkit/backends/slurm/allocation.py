@@ -1,4 +1,4 @@
-"""Runs the attempts of a run on the hosts that Slurm allocated to a job."""
+"""Runs a run's attempts on the hosts that Slurm allocated to a job."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ from trainkit.slurm.hosts import is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
-"""Seconds to wait for the supervisor's own stop signal after a signal killed a rank, because slurmstepd may
+"""Seconds to wait, after a signal killed a rank, for the same signal to reach the supervisor; slurmstepd may
 signal the rank first."""
 NOTICE_POLL_S = 0.5
 QUERY_PATIENCE_RESTART_S = 300.0
-"""Seconds for which queries are retried while Slurm's controller is unavailable and a step may have to be
+"""Seconds for which queries are retried while Slurm's controller is unavailable, if a step may have to be
 restarted.
 """
 REQUEUE_PATIENCE_S = 600.0
-"""Seconds for which a requeue is retried while the controller is unavailable; giving up would leave a saved
+"""Seconds for which a requeue is retried while the controller is unavailable; giving up would leave the saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""Seconds that a job, before it ends, keeps trying to submit more trials of its group if Slurm has no room
-for them."""
+"""Seconds for which an ending job retries submitting further trials of its group if Slurm accepts no more
+jobs."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
-    """Return a job's current state in Slurm; None if Slurm does not answer or no longer knows the job."""
+    """Return a job's current state in Slurm, or None if Slurm does not answer or no longer knows the job."""
     try:
         return job_details(job_id, timeout_s=JOB_TIMEOUT_S, patience_s=patience_s)
     except TrainkitError as error:
@@ -108,38 +108,38 @@ def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails |
 
 
 class SlurmAllocation(Allocation):
-    """The allocation of one start of a Slurm job."""
+    """The allocation for one start of a Slurm job."""
 
     lock_timeout_s = 600.0
-    """On a network filesystem, locks of a dead node disappear after about 90 s, on some filesystems much
-    later."""
+    """On a network filesystem, locks held by a dead node are released after about 90 s, but on some
+    filesystems much later."""
 
     def __init__(self, run: RunDir, job_id: str, step: Sequence[str]) -> None:
         super().__init__(run)
         self.job_id = job_id
         self.step = step
-        """The command line of the step, as in the batch script."""
+        """The step's command line, as in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: set[str] = set()
-        """Hosts on which no more steps are started, because they are lost or slow or have failed."""
+        """Hosts where no more steps are started, because the hosts are lost, slow or have failed."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """The job's restart count at the beginning of this start."""
+        """How many times the job had been restarted when this start began (SLURM_RESTART_COUNT)."""
         self.step_may_still_run = False
-        """True if an earlier step could not be ended on all hosts, so that Slurm may still count that step as
+        """True if an earlier step could not be killed on all hosts, so that Slurm may still consider it
         running."""
         self.job: JobDetails | None = None
-        """The job as of the last query; None if Slurm did not answer."""
+        """The job as of the last query, or None if Slurm did not answer."""
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Remove the record of this start, which has not failed because its supervisor has begun."""
+        """Remove the record of this start: because its supervisor has begun, the start has not failed."""
         try:
             forget_start(self.run, self.job_id)
         except OSError as error:
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit more trials of this run's group if Slurm had no room for them before."""
+        """Submit more trials of this run's group if Slurm accepted no more jobs before."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].left:
@@ -149,7 +149,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot submit more trials of {run.path.parent}: {error}")
 
     def claim(self) -> AttemptDir | Decision:
-        # Without refreshing the list, an attempt that was resumed from another host may be missing from it.
+        # Without this refresh, an attempt that was resumed from another host may be missing from the listing.
         refresh_listing(self.run.attempts_dir)
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
             newest = self.run.attempt(numbers[-1])
@@ -181,7 +181,7 @@ class SlurmAllocation(Allocation):
             close_failed_starts(self.run, attempt.job, now, cluster, log_line)
         except OSError as error:
             log_line(f"cannot record the failed starts of earlier jobs ({error})")
-        # If an attempt cannot be read, running it will report the reason.
+        # If an attempt cannot be read, an error is raised when it runs.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
@@ -189,7 +189,7 @@ class SlurmAllocation(Allocation):
     def fitted(self, attempt: Attempt) -> LaunchPlan:
         plan = attempt.plan
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
-        # The value looks like 64(x2),128.
+        # The format of the value is 64(x2),128.
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         threads = min(map(int, counts), default=0) // plan.workers_per_node
         if (
@@ -242,7 +242,7 @@ class SlurmAllocation(Allocation):
     def _outcome(self, live: Attempt, observed: Observed, before: Outcome) -> Outcome:
         """Return the outcome of an attempt.
 
-        `before` is the outcome before the signal, if a signal arrived during the delay before a restart.
+        If a signal arrived during the delay before a restart, `before` is the outcome before the signal.
         """
         attempt, plan = live.folder, live.plan
         stop, codes = observed.stop_signal, observed.exit_codes
@@ -251,8 +251,8 @@ class SlurmAllocation(Allocation):
             return outcome_of(attempt, plan, observed)
         self.step_may_still_run |= observed.step_may_still_run
         saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-        # After a failure, query longer, because a restart needs the controller. After a stop signal,
-        # there is no time to wait.
+        # After a failure, retry the query for longer, because a restart needs the controller. After a stop
+        # signal, there is no time to wait.
         is_urgent = saved or stop is not None
         self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
         is_running = self.job is not None and self.job.state is JobState.RUNNING
@@ -260,17 +260,18 @@ class SlurmAllocation(Allocation):
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
                 return outcome_of(attempt, plan, observed)
-            # The ranks received a signal that was not recorded, for example because the disk is full.
+            # The ranks received a signal that could not be recorded, for example because the disk is full.
             stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # If Slurm does not answer, no host is excluded; if a host is lost, the next start fails and reports
-        # it.
+        # If Slurm does not answer, exclude no host; if a host is lost, the next start fails and reports the
+        # host.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         error = before.launch_error
         failure = find_first_failure(attempt, plan, observed, before.lost_nodes, error)
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
-            # The signal is received only once, but this whole method is repeated after a disk error below.
+            # Store the signal: it is received only once, but this whole method is repeated after a disk error
+            # below.
             observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
@@ -279,9 +280,9 @@ class SlurmAllocation(Allocation):
         if observed.hangs and not lost:
             # Slurm may need minutes to notice that a host is unreachable.
             lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
-        if lost or error is not None:  # lost hosts and failed launches precede all failures of ranks
+        if lost or error is not None:  # lost hosts and failed launches take precedence over rank failures
             failure = find_first_failure(attempt, plan, observed, lost, error)
-        # srun's fan-out tree waits up to a minute for a lost host, so the step may still be running.
+        # srun waits up to a minute for a lost host, so the step may still be running.
         self.step_may_still_run |= bool(lost)
         cause: str | None = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
         planned_stop = observed.planned_stop
@@ -310,10 +311,10 @@ class SlurmAllocation(Allocation):
     def _find_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, observed: Observed, sent: str | None
     ) -> tuple[str | None, bool]:
-        """Find out which stop signal ended the ranks, if they ended before the signal was recorded.
+        """Find out which stop signal terminated the ranks, if they exited before the signal was recorded.
 
-        Also returns whether the supervisor received the signal. If the ranks crashed, returns no signal.
-        `sent` is the signal that killed a rank; the supervisor may receive the same signal a little later.
+        Also returns whether the supervisor received the stop signal. Returns no signal if the ranks crashed.
+        `sent` is the signal that killed a rank; the supervisor may receive the same signal slightly later.
         """
         # A command's signal handler may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
@@ -338,7 +339,7 @@ class SlurmAllocation(Allocation):
         return found, False
 
     def _drained_host(self) -> str | None:
-        """Return a host of the running job that is being drained; None if there is none."""
+        """Return a host of the running job that is being drained, or None if no host is."""
         if self.job is None or is_taken(self.job, self.restarts):
             return None
         try:
@@ -351,9 +352,10 @@ class SlurmAllocation(Allocation):
     def _cause(
         self, plan: LaunchPlan, stop_signal: str | None, *, was_signalled: bool, lost: bool = False
     ) -> Cause | None:
-        """Return why the job was asked to stop.
+        """Return why the job received a stop signal.
 
-        `was_signalled` means that this process received the signal too; `lost` means that a host is lost.
+        `was_signalled` means that this process received the signal too; `lost` means that the job has lost a
+        host.
         """
         if stop_signal is None:
             return None
@@ -369,7 +371,7 @@ class SlurmAllocation(Allocation):
         )
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
-        """Return the unresponsive hosts if the run can continue without all of them, else an empty tuple."""
+        """Return the unresponsive hosts if the run can continue without them, or else an empty tuple."""
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.fewest_nodes else ()
 
     def is_down(self, host: str) -> bool:
@@ -381,17 +383,16 @@ class SlurmAllocation(Allocation):
             return False
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Stop using the host that a failure implicates, and record the host for later jobs.
+        """Stop using the host that probably caused a failure, and record it so that later jobs exclude it.
 
-        If the only evidence against a host is that its ranks were killed or hung, the run keeps using the
-        host until this happens a second time.
+        If a host's ranks were only killed or hung, keep using the host until this happens a second time.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
         for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
             self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
-        # Slurm could not exclude a host under any other name
+        # Slurm can exclude a host only by one of these names
         if suspect is not None and suspect[0] in self.hosts:
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
@@ -408,7 +409,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """Return the hosts that failed in this job or an earlier one, which the next start should avoid."""
+        """Return the hosts that failed in this or an earlier job; the next start should exclude them."""
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
@@ -417,7 +418,7 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            # Slurm sends the warning before the time limit only once, so a step that starts after the warning
+            # Slurm sends the warning signal before the time limit only once, so a step that starts afterwards
             # would not get it.
             restart=is_ours
             and len(self.good_hosts) >= plan.fewest_nodes
@@ -429,7 +430,7 @@ class SlurmAllocation(Allocation):
         )
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        # Either Slurm is ending the allocation, or a person cancelled the job; the state of the job tells
+        # Either Slurm is terminating the allocation, or a user cancelled the job; the job's state tells
         # which.
         observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
         attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
@@ -437,7 +438,8 @@ class SlurmAllocation(Allocation):
         return judge(attempt, self.restart_options(attempt))
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
-        # Start the job again later, because the file server will eventually release the locks of a dead host.
+        # Retry in a later start of the job, because the file server will eventually release the locks of a
+        # dead host.
         self.job = query_job(self.job_id)
         attempt.update()
         starts = list(previous_ends(attempt.folder, attempt.job).values())
@@ -449,16 +451,16 @@ class SlurmAllocation(Allocation):
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
         unclaimed = super().leave_unclaimed(locked)
-        # The lock is never taken by force, because a host that Slurm considers lost may only be cut off from
-        # the controller, and still write to the run folder. The file server releases the locks of a dead
-        # host, usually within two minutes, but sometimes only after the host reboots.
+        # Never break the lock: a host that Slurm considers lost may only be disconnected from the controller
+        # and still write to the run folder. The file server releases the locks of a dead host, usually within
+        # two minutes, but sometimes only after the host reboots.
         try:
             plan = LaunchPlan.from_dict(read_submitted(self.run))
             self.job = query_job(self.job_id)
             cause = self._cause(plan, signal.SIGTERM.name, was_signalled=True)
             if locked.stopped and cause not in plan.requeue.on:
                 return unclaimed
-            # An attempt that ended with its time slice does not count as a restart.
+            # Do not count an attempt that stopped at the end of its time slice as a restart.
             sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
             if self.restarts >= plan.requeue.max + len(sliced):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
@@ -480,8 +482,8 @@ class SlurmAllocation(Allocation):
                 self._request_requeue(attempt)
                 self._leave_requeued(attempt.plan)
         except TrainkitError as error:
-            # Either an administrator has disabled requeueing, or the controller was unreachable for several
-            # minutes.
+            # Either an administrator has disabled requeueing, or the controller has been unavailable for
+            # several minutes.
             return decide_stranded(decision, attempt.outcome, error.message)
         except OSError as error:
             problem = f"{self.run.path} cannot be written ({error})"
@@ -489,10 +491,10 @@ class SlurmAllocation(Allocation):
         return decision
 
     def _request_requeue(self, attempt: Attempt) -> None:
-        """Requeue the job with the run's lock held, unless that would undo another user action.
+        """Requeue the job while holding the run's lock, unless this would undo another user action.
 
-        Because of the lock, a `trainkit cancel` happens either before or after the requeue. While Slurm does
-        not answer, the lock is released, so that `trainkit cancel` need not wait.
+        With the lock, a concurrent `trainkit cancel` takes effect either before or after the requeue. While
+        Slurm does not answer, the lock is released, so that `trainkit cancel` need not wait.
         """
         give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:
@@ -503,11 +505,11 @@ class SlurmAllocation(Allocation):
             except SlurmUnreachable:
                 if time.monotonic() > give_up_s:
                     raise
-                # Slurm may have carried out the request, and only its answer was lost
+                # Slurm may have requeued the job although its answer was lost
                 self.job = query_job(self.job_id) or self.job
 
     def _refuse_unwanted(self, attempt: Attempt) -> None:
-        """Raise TrainkitError if a requeue would undo what a user has done in the meantime."""
+        """Raise TrainkitError if a requeue would undo a user's action, such as a cancellation."""
         attempt.update()
         newest = attempt.job.newest
         if newest is not None and newest.job_id != self.job_id:
@@ -516,7 +518,7 @@ class SlurmAllocation(Allocation):
             raise TrainkitError("the run was cancelled in the meantime")
 
     def _leave_requeued(self, plan: LaunchPlan) -> None:
-        """Exclude bad hosts from the next start of the job, and wait until Slurm ends this start."""
+        """Exclude bad hosts from the job's next start, and wait until Slurm terminates this start."""
         if self.bad and plan.slurm is not None:
             exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
         if not (self.is_completing or self.is_being_requeued):
@@ -524,11 +526,11 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_being_requeued(self) -> bool:
-        """Return whether Slurm is already requeuing the job, or has restarted it."""
+        """Return whether Slurm is requeuing the job, or has already restarted it."""
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Return whether a person has cancelled the job since the last query; a requeue would undo that."""
+        """Return whether a user has cancelled the job since the last query; a requeue would undo that."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)
@@ -539,18 +541,18 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_queued(self) -> bool:
-        """Return whether the job is in the queue again."""
+        """Return whether Slurm has put the job back in the queue."""
         return self.job is not None and self.job.state.is_waiting
 
     @property
     def is_completing(self) -> bool:
-        """Return whether Slurm is ending the job and is only waiting for this batch shell."""
+        """Return whether Slurm is terminating the job and is only waiting for this batch shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the chained jobs, and this job too if Slurm is requeuing it after losing a host.
+        """Cancel the chained jobs, and also this job if Slurm is requeuing it after losing a host.
 
-        If another start of this job already runs on other hosts, it is left alone.
+        If another start of this job is already running on other hosts, the job is not cancelled.
         """
         if shutil.which("scancel") is None:
             return
@@ -558,7 +560,7 @@ class SlurmAllocation(Allocation):
         try:
             cancel_waiting(waiting)
             if self.is_completing and self.is_being_requeued:
-                # The job is put in the queue only after this shell has exited.
+                # Slurm puts the job back in the queue only after this shell has exited.
                 cancel([self.job_id])
         except TrainkitError as error:
             log_line(f"cannot cancel {', '.join(waiting) or self.job_id}: {error.message}")

@@ -1,4 +1,4 @@
-"""Runs and watches the srun of one attempt in a Slurm job, and finds the cause of a stop signal.
+"""Runs and monitors the srun process of an attempt in a Slurm job, and determines why it was stopped.
 
 The cause is derived from the job's state in Slurm or, if Slurm does not answer, from the set of processes
 that received the signal.
@@ -43,18 +43,17 @@ from trainkit.slurm.jobs import JobDetails
 
 SRUN = 0
 EARLY_S = 60.0
-"""Seconds by which Slurm may send the warning signal earlier than was requested."""
+"""How many seconds earlier than requested Slurm may send the warning signal."""
 SLACK_S = 30.0
-"""Seconds that may pass between a signal and the query about its cause, or between the start of a step and a
-signal."""
+"""Maximum time in seconds between a signal and the query about its cause, or between the start of a step and
+a signal."""
 
 
 class SlurmAttemptWatch(AttemptWatch):
-    """The srun of one attempt.
+    """Monitors the srun process of one attempt.
 
-    On SIGTERM and SIGINT, srun ends the whole step immediately, but it forwards SIGUSR2 to the tasks. The
-    trainer's ranks therefore get every stop signal as SIGUSR2, no matter which signal the supervisor
-    received.
+    On SIGTERM or SIGINT, srun kills the whole step immediately, but it forwards SIGUSR2 to the tasks. The
+    trainer's ranks therefore always receive SIGUSR2, no matter which stop signal the supervisor received.
     """
 
     def __init__(
@@ -66,21 +65,21 @@ class SlurmAttemptWatch(AttemptWatch):
     ) -> None:
         super().__init__(live)
         self._until_s = time.monotonic() + remaining_s
-        """The monotonic time at which the ranks must save because the run will have used up its total time.
+        """The monotonic time when the run will have used up its total time; the ranks must save then.
         """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The supervisor's view of the run folder, which each agent compares with its own view."""
+        """The run folder as the supervisor sees it; each agent compares this view with its own."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None
-        """srun's exit code, whether srun was killed, whether it had been asked to end the step, and the time
-        of its exit.
+        """srun's exit code, whether srun was killed, whether srun had been asked to kill the step, and the
+        time when srun exited.
 
-        srun's exit is recorded without reading the run folder, which may be unavailable at that moment.
+        This tuple is set without reading the run folder, which may be unavailable when srun exits.
         """
         self._unconfirmed_since_s: float | None = None
-        """The monotonic time of a stop signal that the ranks may not have received; inf once the signal has
+        """The monotonic time of a stop signal that the ranks may not have received; inf once that signal has
         been handled."""
 
     def start(self) -> None:
@@ -96,11 +95,11 @@ class SlurmAttemptWatch(AttemptWatch):
             # Set both variables, because srun reads one or the other depending on its version. Do not pass
             # --cpus-per-task instead, because srun warns if it exceeds the job's value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example, cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
-        # Create the file here, because if an NFS client looks for the file too early, it caches for a minute
-        # that the file is missing.
-        with contextlib.suppress(OSError):  # the tasks create the file too
+        # Create the file here: if an NFS client looks for the file too early, it caches for a minute that the
+        # file is missing.
+        with contextlib.suppress(OSError):  # the tasks may create the file too
             self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
             self.running[SRUN] = processes.start_child(
@@ -108,10 +107,10 @@ class SlurmAttemptWatch(AttemptWatch):
             )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Record only the time of the signal.
+        """Record only the time when the signal was received.
 
-        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. Forwarding the
-        signal immediately could kill a rank that is already saving.
+        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. If this process
+        forwarded the signal immediately, it could kill a rank that is already saving.
         """
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
@@ -130,10 +129,10 @@ class SlurmAttemptWatch(AttemptWatch):
         self._leave_early()
 
     def _end_if_superseded(self) -> None:
-        """Have the ranks save and exit if another start of the job has claimed the next attempt.
+        """Have the ranks save and exit if another start of this job has claimed the next attempt.
 
-        The other start waits for this one to exit. Two starts can overlap if only the slurmd of a host dies:
-        Slurm considers the host lost and restarts the job on other hosts.
+        The other start of the job waits until this start exits. Two starts can overlap if only the slurmd of
+        a host dies: Slurm considers the host lost and restarts the job on other hosts.
         """
         if self.superseded_by is not None:
             return
@@ -158,7 +157,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to the ranks if the signal reached only this shell, or came before the step."""
+        """Send SIGUSR2 to the ranks if the stop signal reached only this shell, or came before the step."""
         if self._unconfirmed_since_s is None:
             if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
@@ -170,7 +169,7 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit once the run's jobs have used up its total time."""
+        """Have the ranks save and exit once the run has used up its total time across all jobs."""
         is_running = self.observed.stop_signal is None and SRUN in self.running
         if is_running and time.monotonic() >= self._until_s:
             self.leave(PlannedStop("timeout", "the run has used up its total time"))
@@ -180,11 +179,11 @@ class SlurmAttemptWatch(AttemptWatch):
             super().leave(planned_stop)
 
     def _end_after_failure(self) -> None:
-        """End the step if a rank or agent has failed, because the other ranks might wait for it forever."""
+        """Kill the step if a rank or agent has failed, because the other ranks might wait for it forever."""
         if self._failed_s is None:
             self.observed.killed_node = node_of_killed_task(self.attempt)
-            # A task that exited without a failure record has failed, unless a stop signal came before. After
-            # a stop signal, the other tasks may still be saving.
+            # A task that exited without a failure record has failed, unless it had received a stop signal.
+            # After a stop signal, the other tasks may still be saving.
             if any(self.attempt.errors_dir.glob("rank-*.json")) or (
                 first_task_exit(self.attempt) is not None
                 and self.observed.stop_signal is None
@@ -196,7 +195,8 @@ class SlurmAttemptWatch(AttemptWatch):
             first = first_rank_failure(self.attempt)
             has_notice = self.observed.stop_signal is not None or signal_of_ranks(self.attempt) is not None
             if has_notice and first is not None and first.died_of_notice:
-                # The rank's agent received the signal too late, and other ranks may still be saving.
+                # The rank's agent received the signal too late to handle it, and other ranks may still be
+                # saving.
                 self.kill_after_grace()
             else:
                 self.end_all()
@@ -210,13 +210,14 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _kill_running(self) -> None:
         if SRUN in self.running:
-            # srun waits for an unresponsive host; if srun is killed, tasks on that host may keep running.
+            # srun waits for an unresponsive host; if srun is killed, tasks on the unresponsive host may keep
+            # running.
             self.observed.step_may_still_run = True
             self._signal_step(signal.SIGKILL)
         super()._kill_running()
 
     def _signal_step(self, number: signal.Signals) -> bool:
-        """Send a signal to the step's tasks through Slurm; return whether that was possible."""
+        """Send a signal to the step's tasks through Slurm; return whether the signal could be sent."""
         step_id = read_rendezvous(self.attempt).step_id
         if step_id is None:
             return False  # the step has not reached its rendezvous yet
@@ -236,21 +237,21 @@ class SlurmAttemptWatch(AttemptWatch):
         code, was_killed, was_terminated, ended_at = self._srun_exit
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
-        # srun returns the exit code of the task that was killed last, but failure records show which task
+        # srun returns the exit code of the task that died last, but the failure records show which task
         # failed first.
         if not was_terminated and not was_killed:
             self.observed.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         if first_code is None and ran_out_of_memory(self.attempt):
-            first_code = signal_exit_code(signal.SIGKILL)  # the kernel killed an agent, and srun returned 1
+            first_code = signal_exit_code(signal.SIGKILL)  # srun returns 1 if the kernel killed an agent
         self.observed.exits = [(SRUN, code if first_code is None else first_code)]
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)
         if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
-            # The ranks received the requested signal before they had installed their signal handlers.
+            # The requested signal killed the ranks before they had installed their signal handlers.
             self.live.update()
             self.observed.stop_signal = self._requested_signal()
-        # Agents kill their workers after the grace time, so srun may exit late even though it was not killed.
+        # Agents kill their workers after the grace time, so srun may exit late even if it was not killed.
         signals = read_events(self.attempt.run, "signal", attempt=self.attempt.number)
         since_s = (seconds_between(event.time, ended_at) or 0.0 for event in signals)
         is_late = was_killed or any(seconds >= self.plan.grace_s for seconds in since_s)
@@ -258,7 +259,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
 
 def signal_of_ranks(attempt: AttemptDir) -> str | None:
-    """Return the stop signal that the tasks received, according to the first agent; None without a record."""
+    """Return the stop signal that the first agent recorded for the tasks, or None if it recorded none."""
     found = read_events(attempt.run, "signal", attempt=attempt.number)
     names = [event.text("signal") for event in found]
     overriding = [name for name in names if name != RESTART_SIGNAL] or names
@@ -275,19 +276,19 @@ def termination_cause(
     lost: bool,
     notice: str = RESTART_SIGNAL,
 ) -> Cause | None:
-    """Return the cause of a stop signal; None if a person cancelled the job.
+    """Return the cause of a stop signal, or None if a user cancelled the job.
 
     `supervisor_was_signalled` means that the batch shell received the signal too. During the grace time of a
-    preemption, Slurm signals only the steps. `restarts` is the job's restart count at the beginning of this
-    start. `lost` means that one of the job's hosts does not respond. `notice` is the warning signal before
-    the time limit.
+    preemption, Slurm signals only the steps, not the batch shell. `restarts` is the job's restart count when
+    this start began. `lost` means that one of the job's hosts does not respond. `notice` is the warning
+    signal before the time limit.
     """
     if job is None:
         if stop_signal == RESTART_SIGNAL:
             return "timeout"
         return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
     if job.restarts > restarts or job.state.is_waiting:
-        # Slurm is requeuing the job, because it was preempted without grace time or lost a host.
+        # Slurm is requeuing the job, because the job was preempted without grace time or lost a host.
         return "node_fail" if lost else "preempted"
     if job.is_preempted:
         return "preempted"
@@ -307,19 +308,19 @@ def termination_cause(
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Return whether Slurm is ending this start of a job, or is about to."""
+    """Return whether Slurm is terminating this start of a job, or is about to."""
     return is_taken(job, restarts) or is_nearly_over(job, grace_s)
 
 
 def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Return whether Slurm is ending this start: preempted, cancelled, out of time or requeued."""
+    """Return whether Slurm is terminating this start: preempted, cancelled, out of time or requeued."""
     if job is None:
         return False
     return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
 
 
 def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
-    """Return whether a job's remaining time is not much longer than the grace time; False if unknown."""
+    """Return whether a job's remaining time is barely longer than the grace time; False if unknown."""
     if job is None or job.end_time is None:
         return False
     return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

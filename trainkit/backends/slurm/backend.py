@@ -1,4 +1,4 @@
-"""The backends for Slurm: one for jobs submitted with sbatch, one for steps that already exist."""
+"""The Slurm backends: one for jobs submitted with sbatch, and one for steps that already exist."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from trainkit.quoting import log_path
 
 
 class SlurmBackend(Backend):
-    """Executes runs as Slurm jobs, whose state only Slurm knows."""
+    """Executes runs as Slurm jobs; only Slurm knows whether such a job is running."""
 
     poll_s = 1.0
     ask_every_s = 10.0
@@ -118,7 +118,7 @@ class SlurmBackend(Backend):
         return query_start(script, clusters=plan.clusters)[1]
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.slurm.allocation import SlurmAllocation  # only supervisors need it
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # only supervisors import it
 
         job_id = slurm_job_id()
         if job_id is None:
@@ -129,15 +129,15 @@ class SlurmBackend(Backend):
         return query_jobs([entry.job]).get(entry.job)
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
-        # A job that squeue does not list is not running, whatever accounting reports about it.
+        # A job that squeue does not list is not running, even if accounting reports it as running.
         return in_queue(self.job(entry))
 
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
         if jobs is None or entry.job not in jobs:
-            # The jobs of ended runs are not queried. For any other run, no entry means that the job's cluster
-            # does not answer.
+            # Jobs of runs that have recorded their end are not queried. If the run has not recorded its end,
+            # a missing entry means that the job's cluster does not answer.
             return JobStatus(False if is_over(run.attempt(entry.attempt)) else None)
         job = jobs.get(entry.job)
         if not in_queue(job):
@@ -146,7 +146,7 @@ class SlurmBackend(Backend):
         return JobStatus(in_queue(job), job)
 
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """Return the attempt with its job, or with a queued chained job if its own job has ended."""
+        """Return the attempt with its job, or with a queued chained job if its own job has finished."""
         entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             return None
@@ -166,7 +166,7 @@ class SlurmBackend(Backend):
             return "cancelled"
         end = read_end(run.attempt(entry.attempt))
         if number == signal.SIGTERM and end is not None and end.resumes and end.action != "restart":
-            # The ranks have saved and exited, and the rest of the job would only start the next attempt.
+            # The ranks have saved and exited, and the job would only start the next attempt.
             cancel([entry.job])
             write_cancelled(run, entry, "cancelled before the restart")
             return "cancelled"
@@ -176,7 +176,8 @@ class SlurmBackend(Backend):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         step_id = step_of(run, entry)
         if step_id is not None:
-            # Kill the step before calling scancel, whose SIGTERM would make the ranks start to save.
+            # Kill the step before calling scancel, because on scancel's SIGTERM the ranks would start to
+            # save.
             with contextlib.suppress(UsageError):
                 kill_steps([(entry.job, step_id)])
         cancel([entry.job])
@@ -187,7 +188,7 @@ class SlurmBackend(Backend):
 
 
 class SbatchBackend(SlurmBackend):
-    """Executes runs as jobs submitted with sbatch."""
+    """Executes runs as Slurm jobs submitted with sbatch."""
 
     name = "sbatch"
     template = "submit.sbatch.j2"
@@ -202,8 +203,8 @@ class SbatchBackend(SlurmBackend):
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         """Submit the next attempt of a run, and cancel the run's pending chained jobs.
 
-        If the submission is rejected, the run stays unchanged. If Slurm's answer is lost, the attempt is
-        kept, because its job may exist. Raises UsageError if the run folder cannot be written.
+        If Slurm rejects the job, the run folder stays unchanged. If Slurm's answer is lost, the attempt is
+        kept, because the job may exist. Raises UsageError if the run folder cannot be written.
         """
         assert new.script is not None
         assert new.plan.slurm is not None
@@ -237,7 +238,7 @@ class SbatchBackend(SlurmBackend):
         return group.job_id
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script of an attempt once; return the job id."""
+        """Submit an attempt's script once; return the job id."""
         assert new.plan.slurm is not None
         clusters = new.plan.slurm.clusters
         return submit_script(
@@ -246,7 +247,7 @@ class SbatchBackend(SlurmBackend):
 
 
 class StepBackend(SlurmBackend):
-    """Executes a run in the Slurm step that this process belongs to, as in ``srun … trainkit run``."""
+    """Executes a run in the Slurm step that contains this process, as in ``srun … trainkit run``."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         task = find_slurm_task()
@@ -260,13 +261,13 @@ class StepBackend(SlurmBackend):
 
 
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
-    """Return the signal that Slurm must send to the steps of runs so that their ranks save.
+    """Return the signal that Slurm must send to the runs' steps so that their ranks save.
 
-    `number` is the intended signal, SIGTERM or SIGUSR2. If possible, the result is the signal for the agents,
-    which send a command the signal that it handles. A SIGTERM from Slurm would also end the shell that
-    started the training process, and a `tee` to which it prints. The agents' signal cannot be used before the
-    rendezvous, because an agent may not be listening yet. The agents' signal also cannot be used if a
-    cancellation could not be recorded, because agents would take the signal for a requeue.
+    `number` is the intended signal, SIGTERM or SIGUSR2. The result is SIGURG if possible: agents translate it
+    into the signal that their command handles. If Slurm sent SIGTERM, it would also kill the shell around the
+    training process, and a `tee` that reads its output. The agents' signal cannot be used before the
+    rendezvous, because an agent may not handle signals yet. The agents' signal also cannot be used if a
+    cancellation could not be recorded, because agents would then assume a requeue.
     """
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent cancelling the run
@@ -278,15 +279,14 @@ def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]
 
 
 def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
-    """Return the id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
+    """Return the id of the Slurm step that runs an attempt's ranks, or None before their rendezvous."""
     return entry.step_id or read_rendezvous(run.attempt(entry.attempt)).step_id
 
 
 def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
     """Cancel the pending chained jobs except `keep`; the caller must hold the run's lock.
 
-    Raises SlurmUnreachable. If the run is over and its cluster is another one that does not answer, prints a
-    note instead.
+    Raises SlurmUnreachable, but only prints a note if the run is over and its jobs are on another cluster.
     """
     waiting, newest = [job for job in record.waiting if job != keep], record.newest
     if newest is None or not waiting:
@@ -305,14 +305,14 @@ def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
 
 
 def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
-    """Write all files of the run's next attempt, or none if one cannot be written."""
+    """Write all files for the run's next attempt, or none of them if one cannot be written."""
     attempt = run.next_attempt()
     try:
         open_attempt(run, new.config_text, new.plan_text)
         for file in (attempt.script_file, run.script_file):
             write_atomic(file, script)
     except FileExistsError:
-        raise  # another command has just opened this attempt
+        raise  # another command has just created this attempt
     except OSError as error:
         discard_attempt(attempt)
         raise UsageError(
@@ -326,7 +326,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 def removed_unless_submitted(
     remove: Callable[[], None], token: str, clusters: Sequence[str]
 ) -> Iterator[None]:
-    """Call `remove` if it is certain that the job submitted in the `with` block does not exist."""
+    """Call `remove` if the `with` block raises and its job certainly does not exist."""
     began = time.time()
     try:
         yield
@@ -340,7 +340,7 @@ def removed_unless_submitted(
 
 
 def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bool:
-    """Cancel the job with this token after Ctrl-C; return False if Slurm does not say whether it exists."""
+    """Cancel the job with this token after Ctrl-C; return False if it is unknown whether the job exists."""
     try:
         found = find_by_token(token, since=since, clusters=clusters)
         if found is not None:
@@ -353,19 +353,19 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
 
 
 def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
-    """Submit an attempt's script `count` more times, as chained jobs that continue `job`; return their ids.
+    """Submit an attempt's script `count` more times as chained jobs that continue `job`; return their ids.
 
-    The caller must hold the run's lock. If Slurm rejects a chained job, only a note is printed, because the
-    run itself has started.
+    The caller must hold the run's lock. If Slurm rejects a chained job, only print a note, because the run
+    itself has been submitted.
     """
     run = attempt.run
-    # A job can only depend on jobs of its own cluster.
+    # A job can only depend on jobs in the same cluster.
     job_id, cluster = split_job(job)
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
-        # Slurm counts a job that was removed from the queue as failed, so each chained job depends on all
-        # jobs before it.
+        # Slurm considers a job that was removed from the queue failed, so make each chained job depend on all
+        # earlier jobs.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
         options = (
             f"--comment={request.comment(token)}",
@@ -397,14 +397,14 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
 
 
 def _restarts_of_starts(plan: LaunchPlan) -> int:
-    """Return how many times in a row the script requeues a job that ended before its supervisor began."""
+    """Return how many times in a row the script requeues a job whose supervisor did not start."""
     assert plan.slurm is not None
     may_requeue = "crash" in plan.requeue.on and "requeue" in plan.slurm.sbatch
     return min(plan.requeue.max, plan.requeue.max_crashes) if may_requeue else 0
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
-    """Return the options of the `#SBATCH` lines, by name; the value of an option without a value is True."""
+    """Return the options in the `#SBATCH` lines, by name; an option that takes no value maps to True."""
     comment = request.comment(submission_token(run, attempt))
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}

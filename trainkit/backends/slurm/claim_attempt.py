@@ -1,4 +1,4 @@
-"""Determines which attempt a start of a Slurm job executes, and claims that attempt."""
+"""Determines which attempt a start of a Slurm job executes, and claims this attempt."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
 
 ENTRY_TIMEOUT_S = 20.0
-"""Seconds that the submitting command may take to record the job id."""
+"""Seconds that the submitting command may take to record the job id in job.json."""
 
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """Why a start of a job executes no attempt."""
+    """The reason why a start of a job executes no attempt."""
 
     reason: str
     cancelled: AttemptDir | None = None
-    """The attempt to close if the job was cancelled before it started any process; None otherwise."""
+    """The attempt to close if the job was cancelled before it started any process, or else None."""
 
 
 def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | NothingToDo:
     """Claim the attempt that this start of the job executes.
 
-    Returns NothingToDo if the job was cancelled while pending, if it is a chained job of an ended run, or if
-    another job executes this run. The last case occurs if the script was submitted twice, or if an old job
-    was requeued. Raises RunLocked like `run_lock`, UsageError if the run is gone or cannot be locked, and
-    OSError.
+    Returns NothingToDo if the job was cancelled while pending, if it is a chained job and the run has ended,
+    or if another job executes the run. Another job may execute the run if the script was submitted twice, or
+    if an old job was requeued. Raises RunLocked like `run_lock`; UsageError if the run folder is gone or
+    cannot be locked; and OSError.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(
@@ -60,7 +60,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         )
     refuse_missing(run)
     while True:
-        # Query Slurm without holding the lock, because `trainkit cancel` needs it.
+        # Query Slurm without holding the run's lock, because `trainkit cancel` needs the lock.
         newest = (job := read_job_to_change(run)).newest
         carrier = None if newest is None else _carrier(run, job, newest, job_id)
         with run_lock(run, lock_timeout_s):
@@ -70,7 +70,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             if carrier is None:
                 return _claim(run, job, job_id)
             follow_ups = job.follow_ups or []
-            if job_id in follow_ups:  # the chained jobs after this one depend on it
+            if job_id in follow_ups:  # the chained jobs after this one depend on this one
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
             hint = f"`trainkit cancel {path}` ends that job"
@@ -83,14 +83,14 @@ def _names(job: JobRecord, job_id: str) -> bool:
 
 
 def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) -> str | None:
-    """Return the other job that executes a run's newest attempt; None if this job may execute it.
+    """Return the other job that executes a run's newest attempt, or None if this job may execute it.
 
-    Slurm is asked whether the other job is pending or running; if Slurm does not answer, the supervisor's
-    lock decides. A chained job ignores the supervisor's lock, because its dependency has ended, and a dead
-    host may still hold the lock.
+    If Slurm does not answer whether the other job is pending or running, the supervisor's lock decides. A
+    chained job ignores the supervisor's lock, because its predecessor has finished, and a dead host may still
+    hold the lock.
     """
     other = newest.job_id
-    # If an array task was found by its token, its recorded id lacks the array index.
+    # For an array task that was found by its token, the recorded id lacks the array index.
     is_own = other in (job_id, job_id.partition("_")[0]) and newest.elsewhere is None
     if is_own or is_over(run.attempt(newest.attempt)):
         return None
@@ -104,13 +104,13 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
             log_line(f"cannot query job {other}: {error.message}")
     if state is JobState.UNKNOWN:
         return other if job_id not in (job.follow_ups or []) and is_supervised(run) else None
-    # A completing job is about to exit, which releases its supervisor's lock.
+    # A completing job is about to exit, and then releases its supervisor's lock.
     is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
 
 
 def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
-    """Do the part of `claim_attempt` that needs the lock, given that no other job executes the run."""
+    """Execute the part of `claim_attempt` that needs the lock; no other job may be executing the run."""
     refresh_listing(run.attempts_dir)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
@@ -120,8 +120,8 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
         return NothingToDo("the job was cancelled before it started", closed)
     if follows and has_ended:
         return NothingToDo("the run has ended")
-    # After a preemption, Slurm 24.11 starts a job that requeued itself once more, even after the job has
-    # ended.
+    # After a preemption, Slurm 24.11 restarts a job that requeued itself, even if the job has already
+    # finished.
     if own and (end := read_end(run.attempt(own[-1].attempt))) is not None and end.action == "finished":
         return NothingToDo("the run has finished")
     if own and own[-1].pid is None:
@@ -129,13 +129,13 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
         return run.attempt(own[-1].attempt)
     entry = job.of_attempt(newest.number)
     if entry.is_cancelled:
-        # The run was cancelled while another job was executing this attempt.
+        # The run was cancelled while another job was executing the newest attempt.
         closed = None if own or has_ended else newest
         return NothingToDo("the run was cancelled; `trainkit resume` starts it again", closed)
     if entry.attempt:
         newest = reopen_attempt(newest)
-    # job.json does not contain this start yet, because the job was requeued, or because its submission was
-    # never acknowledged.
+    # job.json does not list this start yet, because the job was requeued or Slurm never acknowledged the
+    # submission.
     reason = AUTO_RESTART if own or follows else "submit"
     register_start(newest, job_id, reason)
     log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)

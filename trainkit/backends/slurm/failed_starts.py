@@ -1,8 +1,8 @@
-"""Starts of a run's jobs that ended before the supervisor began, for example on a broken node.
+"""Handles starts of a run's jobs that failed before the supervisor began, for example on a broken node.
 
 The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run or
 group. The file in ``starts/`` contains the host and, if possible, the exit code. When a supervisor begins, it
-removes the file of its own start.
+removes the file for its own start.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
-"""Job states that mean a failure, as opposed to a cancellation, a preemption or the time limit."""
+"""Job states that mean a failure, as opposed to a cancellation, a preemption or a timeout."""
 
 
 @dataclass(frozen=True)
 class FailedStart:
-    """A start of a job that ended before its supervisor began."""
+    """A start of a job that failed before its supervisor began."""
 
     job_id: str
     host: str
     """The host on which the batch script ran."""
     exit_code: int | None
-    """The exit code (128+n if signal n killed the script); None if unknown."""
+    """The exit code of the batch script (128+n if signal n killed it), or None if unknown."""
     restarts: int = 0
-    """Number of times that the job had been requeued before this start."""
+    """How many times the job had been requeued before this start."""
     file: Path | None = None
-    """The file that the batch script wrote; None if only Slurm's records show the start."""
+    """The file that the batch script wrote, or None if only Slurm reports the start."""
 
     @property
     def how(self) -> str:
-        """Return how the start ended, as text for messages."""
+        """Return how the start failed, as text for messages."""
         return "killed" if self.exit_code is None else describe_exit(self.exit_code)
 
     @property
@@ -50,26 +50,26 @@ class FailedStart:
 
 
 def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Remove the record of this start, which has not failed because its supervisor has begun.
+    """Remove the record of this start: because its supervisor has begun, the start has not failed.
 
-    Raises OSError.
+    Raises OSError if the record cannot be removed.
     """
     group = group_of(run)
-    # The tasks of an array write their records to the group's folder.
+    # Array tasks write their records to the group's folder.
     for folder in (run.path, *([] if group is None else [group[0].path])):
         name = f"{job_id}.{environ.get('SLURM_RESTART_COUNT') or 0}"
         (folder / STARTS_FOLDER / name).unlink(missing_ok=True)
 
 
 def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
-    """Return the failed starts since a supervisor last began, oldest first; only reads files.
+    """Return the failed starts since the last time a supervisor began, oldest first; only reads files.
 
-    `job` is Slurm's data about the newest job of the run; None if unknown.
+    `job` is Slurm's data about the run's newest job, or None if unknown.
     """
     found = [start for start in _recorded(run, record) if _is_over(start, job)]
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
-    # Slurm reports a failure without a record: the script did not begin, or could not write to the run
+    # Slurm reports a failure that has no record: the script did not begin, or could not write to the run
     # folder.
     entry = record.newest
     if entry is None or entry.job_id != job.job_id or entry.has_started:
@@ -83,7 +83,7 @@ def _is_over(start: FailedStart, job: JobInfo | None) -> bool:
         return True
     if job is None:
         return False
-    # If no exit code was recorded, the script was killed or is still running.
+    # If no exit code was recorded, the batch script was killed or is still running.
     is_earlier = job.job_id != start.job_id or (job.restarts or 0) > start.restarts or job.state.is_waiting
     return is_earlier or job.state in (*_BY_FAILURE, JobState.UNKNOWN)
 
@@ -106,7 +106,7 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             if is_job_id(job_id):
                 yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # a full disk truncated the record, or the supervisor has removed it
+            continue  # the record was truncated because the disk is full, or removed by the supervisor
 
 
 def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
@@ -118,14 +118,14 @@ def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
 def note_bad_hosts(
     run: RunDir, record: JobRecord, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
 ) -> tuple[list[FailedStart], list[str]]:
-    """Make the next starts of a run avoid the hosts of failed starts; return these starts and hosts.
+    """Exclude the hosts of failed starts from a run's next starts; return these failed starts and hosts.
 
-    `job` is the same as in `failed_starts`. `notify` is called with a sentence about each record that could
+    For `job`, see `failed_starts`. `notify` is called with a sentence about each record that could
     not be written.
     """
     starts, hosts = failed_starts(run, record, job), []
     for start in starts:
-        # If the script recorded no exit code, Slurm may have preempted the job.
+        # If the script recorded no exit code, the job may have been preempted.
         is_asked = start.exit_code is not None and is_death_by_notice(start.exit_code)
         if not is_asked and (start.exit_code or (job is not None and job.state in _BY_FAILURE)):
             hosts.append(start.host)
@@ -141,7 +141,7 @@ def note_bad_hosts(
 def close_failed_starts(
     run: RunDir, record: JobRecord, job: JobInfo, cluster: str, notify: Callable[[str], None]
 ) -> None:
-    """Replace the records of failed starts with events when a supervisor begins, after `note_bad_hosts`."""
+    """When a supervisor begins, replace records of failed starts with events; call `note_bad_hosts` first."""
     for start in note_bad_hosts(run, record, job, cluster, notify)[0]:
         try:
             number, known = _attempt_of(run, record, start.job_id), {"exit_code": start.exit_code}
@@ -153,6 +153,6 @@ def close_failed_starts(
 
 
 def _attempt_of(run: RunDir, record: JobRecord, job_id: str) -> int:
-    """Return the attempt that a start of a job would have executed; the newest one for an unknown job."""
+    """Return the attempt that a job's start would have executed; for an unknown job, the newest attempt."""
     own = [entry.attempt for entry in record.of_job(job_id)]
     return max(own or run.attempt_numbers(), default=1)

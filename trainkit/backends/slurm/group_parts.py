@@ -1,8 +1,8 @@
-"""Submits the trials of a group to Slurm in chunks; each chunk is a job array.
+"""Submits a group's trials to Slurm in chunks; each chunk is one job array.
 
-Chunks are needed because Slurm limits the size of an array and the number of jobs. The command that starts a
-group submits as many trials as Slurm accepts. Each job of the group submits more trials when it ends, and so
-does `trainkit resume GROUP`.
+Chunks are needed because Slurm limits both the array size and the number of jobs. The command that starts a
+group submits as many trials as Slurm accepts. Each job in the group submits further trials when it ends, and
+so does `trainkit resume GROUP`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 LOCK = ".parts.lock"
 RETRY_S = 2.0
 TASK = "${SLURM_ARRAY_TASK_ID:?}"
-"""The placeholder for the name of a trial's folder in a group's batch script."""
+"""The placeholder for the name of the trial's folder in a group's batch script."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
-"""Matches messages of sbatch that a user, an account or the cluster has reached its maximum number of
-jobs."""
+"""Matches sbatch messages that a user, an account or the cluster has reached its maximum number of jobs."""
 
 
 def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
-    """Return the index offset and the trials of the next chunk, at most `size` of the unsubmitted trials.
+    """Return the index offset and the trials for the next chunk, at most `size` of the unsubmitted trials.
 
     The index of an array task must be below `max_size`, Slurm's MaxArraySize.
     """
@@ -56,15 +55,16 @@ def submit_parts(
     size: int | None = None,
     patience_s: float = 0.0,
 ) -> int:
-    """Submit trials in chunks until all are submitted or Slurm accepts no more; return how many.
+    """Submit trials in chunks until all are submitted or Slurm accepts no more; return the number submitted.
 
-    The first chunk has at most `size` trials. If Slurm has no room for a chunk, the chunk is halved. If Slurm
-    has no room even for a single trial, the submission is retried for `patience_s`. If all jobs of a group
-    end at the same time, only one of them submits; the others see that, exit and make room. Does nothing
-    while another process submits trials, or if the group is cancelled.
+    The first chunk has at most `size` trials. If Slurm rejects a chunk because of a limit on jobs, the chunk
+    is halved. If Slurm rejects even a chunk with a single trial because of such a limit, the submission is
+    retried for `patience_s`. If all jobs in a group end at the same time, only one of them submits trials;
+    the others exit, which frees room for new jobs. Does nothing while another process submits trials, or if
+    the group has been cancelled.
 
-    If the group has no job yet, raises TrainkitError like `submit_script`; otherwise, calls `notify` with the
-    error message.
+    If a submission fails, raises TrainkitError if the group has no job yet; otherwise, calls `notify` with
+    the error message.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
@@ -88,13 +88,13 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
         parts, (offset, indices) = group.record.parts, next_chunk(unsubmitted, size, max_size)
         part = Part(indices[-1], offset)
         try:
-            # Record the chunk before its job can start, because the names of the trials' folders depend on
-            # the chunk.
+            # Record the chunk before its job can start, because the job derives the names of the trials'
+            # folders from the record.
             group.update(parts=[*parts, part])
             job = _sbatch(group, part, indices, notify)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
-                with suppress(OSError):  # if this fails, `recover_parts` looks for the chunk later
+                with suppress(OSError):  # if this fails, `recover_parts` finds the chunk later
                     group.update(parts=parts)
             has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
             most = size = 0 if has_room else len(indices) // 2
@@ -117,13 +117,14 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                # A command that cancelled the group in the meantime did not know about this job.
+                # Another command cancelled the group before this job was recorded, so it did not cancel this
+                # job.
                 cancel(group.jobs[-1:])
     return count
 
 
 def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None]) -> str:
-    """Submit the newest chunk of a group; return the id of its array."""
+    """Submit the newest chunk of a group; return the id of the chunk's job array."""
     number, limit = len(group.record.parts), group.record.array.partition("%")[2]
     token, script = submission_token(RunDir(group.path), number), group.script_of(part)
     tasks = [index - part.offset for index in indices]
@@ -143,7 +144,7 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
         write_atomic(script, text.replace(TASK, f"$(({TASK} + {part.offset}))"))
         logs = log_path(str(group.logs_dir))
         options.append(f"--output={logs}/{group.log_file('%a', part.offset).name}")
-    if number > 1 and limit:  # the limit applies to all arrays of the group together
+    if number > 1 and limit:  # the limit on concurrent trials applies to all arrays of the group together
         options.append(f"--dependency=afterany:{group.record.parts[-2].job_id}")
     return submit_script(
         script,
@@ -157,24 +158,24 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
 
 
 def clusters_of(group: RunGroup) -> Sequence[str]:
-    """Return the clusters that may get a group's next array; all arrays use the cluster of the first."""
+    """Return the clusters to which a group's next array may go; all arrays go to the first one's cluster."""
     if group.job_id is None:
         return PlanRecord(group.record.plan).record("slurm").texts("clusters")
     return (group.record.elsewhere,) if group.record.elsewhere else ()
 
 
 def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:
-    """Record the job of a group's newest chunk, and the group's cluster if Slurm returned one."""
+    """Record the job of a group's newest chunk, and the cluster if Slurm returned one."""
     job_id, cluster = split_job(job)
     named = {"cluster": cluster} if cluster else {}
     group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id, **named)
 
 
 def recover_parts(group: RunGroup) -> None:
-    """Look for the newest chunk by its token if its submission was never acknowledged.
+    """Look up the newest chunk by its token if Slurm never acknowledged its submission.
 
-    If Slurm does not know the chunk and none of its trials has begun, its trials count as unsubmitted. Does
-    nothing while another process submits chunks. Raises SlurmUnreachable.
+    If Slurm does not know the chunk and none of its trials has begun, its trials are considered unsubmitted.
+    Does nothing while another process submits chunks. Raises SlurmUnreachable if Slurm does not answer.
     """
     if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
         return
@@ -191,7 +192,7 @@ def _recover_last(group: RunGroup) -> None:
     token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
     try:
         since = script.stat().st_mtime
-    except FileNotFoundError:  # because the script was never written, no job was submitted
+    except FileNotFoundError:  # the script was never written, so no job was submitted
         job = None
     else:
         job = find_by_token(token, since=since, clusters=clusters_of(group))

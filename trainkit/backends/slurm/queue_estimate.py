@@ -1,4 +1,4 @@
-"""Slurm's estimates of when a job would start, in the requested and in all other suitable partitions."""
+"""Slurm's estimates of when a job would start, for the requested and all other suitable partitions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MAX_SHOWN = 4
 
 @dataclass(frozen=True)
 class Wait:
-    """The estimate for one partition."""
+    """The estimated start time in one partition."""
 
     partition: str
     is_asked: bool
-    """True if the config requests this partition, or if jobs without a partition go to it."""
+    """True if the config requests this partition, or if it is the default and the config requests none."""
     answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the estimate as a JSON-serializable dict, with the time in ISO 8601 format."""
+        """Return the estimate as a JSON-serializable dict, with the start time in ISO 8601 format."""
         return {**to_json(self), **to_json(self.answer)}
 
 
 @dataclass(frozen=True)
 class SlurmEstimates(StartEstimates):
-    """The estimates for several partitions."""
+    """The estimated start times in several partitions."""
 
     waits: Sequence[Wait]
 
@@ -54,16 +54,16 @@ class SlurmEstimates(StartEstimates):
 
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:
-    """Return the resources that the job of a plan requests."""
+    """Return the resources that a plan's job requests."""
     return ResourceRequest.of(config.resources, cluster).with_workers(
         plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
     )
 
 
 def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> list[Wait]:
-    """Estimate the wait in the requested partitions first, then in all others.
+    """Estimate the wait in the requested partitions first, then in all other partitions.
 
-    Raises SlurmUnreachable if Slurm answers none of the queries.
+    Raises SlurmUnreachable if Slurm does not answer any query.
     """
     assert plan.slurm is not None
     request = request_of(plan, config, cluster)
@@ -79,14 +79,14 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
 def ask_fitting(
     requests: Iterable[tuple[Sequence[str], str]], clusters: Sequence[str], enough_s: float | None = None
 ) -> list[Answer]:
-    """Return the answers of `ask_starts`; for a request that does not fit, the answer is the reason."""
+    """Return the answers of `ask_starts`; if a request does not fit a partition, the answer is the reason."""
     known = list(requests)
     found = iter(ask_starts([argv for argv, why_not in known if not why_not], enough_s, clusters))
     return [Answer(remark=why_not) if why_not else next(found) for _, why_not in known]
 
 
 def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
-    """Return why a job does not fit a partition, as one sentence; empty if it fits."""
+    """Return why a job does not fit in a partition, as one sentence, or "" if it fits."""
     partition = cluster.partition(name)
     if partition is None:
         return ""
@@ -95,7 +95,7 @@ def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
 
 
 def priority(cluster: str, enough_s: float) -> str:
-    """Return the user's fair-share values and the priority weights as text; empty if Slurm reports none."""
+    """Return the user's fair-share values and the priority weights as text, or "" if Slurm reports none."""
     parts = []
     for argv in (["sprio", "--weights"], ["sshare", "-U"]):
         try:
@@ -118,7 +118,7 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | No
 
 
 def when(start: datetime, now: datetime) -> str:
-    """Format a start time as the wait until then, followed by the local time, or as "now"."""
+    """Format a start time as the time left until then, followed by the local time, or as "now"."""
     seconds = (start - now).total_seconds()
     if seconds < SOON_S:
         return "now"

@@ -1,8 +1,9 @@
 """Continues a run in another job: resubmits the run, excludes bad hosts and finds lost hosts.
 
-``python -m trainkit.backends.slurm.resubmit`` runs as a step on another host and watches the host of its
-job's batch shell. A job with spare nodes uses ``--no-kill``, so Slurm does nothing if the batch host dies,
-and the supervisor with it. Without the watch, the other hosts would be idle until the time limit.
+``python -m trainkit.backends.slurm.resubmit`` runs as a step on another host and monitors the batch host,
+where the batch shell runs. A job with spare nodes uses ``--no-kill``, so if the batch host dies along with
+the supervisor, Slurm does not requeue the job. Without the monitor, the job's other hosts would then be idle
+until the time limit.
 """
 
 from __future__ import annotations
@@ -40,15 +41,14 @@ from trainkit.slurm.submit import query_start, submit_script
 from trainkit.trust import read_trusted
 
 EVICTION_S = 120.0
-"""Seconds that Slurm may take to end the batch shell of a requeued job."""
+"""Seconds that Slurm may take to terminate the batch shell of a requeued job."""
 TEST_TIMEOUT_S = 20.0
 
 
 def await_eviction() -> None:
-    """Wait until Slurm ends this batch shell of a requeued job, but at most EVICTION_S.
+    """Wait until Slurm terminates this batch shell of a requeued job, but at most EVICTION_S.
 
-    Returns immediately on SIGTERM, because the next start of the job waits for a lock that this process
-    holds.
+    Returns immediately on SIGTERM, because the job's next start waits for a lock that this process holds.
     """
     deadline_s = time.monotonic() + EVICTION_S
     while (remaining_s := deadline_s - time.monotonic()) > 0:
@@ -61,10 +61,10 @@ def resubmit(
 ) -> str:
     """Submit the run's next attempt, using the script of the current job; return the id of the new job.
 
-    Call this function in the batch shell of the current job, which is about to end; the new job depends on
-    it. In an array, only the calling task is resubmitted. The hosts in `exclude` are excluded as far as Slurm
-    can still start the job without them. Raises TrainkitError if the run was cancelled, if it stays locked,
-    or if Slurm refuses the job. Raises OSError if the run folder cannot be written.
+    Call this function in the batch shell of the current job when the job is about to end; the new job depends
+    on the current one. In an array, only the calling task is resubmitted. Of the hosts in `exclude`, excludes
+    as many as possible while Slurm can still start the job. Raises TrainkitError if the run was cancelled, if
+    its lock stays taken, or if Slurm rejects the job. Raises OSError if the run folder cannot be written.
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
@@ -109,13 +109,13 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
-    new_id = split_job(new_id)[0]  # the new job is on the same cluster as the job that it depends on
+    new_id = split_job(new_id)[0]  # the new job runs on the same cluster as the job that it depends on
     copy_submitit_pickle(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
 
 
 def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> None:
-    """Exclude hosts from the next start of a requeued job; `request` is the job's resource request.
+    """Exclude hosts from a requeued job's next start; `request` is the job's resource request.
 
     A failure is only logged, because it must not prevent the requeue.
     """
@@ -123,7 +123,7 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> No
 
 
 def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], None]) -> None:
-    """Call `act` with the list of all hosts that can be excluded, if there are any; log a failure."""
+    """Call `act` with the list of all hosts that can be excluded, if any; log a failure."""
     try:
         if excluded := excludable(hosts, request):
             act(str(with_excluded(request, excluded).sbatch["exclude"]))
@@ -134,11 +134,11 @@ def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], N
 def excludable(
     hosts: Sequence[str], request: SlurmRequest, notify: Callable[[str], None] = log_line
 ) -> list[str]:
-    """Return the hosts that Slurm can exclude and still start the job.
+    """Return as many of `hosts` as can be excluded so that Slurm can still start the job.
 
     If too many hosts were excluded, the job would stay pending forever. `notify` is called with a sentence
-    about each host that cannot be excluded. Raises SlurmUnreachable, and TrainkitError if `sbatch
-    --test-only` cannot run on this host.
+    about each host that cannot be excluded. Raises SlurmUnreachable if Slurm does not answer, and
+    TrainkitError if `sbatch --test-only` cannot run on this host.
     """
     if not hosts or _refusal(hosts, request) is None:
         return list(hosts)
@@ -153,9 +153,10 @@ def excludable(
 
 
 def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
-    """Return why Slurm would refuse the job without these hosts; None if Slurm would accept it.
+    """Return why Slurm would reject the job if `hosts` were excluded, or None if it would accept the job.
 
-    Raises SlurmUnreachable, and TrainkitError if `sbatch --test-only` cannot run on this host.
+    Raises SlurmUnreachable if Slurm does not answer, and TrainkitError if `sbatch --test-only` cannot run on
+    this host.
     """
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
     try:
@@ -168,11 +169,11 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
 
 
 def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
-    """Return the hosts of a job that can no longer start processes; None if Slurm does not answer.
+    """Return the hosts in a job that can no longer start processes, or None if Slurm does not answer.
 
-    A lost host is one that Slurm reports as down, failed or not responding. For a running job, hosts that
-    Slurm has removed from the job are included. For a job that is about to end, removed hosts are not
-    included, because Slurm also removes good hosts when they are done.
+    A host is lost if Slurm reports it as down, failed or not responding. For a running job, the result
+    includes hosts that Slurm has removed from the job. For a job that is about to end, the result excludes
+    removed hosts, because Slurm also removes good hosts that have finished.
     """
     if not hosts:
         return ()
@@ -182,12 +183,12 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
         log_line(f"cannot query the hosts of {job_id}: {error.message}")
         return None
     if is_running and not remaining:
-        return None  # the job ended between the two queries, so none of its hosts counts as lost
+        return None  # the job ended between the two queries, so none of its hosts is considered lost
     return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))
 
 
 def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start a step on `host` that watches the host of this batch shell (see `main`)."""
+    """Start a step on `host` that monitors this batch shell's host (see `main`)."""
     argv = [
         "srun",
         "--overlap",
@@ -204,12 +205,12 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
 
 
 HOST_POLL_S = 60.0
-"""Seconds between two checks of the batch host; each takes two RPCs, and Slurm needs minutes to mark a host
-down."""
+"""Seconds between two checks of the batch host; each check takes two RPCs, and Slurm needs minutes to mark a
+host as down."""
 
 
 def requeue_if_down(job_id: str, host: str) -> bool:
-    """Requeue the job if its batch host is down; cancel it instead if it has --no-requeue.
+    """Requeue the job if its batch host is down; if the job has --no-requeue, cancel it instead.
 
     Returns whether the batch host is down.
     """
@@ -228,9 +229,9 @@ def requeue_if_down(job_id: str, host: str) -> bool:
 
 
 def main(host: str) -> int:
-    """Watch the batch host of this step's job until the host dies; return the exit code."""
+    """Monitor the batch host of this step's job until the host goes down; return the exit code."""
     replace_unencodable()
-    # The warning signal before the time limit is meant for the ranks.
+    # Ignore the warning signal before the time limit, which is meant for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     while True:
         time.sleep(HOST_POLL_S)

@@ -1,4 +1,4 @@
-"""The launch draft for a Slurm job; derives values of the launch plan from properties of the cluster."""
+"""The launch draft for a Slurm job; derives values in the launch plan from properties of the cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
-"""The warning signal is sent at the earliest when 1/SHARE_OF_TIME of the job's time is left."""
+"""The warning signal is sent no earlier than when 1/SHARE_OF_TIME of the job's time limit remains."""
 
 _PASSED_ON = (
     "time_min",
@@ -39,7 +39,7 @@ _PASSED_ON = (
     "mail_user",
     "mail_type",
 )
-"""Keys of `resources` whose values are passed to sbatch unchanged."""
+"""Keys in `resources` whose values are passed to sbatch unchanged."""
 
 _KEYS = {
     **{
@@ -54,7 +54,7 @@ _KEYS = {
     **{"cpus-per-task": "resources.cpus_per_gpu", "job-name": "name", "signal": "requeue.signal"},
     **{"requeue": "requeue.on", "no-requeue": "requeue.on", "array": "--array", "dependency": "--after"},
 }
-"""Maps sbatch options to the config key or command option that sets them; `resources.extra` must not set
+"""Maps sbatch options to the config key or trainkit option that sets them; `resources.extra` must not set
 these options."""
 
 _OWN_SBATCH = (
@@ -95,35 +95,35 @@ _OWN_SRUN = (
 )
 
 _REQUEUED_BY_SLURM = ("preempted", "node_fail")
-"""The causes after which Slurm itself requeues a job that has --requeue."""
+"""The causes of a job's end after which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass
 class SlurmDraft(LaunchDraft):
-    """Derives the launch plan of a Slurm job."""
+    """Derives the launch plan for a Slurm job."""
 
     def __post_init__(self) -> None:
         assert self.target.cluster is not None
         self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
-        """The resources that the config requests; `request` adds the number of workers per node."""
+        """The resources that the config requests; `request` later adds the workers per node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])
         self.partitions = [item for item in named if item.name not in refused] or named
-        """The requested partitions that would accept the job; without a requested one, the default
-        partition."""
+        """The requested partitions, or else the default one; partitions that would reject the job are omitted
+        unless all would."""
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
             item.name: item.matching(self.asked.constraint, gpu_type) or item.nodes
             for item in self.partitions
         }
-        """The kinds of nodes that the job may get, by partition; empty if unknown."""
+        """Maps each partition to the kinds of nodes that the job may get there; empty if unknown."""
         self.nodes = tuple(kind for kinds in self.kinds.values() for kind in kinds)
         self.gpu_types: dict[str, str] = {}
-        """The GPU type of each partition, because Slurm may choose among several partitions."""
-        # `limit_problems` reports a GPU type that no node has.
+        """Maps each partition to a GPU type, because Slurm may choose among several partitions."""
+        # `limit_problems` reports a GPU type if no node has it.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def detected_device(self) -> str:
@@ -138,7 +138,7 @@ class SlurmDraft(LaunchDraft):
         return device
 
     def detected_gpus(self) -> int:
-        # Use the smallest number of GPUs per node among the partitions that have GPUs.
+        # Use the smallest number of GPUs per node among all partitions that have GPUs.
         count = min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
         if self.partition is None or not self.nodes:
             message = "is auto, but the number of GPUs per node is unknown"
@@ -167,7 +167,7 @@ class SlurmDraft(LaunchDraft):
         return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
 
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
-        """Return the largest number of GPUs that enough nodes have; the maximum if no number suffices."""
+        """Return the most GPUs per node that enough nodes have; if no number suffices, return the maximum."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)
         for count in filter(None, counts):
@@ -177,7 +177,7 @@ class SlurmDraft(LaunchDraft):
         return max(counts, default=0)
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        # Consider the nodes that have a GPU for every worker; if there are none, all nodes with GPUs.
+        # Consider only nodes with a GPU for every worker; if there are none, consider all nodes with GPUs.
         workers, device = world_size // self.asked.nodes, self.loaded.config.device
         placed = ((item, kind) for item in self.partitions for kind in self.kinds[item.name])
         some = [(item, kind) for item, kind in placed if kind.num_gpus(self._gpu_type)]
@@ -194,7 +194,7 @@ class SlurmDraft(LaunchDraft):
         return None, "Slurm's default per task; resources.cpus_per_gpu requests more"
 
     def lead_s(self) -> int:
-        """Return how many seconds before the time limit Slurm signals the job so that it can save."""
+        """Return how many seconds before the time limit Slurm signals the job to save."""
         grace_s, limit_s = super().lead_s(), self._time_limit_s()
         if grace_s <= limit_s / SHARE_OF_TIME:
             return grace_s
@@ -205,7 +205,7 @@ class SlurmDraft(LaunchDraft):
         return lead_s
 
     def _time_limit_s(self) -> float:
-        """Return the job's shortest possible time limit in seconds; infinite without a known limit."""
+        """Return the shortest time limit in seconds that the job may get; infinite if no limit is known."""
         partition, resources = self.partition, self.loaded.config.resources
         if self.asked.time_s is not None:
             notes = []
@@ -215,9 +215,9 @@ class SlurmDraft(LaunchDraft):
                 notes.append(f"{resources.slice} per job, until the run has used {resources.time} in total")
             if notes:
                 self.reasons["time"] = "; ".join(reversed(notes))
-            # The backfill scheduler of Slurm 22.05 and 24.11 lowers the limit to exactly --time-min. Slurm
-            # 26.05 lowers the limit only as far as necessary. All versions send the warning signal relative
-            # to the lowered limit, and keep that limit when the job is requeued.
+            # Slurm 22.05 and 24.11's backfill scheduler lowers the time limit to exactly --time-min. Slurm
+            # 26.05 lowers the time limit only as far as necessary. All versions send the warning signal
+            # relative to the lowered time limit, and keep this limit when the job is requeued.
             return self.asked.time_min_s or self.asked.time_s
         if partition is None or partition.job_time_s is None:
             return math.inf
@@ -228,7 +228,7 @@ class SlurmDraft(LaunchDraft):
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return what a Slurm task of the job stands for, a GPU or a node."""
+        """Return whether each Slurm task in the job stands for a GPU or for a node."""
         if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
@@ -256,7 +256,7 @@ class SlurmDraft(LaunchDraft):
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
-        """Return the Slurm request, after checking it against the limits of the cluster."""
+        """Return the Slurm request after checking it against the cluster's limits."""
         config = self.loaded.config
         for key, message, hint in _reserved_options(config):
             self.problem(key, message, hint)
@@ -278,8 +278,8 @@ class SlurmDraft(LaunchDraft):
             "ntasks-per-node": tasks,
             "kill-on-bad-exit": 0,
             "wait": 0,
-            # torch has its own rendezvous, and the cluster's default MPI type may be a plugin that its nodes
-            # lack.
+            # torch has its own rendezvous, and the nodes may lack the plugin for the cluster's default MPI
+            # type.
             "mpi": "none",
             **config.launch.srun_extra,
         }
@@ -321,12 +321,12 @@ class SlurmDraft(LaunchDraft):
             "ntasks-per-node": tasks_per_node,
         }
         if asked.spare_nodes:
-            options["no-kill"] = True  # the job must survive the loss of a node
+            options["no-kill"] = True  # with --no-kill, the job survives the loss of a node
         if threads is not None:
             options["cpus-per-task"] = threads * asked.workers_per_node // tasks_per_node
         if asked.gpus_per_node is not None:
-            # Slurm would read several types as a request for all of them on each node, so a list of
-            # partitions selects the type.
+            # If several GPU types were listed, Slurm would require all of them on each node, so select the
+            # type by a list of partitions.
             kind = f"{asked.gpu_type}:" if asked.gpu_type else ""
             prefix = "gpu:" if self.cluster.gpu_option == "gres" else ""
             options[self.cluster.gpu_option] = f"{prefix}{kind}{asked.gpus_per_node}"
@@ -349,7 +349,7 @@ class SlurmDraft(LaunchDraft):
         return options | resources.extra
 
     def _partition_names(self, asked: ResourceRequest) -> str | None:
-        """Return the partitions to request, which may follow from the requested GPU types."""
+        """Return the partitions to request, which may be derived from the requested GPU types."""
         refused = partition_refusals(asked, self.cluster)
         able = [item for item in asked.partitions if item.name not in refused]
         if able and (len(asked.names) > 1 or asked.gpu_types):
@@ -364,7 +364,7 @@ class SlurmDraft(LaunchDraft):
         return self.loaded.config.resources.partition
 
     def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
-        """Return recently failed hosts to exclude, but no more than the job can do without."""
+        """Return recently failed hosts to exclude, but no more than the job can spare."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(asked)
         named = asked.named_nodes if bad else []
         excluded = [host for host in bad if host not in named][:capacity]
@@ -378,7 +378,7 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """Report a problem with a value that only the cluster's data could determine.
+        """Report that a value is missing that could only be derived from the cluster's data.
 
         Raises SlurmError if Slurm did not answer.
         """
@@ -388,7 +388,7 @@ class SlurmDraft(LaunchDraft):
 
 
 def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for each option in `resources.extra` that trainkit or another config key sets."""
+    """Yield a problem for each option in `resources.extra` that trainkit or a different config key sets."""
     for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
@@ -418,13 +418,14 @@ def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
 FULL_RANGES = (24, 11)
 """The first Slurm version known to accept a list of node counts, such as ``--nodes=2,4``.
 
-From this version on, a job with a task option gets as many nodes as possible too. Slurm 22.05 accepts only a
-range, and with ``--ntasks-per-node`` it allocates the smallest number of nodes in this range.
+Since this version, Slurm also allocates as many nodes as possible to a job with a task option. Slurm 22.05
+accepts only a range and, if ``--ntasks-per-node`` is given, allocates the smallest number of nodes in the
+range.
 """
 
 
 def in_one_job(plans: Sequence[LaunchPlan], version: tuple[int, ...]) -> list[LaunchPlan]:
-    """Return the plans for several node counts, largest first, adapted to share a single job."""
+    """Return the plans, one per node count, largest first, adapted to share a single job."""
     is_old, sizes = version < FULL_RANGES, [plan.num_nodes for plan in reversed(plans)]
     is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
     nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
@@ -437,9 +438,9 @@ def _in_one_job(
     assert plan.slurm is not None
     assert first.slurm is not None
     assert least.slurm is not None
-    # With no-kill, the job survives the loss of a node, and the run continues on the remaining nodes.
+    # With --no-kill, the job survives the loss of a node, and the run continues on the remaining nodes.
     sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
-    # The smallest node count limits how many bad nodes the job can exclude.
+    # Exclude as many bad nodes as the job can spare if it gets only the smallest number of nodes.
     if "exclude" in least.slurm.sbatch:
         sbatch["exclude"] = least.slurm.sbatch["exclude"]
     srun = plan.slurm.srun

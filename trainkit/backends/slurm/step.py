@@ -1,9 +1,8 @@
-"""The step of a Slurm job: its command line, tasks and rendezvous, and which processes Slurm signals.
+"""The step in a Slurm job: its command line, tasks and rendezvous, and which processes Slurm signals.
 
-At the rendezvous, the first task publishes the port on which rank 0 listens. The batch shell has
-SLURM_PROCID=0 too, although it is not a task of a step. Only SLURM_STEP_ID distinguishes the batch shell from
-tasks: before Slurm 26.05, the batch shell has no SLURM_STEP_ID; since then, it has the number of a special
-step.
+At the rendezvous, the first task publishes the port on which rank 0 listens. The batch shell also has
+SLURM_PROCID=0, although it is not a task in a step. Only SLURM_STEP_ID distinguishes the batch shell from
+tasks: it is not set in the batch shell before Slurm 26.05, and is a special step number there since then.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ from trainkit.slurm.control import kill_steps
 from trainkit.slurm.hosts import node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
-"""The lowest number of a special step. The numbers from FIRST_SPECIAL_STEP to -1 denote batch, extern and
-interactive steps, which have no ranks.
+"""The lowest number that denotes a special step. The numbers from FIRST_SPECIAL_STEP to -1 denote the batch,
+extern and interactive steps, which have no ranks.
 
-The numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
+Step numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
 """
 BATCH_STEP = -5
 RESOLVE_PATIENCE_S = 20.0
 RESOLVE_RETRY_S = 2.0
 PATIENCE_S = 0.5
-"""Seconds by which the ranks may receive a signal later than their agent, if Slurm sends it to both."""
+"""Seconds by which ranks may receive a signal later than their agent if Slurm signals both."""
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the id of this process's job (``123_4`` for an array task); None outside a job."""
+    """Return the id of this process's Slurm job (``123_4`` for an array task), or None outside a job."""
     if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ.get("SLURM_JOB_ID")
@@ -64,12 +63,12 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
 def step_argv(
     step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
 ) -> list[str]:
-    """Return the command line that starts the ranks on the first of these hosts; `step` is the script's step.
+    """Return the command line that starts the ranks on the first of `hosts`; `step` is the script's step.
 
-    Without spare nodes or a range of nodes, the step uses all hosts of the job and stays unchanged. A step on
-    an unreachable host cannot be ended, so Slurm may still count it as running and its memory as used. Set
-    `overlap` if a step on an unreachable host may still be running. Raises TrainkitError if there are fewer
-    hosts than nodes in the plan, or if the step does not use srun.
+    Without spare nodes or a range of node counts, the step uses all hosts of the job, so its command line
+    stays unchanged. A step on an unreachable host cannot be killed, so Slurm may still consider it running
+    and its memory in use. Set `overlap` if a step on an unreachable host may still be running. Raises
+    TrainkitError if there are fewer hosts than nodes in the plan, or if the step does not start with srun.
     """
     if len(hosts) < plan.num_nodes:
         good = f"{len(hosts)} of the job's hosts are usable: {','.join(hosts) or 'none'}"
@@ -78,7 +77,7 @@ def step_argv(
     if plan.may_lose_nodes:
         options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
     if plan.sizes and plan.slurm is not None:
-        # The script contains the options for the largest node count; if an option is repeated, Slurm uses the
+        # The script contains the options for the largest node count; if an option is repeated, Slurm uses its
         # last value.
         sized = {f"--{name}=": plan.slurm.srun[name] for name in ("nodes", "ntasks")}
         step = [word for word in step if not word.startswith(tuple(sized))]
@@ -95,25 +94,25 @@ def step_argv(
 
 
 class StepListener:
-    """A child process of the agent that records stop signals, because its ranks receive the same signals.
+    """A child process of the agent that records stop signals; Slurm signals the listener and the ranks alike.
 
-    Which processes Slurm signals depends on `ProctrackType`, on the Slurm version and on the kind of request.
+    Which processes Slurm signals depends on `ProctrackType`, the Slurm version and the kind of request.
     """
 
     def __init__(self) -> None:
-        """Start the listener; call this after starting the ranks, with the stop signals blocked."""
+        """Start the listener; call this after starting the ranks, while the stop signals are blocked."""
         self._reader, writer = os.pipe()
         self._heard: set[int] = set()
         before_listening = processes.dies_with(os.getpid(), signal.SIGKILL)
         if os.fork() == 0:
             try:
-                os.setpgid(0, 0)  # like the ranks, the listener has its own process group
+                os.setpgid(0, 0)  # like each rank, the listener has its own process group
                 before_listening()
-                # Close inherited file descriptors, because the agent's connections stay open until this
-                # process has closed them too.
+                # Close inherited file descriptors; otherwise, the agent's connections would stay open until
+                # this process exits.
                 for file in list(Path("/proc/self/fd").iterdir()):
                     if int(file.name) > 2 and int(file.name) != writer:
-                        # The file descriptor with which the directory was listed is already closed.
+                        # Ignore the file descriptor that listed the directory, which is already closed.
                         with contextlib.suppress(OSError):
                             os.close(int(file.name))
                 while True:
@@ -135,7 +134,7 @@ class StepListener:
 
 @dataclass(frozen=True)
 class SlurmTask(Task):
-    """One task of a Slurm step."""
+    """One task in a Slurm step."""
 
     job_id: str
     """The job id, such as ``123``, or ``123_4`` for an array task."""
@@ -148,13 +147,13 @@ class SlurmTask(Task):
     tasks: tuple[int, ...]
     """The number of tasks on each node."""
     hosts: tuple[str, ...]
-    """The hosts in the order of the node ranks, which need not be alphabetical."""
+    """The hosts in node rank order, which need not be alphabetical."""
     launcher_port: str = ""
-    """The port of the step's srun, which distinguishes steps even after Slurm has reset its job ids."""
+    """The port of the step's srun, which distinguishes steps even if Slurm has reset its job ids."""
 
     @property
     def rank(self) -> int:
-        # Ranks are numbered node by node, whatever the order of srun's tasks.
+        # Ranks are numbered node by node, regardless of how srun orders its tasks.
         return sum(self.tasks[: self.node_rank]) + self.local_task
 
     @property
@@ -169,7 +168,7 @@ class SlurmTask(Task):
         return slurm_rendezvous(attempt, plan, self)
 
     def end_step(self) -> None:
-        """End all tasks of the step; raise TrainkitError if Slurm does not end them."""
+        """Kill all tasks in the step; raise TrainkitError if Slurm does not kill them."""
         kill_steps([(self.job_id, self.step_id)], "TERM")
 
     def listen(self) -> StepListener:
@@ -177,7 +176,7 @@ class SlurmTask(Task):
 
 
 def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why this process is not a task of a Slurm step; None if it is one.
+    """Return why this process is not a task in a Slurm step, or None if it is one.
 
     Raises UsageError if SLURM_STEP_ID is not a number.
     """
@@ -193,10 +192,10 @@ def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """Return the task of a Slurm step as which this process runs; None if this process is not a task.
+    """Return the Slurm task that this process is, or None if it is not a task in a Slurm step.
 
-    Raises UsageError if Slurm's variables are incomplete or contradictory, or if the step spans components of
-    a heterogeneous job.
+    Raises UsageError if Slurm's variables are incomplete or contradictory, or if the step spans several
+    components of a heterogeneous job.
     """
     if reason_not_a_task(environ) is not None:
         return None
@@ -234,7 +233,7 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 
 
 def step_task() -> SlurmTask:
-    """Return the task of a Slurm step as which this process runs; raise NotATask if it is not a task.
+    """Return the Slurm task that this process is; raise NotATask if it is not a task in a Slurm step.
 
     Raises UsageError like `find_slurm_task`.
     """
@@ -244,12 +243,12 @@ def step_task() -> SlurmTask:
 
 
 def _is_in_one_component(environ: Mapping[str, str]) -> bool:
-    """Return whether all nodes of this step belong to a single component of the heterogeneous job."""
+    """Return whether all nodes in this step belong to a single component of the heterogeneous job."""
     hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
     components = [
         expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
     ]
-    # If components share a node, a step across them lists this node twice.
+    # If two components share a node, a step that spans both lists this node twice.
     return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
 
 
@@ -273,10 +272,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
-    """Return the rendezvous of an agent that is a task of a Slurm step; waits for rank 0's port.
+    """Return the rendezvous for an agent in a Slurm step; wait until rank 0's port is published.
 
     Raises TrainkitError if the step does not match the plan or the port is not published in time, and
-    StopSignalReceived if a stop signal arrives during the wait.
+    StopSignalReceived if a stop signal arrives while waiting.
     """
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
@@ -300,11 +299,11 @@ def resolves(name: str) -> bool:
 
 
 def master_address(task: SlurmTask, published: str | None = None) -> str:
-    """Return the name of the step's first host if it can be resolved here, else the host's NodeAddr.
+    """Return the name of the step's first host, or its NodeAddr if this host cannot resolve the name.
 
-    `published` is the address that the first task uses; passing it saves a request to Slurm's controller.
-    Raises TrainkitError if neither can be resolved, and StopSignalReceived if a stop signal arrives in the
-    meantime.
+    `published` is the address that the first task uses; passing it avoids a request to Slurm's controller.
+    Raises TrainkitError if neither can be resolved, and StopSignalReceived if a stop signal arrives while
+    resolving.
     """
     if task.num_nodes == 1:
         return LOCAL_ADDR
@@ -320,7 +319,7 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
         problem = f", and Slurm does not report its NodeAddr: {error.message}"
     if addr is not None:
         problem = f", and neither does its NodeAddr {addr}" if addr != name else ", which is its NodeAddr too"
-    # The name server may be unavailable for a moment.
+    # The name server may be temporarily unavailable.
     deadline_s = time.monotonic() + RESOLVE_PATIENCE_S
     while True:
         for candidate in (addr, name):
@@ -336,7 +335,7 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
 
 
 def _peer_address(name: str) -> str:
-    """Return an address of another host, for finding the interface on the route; its name if unknown."""
+    """Return an address of another host, for finding the interface on the route to it, or else its name."""
     if resolves(name):
         return name
     try:
@@ -364,9 +363,9 @@ def _shape(tasks: tuple[int, ...]) -> str:
 
 
 def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:
-    """Choose a free port on this host, where rank 0 runs, and publish it to the other tasks.
+    """Choose a free port on this host, where rank 0 runs, and publish it for the other tasks.
 
-    Only this user can read the file with the port.
+    Only this user can read the file that contains the port.
     """
     port = choose_port()
     record = RendezvousRecord(task.key, task.step_id, addr, port, new_nonce(), list(task.hosts))
@@ -381,15 +380,15 @@ def await_port(
     *,
     is_supervised: bool = True,
 ) -> RendezvousRecord:
-    """Wait for the port that the step's first task publishes; return the content of the rendezvous file.
+    """Wait until the step's first task publishes its port; return the content of the rendezvous file.
 
-    Raises TrainkitError after the timeout; in a step without a supervisor, also if another task has failed.
+    Raises TrainkitError on timeout or, in a step without a supervisor, if another task has failed.
     """
     try:
         record = wait_for_json(
             attempt.rendezvous_file,
             timeout_s,
-            accept=lambda record: bool(record["step"] == task.key),  # the file may be of an earlier start
+            accept=lambda record: bool(record["step"] == task.key),  # the file may be from an earlier start
             pause=pause if is_supervised else PauseUntilFailure(attempt),
             creates=True,
         )

@@ -1,4 +1,4 @@
-"""The backend for Slurm jobs that submitit submits; their script runs a pickled call."""
+"""The backend for Slurm jobs submitted by submitit; their batch script calls a pickled function."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ IGNORE_SIGNALS = (
     "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",
     "trap : TERM INT USR2",
 )
-"""Lines of the script that keep the shell alive. The script of the sbatch backend does not need lines that
-keep the shell alive, because its supervisor replaces the shell.
+"""Lines in the batch script that keep the shell alive when Slurm signals it. The sbatch backend's script does
+not need these lines, because its supervisor replaces the shell.
 """
 
 
 def _own_folder(folder: Path) -> Iterator[str]:
-    """Yield bash lines that end the job unless this user owns the folder of the pickle that it executes."""
+    """Yield bash lines that exit the job unless the user owns the folder of the job's pickle."""
     word = quote(str(folder))
     yield f"[[ -O {word} && ! -L {word} ]] ||"
     yield f"    {{ printf 'trainkit: %s is not the folder that was submitted\\n' {word} >&2; exit 2; }}"
@@ -36,17 +36,17 @@ def _own_folder(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class SubmititJob:
-    """The callable that submitit pickles and runs in the batch shell of its jobs.
+    """The callable that submitit pickles, and runs in the batch shell of its jobs.
 
-    submitit's own requeue is never used, because the supervisor handles the signals. After the ranks have
-    saved, the supervisor requeues the job itself.
+    submitit's requeue mechanism is never used, because the supervisor handles the signals. After the ranks
+    have saved, the supervisor requeues the job itself.
     """
 
     run_dir: str
 
     @whole_paths()
     def __call__(self) -> None:
-        from trainkit.job.supervisor import supervise_job  # the submitting command does not need this import
+        from trainkit.job.supervisor import supervise_job  # the submitting command does not need it
 
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")
@@ -57,18 +57,18 @@ class SubmititJob:
 
 
 class SubmititBackend(SbatchBackend):
-    """Executes runs as jobs of submitit, which adds its own script around the lines that start the ranks."""
+    """Executes runs as submitit jobs; submitit adds its own script around the lines that start the ranks."""
 
     name = "submitit"
     template = "partials/setup.sh.j2"
 
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
-        """Return submitit's script; raise UsageError for an option that submitit cannot pass on."""
+        """Return submitit's script; raise UsageError for an option that submitit does not support."""
         from submitit import AutoExecutor
 
         for name, value in script.directives.items():
             if value is not True:
-                directive(value)  # raises an error for a value that an #SBATCH line cannot contain
+                directive(value)  # raises an error if an #SBATCH line cannot contain the value
             if "\\" in str(value):
                 raise UsageError(
                     f"submitit cannot pass --{name}={value!r}, which contains a backslash",
@@ -79,14 +79,15 @@ class SubmititBackend(SbatchBackend):
             executor = AutoExecutor(folder=folder, cluster="slurm", slurm_python=python)
         except RuntimeError as error:
             raise UsageError(f"submitit: {error}", hint="submit from a login node of the cluster") from None
-        # submitit writes --open-mode=append itself, and expects underscores in option names.
+        # submitit writes --open-mode=append itself, and expects underscores instead of hyphens in option
+        # names.
         options = {
             name.replace("-", "_"): value for name, value in script.directives.items() if name != "open-mode"
         }
         executor.update_parameters(
             slurm_additional_parameters=options,
             slurm_setup=[*script.setup.rstrip("\n").split("\n"), *_own_folder(folder), *IGNORE_SIGNALS],
-            # As in the sbatch backend, the supervisor starts the step with the ranks.
+            # As in the sbatch backend, the supervisor starts the step that contains the ranks.
             slurm_use_srun=False,
             slurm_stderr_to_stdout=True,
         )
@@ -98,7 +99,7 @@ class SubmititBackend(SbatchBackend):
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script, and write the pickle, for which the job waits up to a minute."""
+        """Submit the script, then move the pickle into place; the job waits for it for up to a minute."""
         from submitit.core.utils import DelayedSubmission, JobPaths
 
         run = attempt.run
@@ -108,6 +109,6 @@ class SubmititBackend(SbatchBackend):
         ensure_folder(pickle.parent, 0o700)
         DelayedSubmission(SubmititJob(str(run.path))).dump(pickle)
         job = super().submit(attempt, new, token)
-        # submitit also replaces %j in the path of the folder.
+        # submitit also replaces %j in the folder's path.
         JobPaths(pickle.parent, split_job(job)[0]).move_temporary_file(pickle, "submitted_pickle")
         return job
