@@ -179,9 +179,9 @@ def command(
 def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
-    """Return the request, the workload, and the run to repeat; the latter is None unless CONFIG names a run.
+    """Return the request, the workload, and the run to repeat, or None unless CONFIG names a run.
 
-    If no COMMAND is given, the workload comes from the repeated run.
+    If no COMMAND is given, the repeated run determines the workload.
     """
     is_config = request.path in ("", "-") or typed_path(request.path, Path(), is_literal=True).is_file()
     if is_config or find_shipped_config(request.path) is not None:
@@ -209,7 +209,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield a line that describes the trials of a group, and notes about them."""
+    """Yield a line that describes a group's trials, and notes about them."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials
@@ -227,12 +227,12 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
 
 
 def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
-    """Print the batch script, the plan of a local run (for --json), or Slurm's estimate of the start."""
+    """Print the batch script, a local run's plan (with --json), or Slurm's estimate of the start time."""
     plan, (script, files) = submission.plan, submission.preview(folder)
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # Print the files to stderr, because stdout is exactly the script.
+        # Print the other files to stderr, because stdout must contain only the script.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

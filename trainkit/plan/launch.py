@@ -178,7 +178,7 @@ class LaunchPlan:
     lr: float
     """Peak learning rate after scaling to the number of data-parallel processes."""
     threads_per_worker: int | None
-    """Number of threads per worker; if None, the workers divide the cores available on their node."""
+    """Number of threads per worker; if None, the workers use the cores available on their node."""
     grace_s: float
     """Seconds from a stop signal until the job is killed."""
     reasons: dict[str, str]
@@ -214,7 +214,7 @@ class LaunchPlan:
 
     @property
     def is_job(self) -> bool:
-        """Return whether a scheduler runs the plan as a job, so that the command does not start the run."""
+        """Return whether a scheduler runs the plan as a job; if not, the command itself starts the run."""
         return self.slurm is not None
 
     @property

@@ -109,7 +109,7 @@ class Workload:
 
     @property
     def has_two_pythons(self) -> bool:
-        """Return whether the command starts with a Python interpreter in addition to its launcher's."""
+        """Return whether the command starts with `python`, although its launcher already starts Python."""
         # An interpreter with a path is allowed, because the path selects the interpreter (see
         # `command_python`).
         return self.has_launcher and re.fullmatch(r"python[\d.]*", self.argv[0]) is not None
@@ -158,11 +158,11 @@ class Workload:
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
-        """Return whether a stop signal reaches the ranks unchanged, not replaced by the signal they handle."""
+        """Return whether a stop signal is sent to the ranks unchanged, not replaced by the one they handle."""
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
-        """Return whether exit code 0 of all ranks completes the run; `is_done`: the done file exists."""
+        """Return whether exit code 0 of all ranks completes the run, given whether the done file exists."""
         # A command often also exits with 0 after saving in response to a stop signal.
         return not self.is_command or is_done or not was_stopped
 
