@@ -127,8 +127,8 @@ class TrialStatus:
     has diverged."""
     run_dir: str
     diverged_since: int | None = None
-    """The step since which every logged value of the loss, or of the metric that ranks the group, is
-    NaN or infinite; None if the trial has not diverged."""
+    """The step at which the loss, or the metric that ranks the group, became NaN or infinite and stayed so;
+    None if the trial has not diverged."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The job's cluster; None for this host's own cluster."""
     written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)

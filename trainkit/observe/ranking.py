@@ -123,8 +123,8 @@ class Measured:
     result: Best | None = None
     """The best value or, for the loss, the last value; None if there is no value or the run has diverged."""
     diverged_since: int | None = None
-    """The step since which every value of the loss, the validation loss or the metric is NaN or
-    infinite; None if the run has not diverged."""
+    """The step at which the loss, the validation loss or the metric became NaN or infinite and stayed so;
+    None if the run has not diverged."""
     is_logged: bool = False
 
 

@@ -127,7 +127,7 @@ class Progress:
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
-    """The step since which every value of the loss or the validation loss is NaN or infinite; None if
+    """The step at which the loss or the validation loss became NaN or infinite and stayed so; None if
     the run has not diverged. The `reason` for the run's state also mentions the divergence."""
 
 

@@ -25,7 +25,7 @@ class Flow:
 
     kind: Kind
     """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients over shards,
-    and ``reduce`` the all-reduce of gradients over replicas. ``tp``, ``cp`` and ``pp`` denote sends of
+    and ``reduce`` the all-reduce of gradients over replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
     activations and their gradients."""
     num_bytes: int
     calls: int

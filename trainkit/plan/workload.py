@@ -158,7 +158,7 @@ class Workload:
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
-        """Return whether a stop signal is sent to the ranks unchanged, not replaced by the one they handle."""
+        """Return whether ranks get a stop signal unchanged, instead of the signal that they handle."""
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
