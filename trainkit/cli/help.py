@@ -133,7 +133,7 @@ class AddedOption(click.Option):
 
 
 def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
-    """Yield each heading with its options by name, in the order of the help page."""
+    """Yield each help heading with the options under it, keyed by name, in help-page order."""
     by_name = {name: item for item in options for name in item.opts}
     added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
     for heading, names in SECTIONS.items():
@@ -240,7 +240,7 @@ def completion(shell: str) -> None:
 
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Complete RUN with `last`, the names of known runs, and folders."""
+    """Complete RUN with `last`, the names of known runs, and folder paths."""
     from trainkit.run.registry import starts
 
     known = list(islice((start for start in starts() if start.read() is not None), MAX_RUNS))

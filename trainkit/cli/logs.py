@@ -229,7 +229,8 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events that are not printed, because other output, such as rank 0's log, already shows them."""
+"""Events that are not printed, because other output, such as rank 0's log, already shows the same
+information."""
 
 
 def _print_events(events: Tail, attempt: int) -> None:

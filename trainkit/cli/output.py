@@ -1,7 +1,7 @@
 """Prints text with control characters escaped, and JSON with secrets masked.
 
-Names, messages, reasons, hosts and logs come from other programs, so they may contain control characters.
-Characters that the locale's encoding does not support are replaced in text and escaped in JSON.
+Names, messages, reasons, hosts and logs come from other programs, so all of them may contain control
+characters. Characters that the locale's encoding does not support are replaced in text and escaped in JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def colours() -> bool | None:
 
 
 def echo_error(text: str) -> None:
-    """Print an error, a warning or a hint to stderr, with its first word in colour."""
+    """Print an error, a warning or a hint to stderr, with the first word in colour."""
     lines = [_said(line) for line in text.split("\n")]
     click.echo("\n".join(lines), err=True, color=colours())
 

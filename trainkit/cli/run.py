@@ -367,7 +367,7 @@ RANK_KEYS = (
 
 
 def _rank_here() -> tuple[dict[str, Any], str]:
-    """Return the values of this process's rank and their origin, or no values and the reason.
+    """Return the rank environment of this process and its origin, or an empty dict and the reason.
 
     The values are read from environment variables or from the Slurm step. Raises UsageError if the
     environment variables contradict each other.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
-    """Return lines that describe a plan: its size, the reason for each derived value, and its warnings."""
+    """Return lines that describe a plan: its size, the reason for each derived value, and warnings."""
     nodes = plan.shown_nodes
     workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
-    """Return the repeatable option ``--sweep KEY=V,V,…``; its values are passed as `sweeps`."""
+    """Return the repeatable option ``--sweep KEY=V,V,…``, whose values are passed as `sweeps`."""
     return option("--sweep KEY=V,V,…", help_text, name="sweeps", multiple=True)
 
 
@@ -132,7 +132,7 @@ def command(
             "--now works only for runs on this machine, but this run would be submitted to Slurm",
             hint="remove --now",
         )
-    # A dry run on this machine prints the description to stdout, because there is no script to print.
+    # A dry run on this machine prints the description to stdout, because there is no batch script to print.
     is_shown = dry_run and not plan.is_job and not as_json
     click.echo(describe_plan(plan, next_name(submission.trials[0].config.name, folder)), err=not is_shown)
     for line in (
@@ -165,7 +165,7 @@ def command(
     }
     echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
-        from trainkit.cli.logs import follow_detachable  # imported here because it is slow to import
+        from trainkit.cli.logs import follow_detachable  # slow to import, so imported only here
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index

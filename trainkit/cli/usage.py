@@ -327,7 +327,7 @@ def _task_name(word: str) -> str:
 
 _NUMBER = r"[-+]?[\d.]+(?:[eE][-+]?\d+)?"
 _LOOSE = re.compile(rf"=|=?{_NUMBER}(?:,+{_NUMBER})*,*|[a-z_.]+=\S+")
-"""Matches an equals sign, numbers, or a setting that a space separates from its option."""
+"""Matches a stray equals sign, numbers, or a setting that a space separates from its option."""
 
 
 def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:

@@ -49,7 +49,7 @@ class HFModel(NamedTuple):
 def find_hf_model(name: str, cwd: Path) -> HFModel:
     """Find a model by its folder, or by its Hub name among the downloaded models, without downloading it.
 
-    Raises UsageError if the model is not found or its config.json cannot be read.
+    Raises UsageError if the model is not found or the model's config.json cannot be read.
     """
     folder = _find_folder(name, cwd)
     file = folder / CONFIG_NAME

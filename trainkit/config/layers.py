@@ -37,8 +37,9 @@ from trainkit.formats import did_you_mean, near
 def as_this_version(entry: Entry) -> Entry:
     """Convert a config file's content to the current config format version.
 
-    Raises ConfigError if the file's `config_version` is newer than this trainkit supports. The error lists no
-    other problems of the file, because its keys and values are probably valid in the newer version.
+    Raises ConfigError if the file's `config_version` is newer than the version that this trainkit supports.
+    The error lists no other problems of the file, because its keys and values are probably valid in the newer
+    version.
     """
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:
@@ -219,7 +220,7 @@ class Layers:
         return Problem("", "no such file or shipped config", name, hint)
 
     def file(self, path: Path) -> Entry:
-        """Read a file and merge it over the files that it extends.
+        """Read a config file and merge it over the files that it extends.
 
         If the file cannot be read, record the problem and return an empty entry.
         """

@@ -49,11 +49,11 @@ def load_config(
     layers: bool = True,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config file, or a shipped config by name, and merge it with all other layers.
+    """Load a config file, or a built-in config by name, and merge it with all other layers.
 
     `overrides` are the arguments of ``--set``. `flags` maps a key to the command-line flag, as the user typed
-    it, and the flag's value. `defaults` are the layers with the lowest precedence, such as the `defaults` of
-    a cluster profile.
+    it, and the flag's value. `defaults` are the layers with the lowest precedence, such as the `defaults`
+    section of a cluster profile.
 
     Set `layers` to False if `path` is the config of an existing run that is to be executed again. If `layers`
     is False, ./trainkit.yaml, the user's config and environment variables are ignored, and UsageError is

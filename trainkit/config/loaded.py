@@ -15,7 +15,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and the origin of each of its values."""
+    """A config, and the origin of each config value."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -28,7 +28,7 @@ class LoadedConfig:
     neither replaced the other.
     """
     typed: frozenset[str] = frozenset()
-    """Keys that the user set with an option of trainkit, such as ``--set``, or an argument in Python."""
+    """Keys that the user set with a trainkit option, such as ``--set``, or with a Python argument."""
 
     def set_by_user(self, key: str) -> bool:
         """Return whether the user set the key; a plan may change the value only if the user did not."""

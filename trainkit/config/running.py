@@ -20,7 +20,7 @@ OneLine = Annotated[
 def node_counts(nodes: int | str) -> Sequence[int]:
     """Return the node counts that a value of `resources.nodes` allows, in ascending order.
 
-    A reversed range such as 4-2 allows no node count.
+    A reversed range such as 4-2 contains no node counts.
     """
     first, dash, last = str(nodes).partition("-")
     return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))
@@ -407,7 +407,7 @@ class LoggingConfig(Section):
 
     @property
     def trackers(self) -> dict[str, MlflowConfig | WandbConfig]:
-        """Map the name of each enabled tracker to its settings.
+        """Map the name of each enabled experiment tracker to its settings.
 
         A tracker's name is also the name of its Python module and of its pip extra.
         """

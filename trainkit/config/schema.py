@@ -148,7 +148,7 @@ def capabilities_of(config: RunConfig) -> tuple[str, ...]:
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """Map each section to its keys."""
+    """Map each section name to the names of its keys."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in _with_sections(tuple(sorted(_named))).model_fields.items():
         kind = field.annotation
@@ -190,8 +190,8 @@ def is_known(path: tuple[str, ...]) -> bool:
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 SIMILAR = 0.75
-"""Minimum similarity for suggesting a key; unrelated keys such as `model_name` and `model.norm_eps` reach
-0.67."""
+"""Minimum similarity for suggesting a key, chosen because unrelated keys such as `model_name` and
+`model.norm_eps` reach 0.67."""
 
 
 @cache

@@ -290,7 +290,7 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
 
 
 def has_interpolation(text: str) -> bool:
-    """Return whether a text contains a Hydra interpolation, such as ``${oc.env:USER}``."""
+    """Return whether a string contains a Hydra interpolation, such as ``${oc.env:USER}``."""
     return INTERPOLATION.search(text) is not None
 
 

@@ -76,7 +76,7 @@ def parse_scalar(node: yaml.ScalarNode) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
+    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys are not sorted."""
     text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -90,7 +90,7 @@ class Entry:
     typed: str = ""
     """A scalar's text as the user typed it, such as 007 for the number 7."""
     is_replaced: bool = False
-    """True if `overlay` replaced an earlier value with this entry."""
+    """True if `overlay` replaced an earlier value with the value in this entry."""
 
     @property
     def is_mapping(self) -> bool:

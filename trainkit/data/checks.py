@@ -1,6 +1,6 @@
 """Check the data in a config before a run starts, using only names, file sizes and a few lines of data.
 
-`submit --dry-run` runs these checks, so this module imports neither numpy nor tokenizers.
+`submit --dry-run` runs the checks in this module, so the module imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define the files of a prepared dataset, and identify the tokenizer that produced its tokens.
+"""Define the file formats of a prepared dataset, and identify the tokenizer that produced its tokens.
 
 A `tokenizer.json` is read as plain JSON, without the tokenizers library. A prepared dataset consists of these
 files:
@@ -50,7 +50,7 @@ KiB of a plain text file.
 
 
 def places_file(shard: Path) -> Path:
-    """Return the places file of a shard, which maps its tokens to places in the source files."""
+    """Return the path of a shard's places file, which maps tokens to places in the source files."""
     return shard.with_suffix(".places")
 
 
@@ -102,7 +102,7 @@ class DatasetFile:
 
 
 def write_shared_json(path: Path, value: object, staging: Path) -> None:
-    """Write JSON in `staging`, then rename it; its mode follows the umask, because teams share datasets."""
+    """Write JSON in `staging`, then rename it; permissions follow the umask, because teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

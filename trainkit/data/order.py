@@ -10,11 +10,11 @@ samples (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each
 by a hash of the other coordinate. Results outside the range of samples are permuted again until they are
 inside it (cycle walking).
 
-A mixture assigns each position to one of its sources according to a periodic schedule. Each source has its
-own order over the positions assigned to it.
+A mixture assigns each position to one of its sources according to a periodic schedule. Each source in a
+mixture has its own order over the positions assigned to it.
 
-Changing any constant in this module would change the data order of every resumed run, so tests compare
-against recorded values.
+Changing any constant in this module would change the data order of every resumed run, so the tests compare
+the order with recorded values.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class TokenMixture:
     """The same split of several prepared datasets, presented as one sequence of samples in mixed order.
 
     With `weights`, positions are divided among the datasets in proportion to the weights, and epochs are
-    counted separately for each dataset. Without `weights`, the samples are ordered as if they came from a
-    single dataset. Raises UsageError if the datasets use different tokenizers.
+    counted separately for each dataset. Without `weights`, samples are ordered as if all datasets were a
+    single one. Raises UsageError if the datasets use different tokenizers.
     """
 
     def __init__(self, parts: Sequence[TokenShards], weights: Sequence[int] | None) -> None:
@@ -141,7 +141,7 @@ class TokenMixture:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def describe(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield one line per source with its weight and size; `names` are in the order of the sources."""
+        """Yield one line per source with its weight and size; `names` are the source names in order."""
         assert self.weights is not None
         for name, part, weight in zip(names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)
@@ -177,7 +177,7 @@ def open_dataset(
 ) -> TokenShards | TokenMixture:
     """Open the `train` or `val` split of a config's data, preparing the data first if necessary.
 
-    The validation split of a mixture consists of the validation splits of its sources. Raises UsageError if
+    A mixture's validation split consists of its sources' validation splits. Raises UsageError if
     the data is unusable or the split is shorter than one sample.
     """
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]

@@ -21,7 +21,7 @@ STDLIB = "stdlib"
 
 
 def prepared_folder(config: DataConfig) -> Path | None:
-    """Return the folder of token shards that `data.source` refers to, or None for texts or a mixture."""
+    """Return the prepared dataset that `data.source` refers to, or None for texts or a mixture."""
     sources = () if is_mixture(config) else listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])

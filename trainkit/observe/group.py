@@ -106,7 +106,7 @@ class TrialFiles:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the newest attempt has ended and the trial will not restart."""
+        """Return whether the newest attempt has ended and the trial will not be restarted."""
         return self.end is not None and not self.end.resumes
 
 
@@ -290,7 +290,7 @@ class GroupFiles:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all trials have ended and none of them will restart."""
+        """Return whether all trials have ended and none of them will be restarted."""
         return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
@@ -339,7 +339,7 @@ class GroupFiles:
             return "unknown", "it is unknown whether the job was submitted"
         name = self.jobs[files.trial.index]
         job = None if jobs is None else jobs.get(name)
-        # A job is missing from `jobs` if its cluster did not respond.
+        # A job is missing from `jobs` if the job's cluster did not respond to the query.
         alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
         if not files.entry.attempt:
             # The array task for this trial has not created the run folder yet.
@@ -384,7 +384,7 @@ def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFile
     created = group.created()
     found = {index: TrialFiles(trial, group.task_id(index)) for index, trial in trials.items()}
     shares = [created[first : first + TRIALS_PER_TASK] for first in range(0, len(created), TRIALS_PER_TASK)]
-    from concurrent.futures import ThreadPoolExecutor  # imported here because it is slow to import
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, so imported only here
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for share in readers.map(lambda share: [_read(group, index, rankings) for index in share], shares):

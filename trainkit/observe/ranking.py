@@ -190,7 +190,7 @@ def rank(
     The runs are read in parallel. Raises UsageError if no run has logged the requested metric, and OSError if
     a file cannot be read.
     """
-    from concurrent.futures import ThreadPoolExecutor  # imported here because it is slow to import
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, so imported only here
 
     found = list[Measured]()
     with ThreadPoolExecutor(NUM_READERS) as readers:

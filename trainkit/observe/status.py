@@ -166,7 +166,7 @@ class Used:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run when it was read. A value is None if it is missing or unknown."""
+    """The state of a run when it was read. Values that are missing or unknown are None."""
 
     name: str
     run_dir: str
@@ -258,7 +258,7 @@ def read_status(
     """
     run, events = history.run, history.events
     metrics = list[StepRecord]()
-    with suppress(OSError):  # `_unreadable` reports this error.
+    with suppress(OSError):  # `_unreadable` warns about unreadable files.
         events.update()
         metrics = history.newest_steps()
     entry = job.newest or AttemptRecord()
@@ -274,7 +274,7 @@ def read_status(
         # metrics from the log.
         if has_log and "log_pattern" not in plan.values:
             config = read_config(run.config_file)
-            with suppress(OSError):  # `_unreadable` reports this error.
+            with suppress(OSError):  # `_unreadable` warns about unreadable files.
                 step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
@@ -286,7 +286,7 @@ def read_status(
     if attended is not None:
         reason = "; ".join(filter(None, (reason, load(attended).waits(plan))))
     since = None
-    with suppress(OSError):  # `_unreadable` reports this error.
+    with suppress(OSError):  # `_unreadable` warns about unreadable files.
         if (metrics and loss is None) or events.has_lost_val_loss:
             since = diverged_since(run, attempt)
     # Ignore a failed start if the job has since started on another node.
@@ -519,7 +519,7 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
 
 def read_config(file: Path) -> RunConfig | None:
     """Return the effective config of a run or attempt, or None if it cannot be read."""
-    from trainkit.config import read_effective  # imported here because it is slow to import
+    from trainkit.config import read_effective  # imported here because trainkit.config is slow to import
 
     try:
         return read_effective(file, executes=False)

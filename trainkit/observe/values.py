@@ -42,7 +42,7 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | N
 
 
 def is_function(plan: PlanRecord) -> bool:
-    """Return whether a run with this plan calls a Python function."""
+    """Return whether a run with the given plan calls a Python function."""
     return is_call(plan.command)
 
 

@@ -43,8 +43,8 @@ class BatchRequest(NamedTuple):
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
     """Return the batch of one optimizer step for a layout: the requested batch, or the closest one that fits.
 
-    The global batch size is kept if it can be divided evenly, and sizes that the user set never change.
-    Raises ConfigError with suggested sizes if the samples of a step cannot be divided evenly.
+    The global batch size is kept if it can be divided evenly among processes, and sizes that the user set
+    never change. Raises ConfigError with suggested sizes if the samples of a step cannot be divided evenly.
     """
     device, total = request.device_batch_size, request.global_batch_size
     if total is None:
@@ -61,7 +61,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # No number of microbatches works; `microbatch_problems` reports this problem later.
+    # No number of microbatches works, which `microbatch_problems` reports later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -124,7 +124,7 @@ def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
 
 
 def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
-    """Describe how a batch is composed and how it differs from the batch sizes in the config."""
+    """Describe how a batch is composed and how it differs from the config's batch sizes."""
     notes = batch_changes(batch, request)
     sentence = (
         f"{plural(batch.global_batch_size, 'sample')} per step = {batch.device_batch_size} per process "

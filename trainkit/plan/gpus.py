@@ -185,9 +185,9 @@ def unchecked_memory(names: list[str]) -> str:
 
 
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Yield the reasons why the trainer cannot use its GPUs, if the GPUs and the trainer's torch are known.
+    """Yield the reasons why the trainer cannot use its GPUs; none if the GPUs or its torch are unknown.
 
-    `names` is the result of `gpu_names`; it is empty for a run on CPUs.
+    `names` is the result of `gpu_names`, and is empty for a run on CPUs.
     """
     environment, machine = facts.environment, facts.machine
     torch = None if environment is None else environment.torch

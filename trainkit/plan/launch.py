@@ -142,7 +142,7 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The Slurm options of one job, in the order they are displayed."""
+    """The Slurm options of one job, in display order."""
 
     sbatch: Options = field(default_factory=dict)
     """sbatch options by long name; flags that take no value map to True."""
@@ -159,7 +159,7 @@ class SlurmRequest:
     """True if the ranks may use all CPUs of an exclusive job, including CPUs that it did not request."""
 
     def comment(self, token: str) -> str:
-        """Return the comment for a job: its submission token, followed by the comment in the config."""
+        """Return the Slurm comment for a job: its submission token, followed by the config's comment."""
         own = self.sbatch.get("comment")
         return f"{token} {own}" if own else token
 
@@ -196,7 +196,7 @@ class LaunchPlan:
     node_sizes: tuple[int, ...] | None = None
     """Number of workers on each node if it varies; `workers_per_node` is then the maximum."""
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The folders of the runs and groups that must finish before a run on this machine starts."""
+    """Folders of the runs and groups that must finish before a run on this machine starts."""
     warnings: tuple[str, ...] = ()
     """Warnings about values that were not checked or that may slow the run down, one sentence each."""
     checkpoint_bytes: int | None = None
@@ -313,12 +313,12 @@ class LaunchPlan:
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        # The keys of these records are stored at the top level of the file.
+        # The keys of the workload and environment records are stored at the top level of plan.json.
         del value["workload"], value["environment"]
         return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
     def to_text(self) -> str:
-        """Return the text of plan.json."""
+        """Return the plan as the text of plan.json."""
         return plan_text(self.to_dict())
 
     @classmethod
@@ -338,7 +338,7 @@ class LaunchPlan:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """Return the plan stored by `to_dict`, ignoring keys that this version does not know.
+        """Return the plan stored by `to_dict`, ignoring keys unknown to this trainkit version.
 
         Raises UsageError if a newer trainkit version wrote the plan, and ValueError if the plan is damaged.
         """
@@ -390,7 +390,7 @@ def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
 
 
 def plan_text(plan: Mapping[str, object]) -> str:
-    """Return the text of plan.json."""
+    """Return the content of a plan as the text of plan.json."""
     return json.dumps(plan, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -28,7 +28,7 @@ WORKERS_PER_CPU = 16
 
 @dataclass
 class LaunchDraft:
-    """A draft of a plan for this machine; each method derives one value and records the reason."""
+    """A draft of a plan for this machine; each method derives one value and records its reason."""
 
     loaded: LoadedConfig
     machine: Machine

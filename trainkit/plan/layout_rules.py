@@ -205,7 +205,7 @@ def parse_layout(text: str) -> dict[str, object]:
             raise UsageError(f"{origin}: {key}: {error}", hint="write values as in a config file") from None
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
-        missing["dp_shard"] = -1  # -1 means that this degree is derived.
+        missing["dp_shard"] = -1  # -1 means that dp_shard is derived.
     return {**missing, **values}
 
 

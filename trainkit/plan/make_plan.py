@@ -27,7 +27,7 @@ from trainkit.shipped import load
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
-    """Return the plan for a config: its layout, batch and job, after checking model and memory.
+    """Return the plan for a config after checking the model and the memory.
 
     For a command, there is no model or data to check. A command's layout and batch are planned only if its
     launcher passes their values to a tool. Raises ConfigError with all problems found.
@@ -150,7 +150,7 @@ def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
 def _check_model(
     config: RunConfig, machine: Machine, gpus: list[str], plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
-    """Return the plan with its memory estimate, and all problems that prevent training the model."""
+    """Return the plan with a memory estimate added, and all problems that prevent training the model."""
     if config.model.architecture != DECODER:
         # For a custom architecture, the memory and the other rules are unknown.
         return plan, [*batch_problems(work)]
@@ -179,7 +179,7 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: 
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {size(have or 0)}"
     else:
-        # Without resources.mem, the partition's default applies, which is unknown here.
+        # Without resources.mem, the job gets the partition's default memory, which is unknown here.
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
@@ -191,7 +191,7 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: 
 def _host_problems(
     config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine
 ) -> Iterator[Problem]:
-    """Yield a problem if the processes on this machine need more memory than it has.
+    """Yield a problem if the run's processes on this machine need more memory than the machine has.
 
     Only weights, gradients and optimizer state are counted, because every run needs them. Exhausting the
     memory could also make the kernel kill unrelated processes.

@@ -1,12 +1,12 @@
 """Estimates the peak memory of a training step, by category, on the GPU that needs the most memory.
 
-Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32, they take 4, 4
-and (for AdamW) 8 bytes per parameter, divided among ``dp_shard x cp x tp x pp`` ranks. Other memory varies
-during a step, so it is estimated for several phases; the phase with the largest total determines the peak.
-Activations follow "Reducing Activation Recomputation" (arXiv 2205.05198), adapted to blocks of RMSNorm,
-grouped-query attention without stored scores, and SwiGLU.
+Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32, weights,
+gradients and AdamW state take 4, 4 and 8 bytes per parameter, divided among ``dp_shard x cp x tp x pp``
+ranks. Other memory varies during a step, so it is estimated for several phases; the phase with the largest
+total determines the peak. Activations follow "Reducing Activation Recomputation" (arXiv 2205.05198), adapted
+to blocks of RMSNorm, grouped-query attention without stored scores, and SwiGLU.
 
-The estimate is meant to compare layouts, so it omits small terms such as statistics, masks and the rounding
+The estimate is meant for comparing layouts, so it omits small terms such as statistics, masks and the padding
 of shards. By contrast, the simulation of a rank counts every tensor. None of the functions have side effects.
 """
 
@@ -48,9 +48,10 @@ class RankParams(NamedTuple):
     block: int
     """Number of parameters of one block."""
     embedding: int
-    """Number of parameters of the embedding; 0 if it is on another rank, or tied to a head on this rank."""
+    """Number of parameters of the embedding; 0 if the embedding is on another rank, or tied to a head on this
+    rank."""
     head: int
-    """Number of parameters of the head; 0 if it is on another rank."""
+    """Number of parameters of the head; 0 if the head is on another rank."""
 
     @property
     def num_layers(self) -> int:
@@ -189,7 +190,7 @@ class Memory:
 
     @property
     def largest(self) -> Parts:
-        """Return the maximum of each category over all phases; these maxima may occur in different phases."""
+        """Return the maximum of each category over all phases; categories may peak in different phases."""
         return Parts(*map(max, zip(*map(astuple, self.phases.values()), strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Resolves the shape of a model from its preset and config, and counts its parameters and FLOPs."""
+"""Resolves a model's shape from its preset and config, and counts the model's parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
-"""Vocabulary sizes are rounded up to a multiple of this number to make matrix kernels faster."""
+"""Vocabulary sizes are rounded up to a multiple of this number, because matrix kernels are then faster."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def plan_nodes(
         except ConfigError as error:
             refused[num_nodes] = error
             continue
-        # This machine can simulate any number of nodes, so only the largest number is planned.
+        # This machine can simulate any number of nodes, so only the largest node count is planned.
         if facts.target.cluster is None:
             break
         if len(plans) == 1:

@@ -160,7 +160,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
         # it finishes.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
-        # All-gathers overlap with a whole pass, reduce-scatters with its backward pass, and the all-reduce
+        # All-gathers overlap with a whole pass, reduce-scatters with the backward pass, and the all-reduce
         # over replicas only with the last backward pass.
         passes, passes_s = work.passes_per_step, compute_s + recompute_s
         backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes

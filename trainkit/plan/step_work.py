@@ -77,7 +77,7 @@ class StepWork:
     shape: ModelShape
     layout: Layout
     parallel: ParallelConfig
-    """The config section `parallel`; its degrees are replaced by the degrees of `layout`."""
+    """The config section `parallel`, except that the degrees in `layout` take precedence."""
     seq_len: int
     device_batch_size: int
     accumulation_steps: int
@@ -227,10 +227,10 @@ def work_of(
     )
 
 
-# The functions below compute, for each schedule, its bubble and how many microbatches are in flight. Time is
-# measured in forward passes through one stage. A forward pass takes 1, and a backward pass takes 2: 1 for
-# input gradients and 1 for weight gradients (zero bubble, arXiv 2401.10241). The formulas match torch's
-# implementations of these schedules.
+# The functions below compute the pipeline bubble and the number of microbatches in flight for each schedule.
+# Time is measured in forward passes through one stage. A forward pass takes 1, and a backward pass takes 2: 1
+# for input gradients and 1 for weight gradients (zero bubble, arXiv 2401.10241). The formulas match torch's
+# implementations of the pipeline schedules.
 
 PASSES = 3
 """Number of passes per microbatch and stage: forward, input gradients and weight gradients."""

@@ -27,8 +27,8 @@ _SPAN = re.compile(
     r"(?P<first>\d+)(?:\.\.|-|:)(?P<last>\d+)"
     r"|range\((?:(?P<start>\d+), *)?(?P<end>\d+)(?:, *(?P<step>[1-9]\d*))?\)"
 )
-"""Matches a range written in shell, Slurm, Hydra or Python syntax. A range with a colon excludes its end, as
-in Python."""
+"""Matches a range written in shell, Slurm, Hydra or Python syntax. A range with a colon excludes its last
+number, as in Python."""
 _WRAPPED = re.compile(r"choice\(([^()]*)\)|\(([^()]*)\)|\{([^{}:]*)\}")
 _DRAWN = re.compile(r"(?:interval|uniform|log_?uniform|log|normal|tag|glob|sort|shuffle)\(.*\)")
 """Matches Hydra functions such as ``interval(…)``, whose values Hydra or its search algorithm chooses."""
@@ -56,7 +56,7 @@ def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
 
 
 def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
-    """Parse ``--sweep a.b=1,2,3`` into a key and its values.
+    """Parse an axis such as ``--sweep a.b=1,2,3`` into a key and a list of values.
 
     If `command` contains ``{lr}``, ``--sweep lr=1,2`` is valid too. The values are parsed as the items of a
     YAML list: ``"a,b"`` is a single string with a comma, and ``[1,2],[3,4]`` are two lists. Raises UsageError

@@ -1,4 +1,4 @@
-"""Describes an interpreter's torch: which GPUs it supports, and whether the trainer can use it."""
+"""Describes an interpreter's torch build: the GPUs it supports, and whether the trainer can use it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TorchBuild:
     def problem(
         self, gpu: str = "", capability: Version | None = None, driver: Version | None = None
     ) -> tuple[str, str] | None:
-        """Return why this torch cannot use a GPU, and a hint; None if no such reason is known.
+        """Return why the torch build cannot use a GPU, and a hint, or None if no reason is known.
 
         `driver` is the newest CUDA version supported by the GPU's driver.
         """

@@ -104,7 +104,7 @@ class Workload:
 
     @property
     def has_launcher(self) -> bool:
-        """Return whether a launcher such as torchrun starts the ranks of a node."""
+        """Return whether a launcher such as torchrun starts a node's ranks."""
         return self.launcher not in PER_RANK
 
     @property
@@ -118,9 +118,9 @@ class Workload:
     def reads_input(self) -> bool:
         """Return whether the command line shows that the command reads standard input.
 
-        A command reads standard input if it contains a ``-``, or an interpreter or program without a file, as
-        in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read standard input
-        as well.
+        A command reads standard input if it contains ``-``, or an interpreter or program without a file
+        argument, as in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read
+        standard input as well.
         """
         words = self.argv
         if any(word in _INPUT_FILES for word in words):
@@ -141,10 +141,10 @@ class Workload:
     def ignores_usr2(self) -> bool:
         """Return whether the processes start with SIGUSR2 ignored, so that SIGUSR2 cannot kill them.
 
-        SIGUSR2 would kill torchrun but not its ranks. With proctrack/linuxproc, Slurm signals its tasks and
-        their child ranks, so the SIGUSR2 before a requeue would kill a script that saves on SIGTERM. With
-        ``auto``, SIGUSR2 is not ignored for a shell, because a shell cannot trap a signal that was ignored
-        when it started.
+        SIGUSR2 would kill torchrun but not the ranks that torchrun started. With proctrack/linuxproc, Slurm
+        signals its tasks and their child ranks, so the SIGUSR2 before a requeue would kill a script that
+        saves on SIGTERM. With ``auto``, a shell is started without ignoring SIGUSR2, because a shell cannot
+        trap a signal that was ignored when the shell started.
         """
         if not self.is_command:
             return False
