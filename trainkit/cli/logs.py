@@ -138,7 +138,7 @@ def follow_run(
     on_poll: Callable[[], None] = lambda: None,
     shows_log: bool = True,
 ) -> int:
-    """Print rank 0's log and the run's events until the run ends, then print how; return the exit code.
+    """Print rank 0's log and the run's events until the run ends, then how it ended; return the exit code.
 
     `on_poll` is called several times per second. If `shows_log` is False, nothing is printed before the run
     ends. KeyboardInterrupt propagates to the caller.

@@ -117,7 +117,7 @@ class CommandTable(CommandGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # Click would exit with code 1.
+            raise ReaderGone from None  # Click itself would exit with code 1.
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))

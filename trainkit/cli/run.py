@@ -283,7 +283,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """Return the node and GPU counts of ranks that already run, as flags with origin and value."""
+    """Return the node and GPU counts of ranks that are already running, as flags with origin and value."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -309,7 +309,7 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
-    """Return the number of workers on each node of a Slurm step, and the step's target.
+    """Return the number of workers on each node of a Slurm step, and a target for the step.
 
     Each Slurm task is one rank. If `num_procs` is given, each task is a node's agent and not a rank itself.
     Raises UsageError if `num_procs` is given and a node has several tasks.

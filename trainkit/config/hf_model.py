@@ -37,7 +37,7 @@ class HFModel(NamedTuple):
     values: JsonObject
     """Maps keys of the `model` section to their values in config.json."""
     reason: str
-    """Why trainkit's decoder does not support this model; empty if it does."""
+    """Why trainkit's decoder does not support the model; empty if it does."""
 
     @property
     def tokenizer(self) -> Path | None:

@@ -38,7 +38,7 @@ def as_this_version(entry: Entry) -> Entry:
     """Convert a config file's content to the current config format version.
 
     Raises ConfigError if the file's `config_version` is newer than the version that this trainkit supports.
-    The error lists no other problems of the file, because its keys and values are probably valid in the newer
+    The error lists no other problems in the file, because its keys and values are probably valid in the newer
     version.
     """
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
@@ -82,7 +82,7 @@ class Edit(NamedTuple):
     origin: str
     appends: bool = False
     may_miss: bool = False
-    """If True, removing an entry that does not exist is no error, as in a sweep over null and other
+    """If True, removing an entry that does not exist is not an error, as in a sweep over null and other
     values."""
 
     @property
@@ -179,7 +179,8 @@ class Layers:
     def config(self, name: str | Path) -> tuple[Entry, Path]:
         """Find a config by name or path, and return its content and path.
 
-        A file takes precedence over a shipped config with the same name. The name ``-`` means standard input.
+        A file takes precedence over a built-in config with the same name. The name ``-`` means standard
+        input.
         """
         if Path(name) == STANDARD_INPUT:
             return self._file(STANDARD_INPUT, ()), STANDARD_INPUT

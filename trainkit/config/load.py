@@ -172,7 +172,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
     tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
     if config.has_user_task:
-        return tree, []  # The task reads the Hugging Face model itself.
+        return tree, []  # The task reads the Hugging Face model itself, so no config values are merged.
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
         message = f"is llama, but trainkit's decoder cannot run {shown_path(model.folder)}: {model.reason}"
@@ -336,7 +336,7 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
 def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[LoadedConfig, list[Change]]:
     """Return a copy of the config with `values` applied, and a list of the changes.
 
-    Raises ConfigError as `with_values` does.
+    Raises ConfigError under the same conditions as `with_values`.
     """
     content = loaded.config.model_dump(mode="json", by_alias=True)
     changes = []

@@ -28,7 +28,7 @@ def node_counts(nodes: int | str) -> Sequence[int]:
 
 def _several(nodes: str) -> str:
     if len(node_counts(nodes)) < 2:
-        # This message is never shown, because the reported problem describes the allowed values instead.
+        # The message is never shown, because the reported problem describes the allowed values instead.
         raise ValueError("no range")
     return nodes
 

@@ -180,7 +180,7 @@ def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
 
 
 def is_known(path: tuple[str, ...]) -> bool:
-    """Return whether a path names a section, a key, or an entry of a free mapping."""
+    """Return whether a path names a section, a key, or an entry of a mapping with arbitrary keys."""
     if path[0] == FREE_MAPPING:
         return True
     if path[0] not in sections() and not is_installed_section(path[0]):

@@ -51,7 +51,7 @@ class DataFacts:
 def inspect_data(config: DataConfig) -> DataFacts:
     """Return properties of the data that are quick to determine: the vocabulary size, and definite problems.
 
-    By contrast, `trainkit data validate` reads all of the data.
+    Unlike this function, `trainkit data validate` reads all of the data.
     """
     unknown: list[KeyProblem] = []
     tokenizer = collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))

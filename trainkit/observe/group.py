@@ -184,7 +184,7 @@ class GroupStatus:
 
     @property
     def is_active(self) -> bool:
-        """Return whether any trial may still make progress."""
+        """Return whether any trial can still make progress."""
         return any(state in ACTIVE_STATES for state in self.states)
 
     @property

@@ -94,7 +94,7 @@ def _start_of_last(path: Path, count: int) -> int:
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
     """Return whether a run has ended and will not resume automatically.
 
-    `alive` is True if the run's job is alive, and None if that is unknown.
+    `alive` is True if the run's job is alive, False if not, and None if unknown.
     """
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
@@ -131,7 +131,7 @@ def follow(
                 for path in logs_of(attempt):
                     if path.name not in tails:
                         tails[path.name] = Tail(path, 0 if last is None else _start_of_last(path, last))
-                    tails[path.name].path = path  # The run folder may have been moved.
+                    tails[path.name].path = path  # The run folder may have been moved, so update the path.
             for tail in tails.values():
                 for text in tail.texts(unfinished=passed):
                     yield tail.path.stem, text

@@ -253,7 +253,7 @@ def read_status(
 ) -> RunStatus:
     """Return a run's status from its job record, after adding new events to its history.
 
-    `alive` is True if the newest job is alive, and None if that is unknown. `slurm_job` is Slurm's
+    `alive` is True if the newest job is alive, False if not, and None if unknown. `slurm_job` is Slurm's
     information about the newest job; None for a local run.
     """
     run, events = history.run, history.events
@@ -381,7 +381,7 @@ def capability_rows(reading: Reading) -> dict[str, Mapping[str, str]]:
 
 
 def loss_text(status: RunStatus, loss: str) -> str:
-    """Return `loss` or, for a run that has diverged, text with the step since which it has diverged."""
+    """Return `loss` or, if the run has diverged, a text with the step at which the run diverged."""
     return with_divergence(None, status.progress.diverged_since) or loss
 
 
@@ -538,7 +538,7 @@ def flat_config(run: RunDir) -> FlatConfig:
 def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:
     """Yield a warning for each file of a run that exists but cannot be read.
 
-    The rest of the status is still shown.
+    The rest of the run's status is still shown.
     """
     logs = () if attempt is None else (run.attempt(attempt).rank_log(0),)
     for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file, *logs):

@@ -202,8 +202,7 @@ class LaunchPlan:
     checkpoint_bytes: int | None = None
     """Checkpoint size in bytes; None unless the run trains a built-in model."""
     sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps every other possible node count of an attempt to the plan values that differ for that node
-    count."""
+    """Maps each possible node count except `num_nodes` to the plan values that differ for that node count."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
     """Maps a capability to the data of its part of the plan; use `part` to read a part."""
 
@@ -382,7 +381,7 @@ def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
 
     Keys written by other trainkit versions are kept, because the job was submitted with them.
     """
-    from trainkit.run.submitted import plans_by_size  # only needed for a range of nodes
+    from trainkit.run.submitted import plans_by_size  # imported here because only node ranges need it
 
     plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))

@@ -108,7 +108,7 @@ class LaunchDraft:
         )
 
     def _without_effect(self, workload: Workload) -> Iterator[str]:
-        """Yield a warning for command-line values that have no effect on this run.
+        """Yield a warning for command-line values that have no effect on the run.
 
         Values in a config file are not reported, because the file may be shared with runs that use them. For
         a sweep, such values are reported for each trial instead.

@@ -7,7 +7,8 @@ total determines the peak. Activations follow "Reducing Activation Recomputation
 to blocks of RMSNorm, grouped-query attention without stored scores, and SwiGLU.
 
 The estimate is meant for comparing layouts, so it omits small terms such as statistics, masks and the padding
-of shards. By contrast, the simulation of a rank counts every tensor. None of the functions have side effects.
+of shards. Unlike the estimate, the simulation of a rank counts every tensor. None of the functions have side
+effects.
 """
 
 from __future__ import annotations

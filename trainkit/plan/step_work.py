@@ -85,8 +85,8 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The type of device, ``cpu`` or ``cuda``. CPU kernels save more activations than GPU kernels, and a
-    memory tracker on a machine without a GPU counts them too."""
+    """The type of device, ``cpu`` or ``cuda``. CPU kernels save more activations than GPU kernels, which a
+    memory tracker on a machine without a GPU counts too."""
     document_mask: bool = False
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
