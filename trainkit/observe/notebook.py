@@ -12,7 +12,7 @@ from trainkit.terminal import plain
 MAX_CELL = 200
 """Maximum number of characters in a cell."""
 MAX_MASKED = 10_000
-"""Number of leading characters in which secrets are masked before a text is truncated to `MAX_CELL`."""
+"""Number of leading characters to search for secrets before a text is truncated to `MAX_CELL`."""
 MAX_KEYS = 12
 """Maximum number of columns for the config keys that differ between the runs of a group."""
 MAX_ROWS = 20
