@@ -1,4 +1,4 @@
-"""Implements `trainkit check`, which lists every problem of a config, and `trainkit schema`."""
+"""Implements `trainkit check`, which lists every problem in a config, and `trainkit schema`."""
 
 from __future__ import annotations
 
@@ -129,14 +129,15 @@ def schema() -> None:
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
-    """Return Slurm's estimate of the start time; None if Slurm does not answer.
+    """Return Slurm's estimate of the job's start time, or None if Slurm does not respond.
 
-    With `must`, raises an error if Slurm does not answer. Raises UsageError if Slurm would reject the job.
+    If `must` is True, raises an error if Slurm does not respond. Raises UsageError if Slurm would reject the
+    job.
     """
     from trainkit.backend import backend_named
 
     try:
-        if cluster.error:  # Do not query Slurm again, because the query would run into the same timeout.
+        if cluster.error:  # Do not query Slurm again, because the query would time out again.
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
         waits = backend_named(plan.backend).start_estimates(plan, config, cluster)
     except TrainkitError as error:

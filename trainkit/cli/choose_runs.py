@@ -1,4 +1,4 @@
-"""Selects and sorts the runs of a list by their config, their tags and their results."""
+"""Selects and sorts runs by their config, tags and results."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from trainkit.run.trial import as_number
 FIGURES = ("loss", "val_loss", "tokens_per_s", "step", "age_s")
 TAGS = "tags"
 OF_CONFIG = ("name", TAGS)
-"""Keys that always refer to the config, even if a parameter of a function has the same name."""
+"""Keys that always refer to the config, even if a Python function has a parameter with the same name."""
 EXAMPLE = "for example optimizer.lr=1e-3"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The filter and the sort order from the options of `trainkit status`."""
+    """The filter and the sort order given by the options of `trainkit status`."""
 
     where: tuple[tuple[str, object], ...]
-    """Pairs of a config key and the value that it must have."""
+    """Pairs of a config key and its required value."""
     tags: tuple[str, ...]
     sort_key: str | None
-    """A key of `FIGURES` or of the config; runs are sorted by its value in ascending order."""
+    """The key by which runs are sorted in ascending order: one of `FIGURES` or a config key."""
 
     @property
     def columns(self) -> list[str]:
-        """Return the keys for additional columns: those used by the filter and the sort order."""
+        """Return the keys shown in additional columns: those used by the filter and the sort order."""
         keys = [*(key for key, _ in self.where), *([TAGS] if self.tags else [])]
         if self.sort_key is not None and (self.sort_key == "val_loss" or self.sort_key not in FIGURES):
             keys.append(self.sort_key)
@@ -49,9 +49,9 @@ class Choice:
         return [key.upper().replace("_", " ") for key in short_keys(self.columns)]
 
     def apply(self, statuses: Sequence[RunStatus | GroupStatus]) -> list[ChosenRun]:
-        """Return the matching runs and groups in order; a group matches if one of its runs matches.
+        """Return the matching runs and groups in order; a group matches if any of its runs matches.
 
-        Raises UsageError for a key that is neither a config key nor a swept key in the COMMAND of a group.
+        Raises UsageError for a key that is neither a config key nor swept in the COMMAND of a group.
         """
         found = [ChosenRun(status, _configs(status)) for status in statuses]
         options = [(f"--where {key}={shown_value(value)}", key) for key, value in self.where]
@@ -76,13 +76,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """A selected run or group, with the configs of its runs."""
+    """A selected run or group, including the configs of its runs."""
 
     status: RunStatus | GroupStatus
     configs: list[FlatConfig]
 
     def value(self, key: str) -> Any:
-        """Return the value for a key of `FIGURES` or of the config; None if the runs of a group differ."""
+        """Return the value of one of `FIGURES` or of a config key; None if the group's runs differ."""
         if key not in FIGURES:
             values = [config.get(key) for config in self.configs]
             return values[0] if all(value == values[0] for value in values) else None
@@ -92,7 +92,7 @@ class ChosenRun:
         return self.status.age_s if isinstance(self.status, GroupStatus) else self.status.to_dict()[key]
 
     def texts(self, columns: Sequence[str]) -> list[str]:
-        """Return the values in the additional columns as texts."""
+        """Return the values in the additional columns as text."""
         found = [self.value(key) for key in columns]
         return [
             cell(value, ".4f") if key in FIGURES else "-" if value is None else shown_value(value)
@@ -122,12 +122,12 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 
 def _is_same(value: object, wanted: object) -> bool:
-    """Return whether a value equals the wanted value; a value from a COMMAND is the text as written."""
+    """Return whether a value equals the wanted value; values from a COMMAND are compared as YAML."""
     if as_number(value) == wanted or not isinstance(value, str):
         return as_number(value) == wanted
     try:
         return value == shown_value(wanted) or parse_value(value) == wanted
-    except ValueError:  # The text is not YAML, so no wanted value equals it.
+    except ValueError:  # The text is not valid YAML, so no wanted value can equal it.
         return False
 
 
@@ -148,7 +148,7 @@ def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
 
 
 def _with_entries(config: Mapping[str, object]) -> FlatConfig:
-    """Add the entries of mappings and lists under dotted keys, such as launch.env.NAME."""
+    """Add the items of mappings and lists under dotted keys, such as launch.env.NAME."""
     found = dict(config)
     for key, value in config.items():
         if isinstance(value, dict | list):

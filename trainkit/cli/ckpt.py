@@ -64,7 +64,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # The run has deleted this checkpoint in the meantime, because newer ones replace it.
+            continue  # The run has since deleted this checkpoint, because newer ones replace it.
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
@@ -110,9 +110,9 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
 
 
 def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
-    """Return the published checkpoints of a run; with `step`, only the checkpoint of that step.
+    """Return a run's published checkpoints; if `step` is given, only the checkpoint at that step.
 
-    Raises UsageError if there is no such checkpoint.
+    Raises UsageError if there are no such checkpoints.
     """
     there = manifest.published(run.checkpoints_dir)
     if not there:

@@ -1,4 +1,4 @@
-"""Builds the help pages and the shell completion of commands, and prints warnings."""
+"""Builds help pages and shell completion for commands, and prints warnings."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ SECTIONS = {
         "--help",
     ),
 }
-"""Maps each heading of a help page to its options, in the order of the page."""
+"""Maps each heading of a help page to the options listed under it, in order."""
 ADDED_UNDER = "How"
-"""The heading at whose end the options of capabilities are listed."""
+"""The heading under which capabilities' options are listed last."""
 
 
 class AddedOption(click.Option):
@@ -133,7 +133,7 @@ class AddedOption(click.Option):
 
 
 def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
-    """Yield each heading with its options by name, in the order of the help page."""
+    """Yield each help heading with the options under it, keyed by name, in help-page order."""
     by_name = {name: item for item in options for name in item.opts}
     added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
     for heading, names in SECTIONS.items():
@@ -142,12 +142,12 @@ def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str,
 
 
 def examples(*lines: str) -> str:
-    """Return the end of a command's help page, with examples that can be run as shown."""
+    """Return the end of a command's help page: examples that can be run as shown."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal for tables; None if standard output is not a terminal."""
+    """Return the terminal's width for tables, or None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -160,7 +160,7 @@ Function = Callable[..., Any]
 
 
 class Command(click.Command):
-    """A command whose help page lists options under headings: what, where, how, output."""
+    """A command whose help page groups options under headings such as What, Where, How and Output."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
@@ -173,7 +173,7 @@ class Command(click.Command):
 
 
 class Group(CommandGroup):
-    """A group of commands whose help lists options under headings; capabilities can add commands."""
+    """A group of commands whose help groups options under headings; capabilities can add commands."""
 
     command_class = Command
 
@@ -191,19 +191,19 @@ class Group(CommandGroup):
 def as_command(
     *lines: str, cls: type[click.Command] = Command, **options: Any
 ) -> Callable[[Function], click.Command]:
-    """Return a decorator that makes a function a command, with examples at the end of its help page."""
+    """Return a decorator that turns a function into a command, with `lines` as examples in its help page."""
     return click.command(cls=cls, epilog=examples(*lines), **options)
 
 
 def as_group(name: str, *lines: str, cls: type[click.Group] = Group) -> Callable[[Function], click.Group]:
-    """Return a decorator that makes a function a group of commands; see `as_command`."""
+    """Return a decorator that turns a function into a group of commands; see `as_command`."""
     return click.group(name, cls=cls, epilog=examples(*lines))
 
 
 def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:
-    """Return an option, given as in the help: ``--step N`` takes a value, ``--merge`` alone is a flag.
+    """Return an option declared as in help pages: ``--step N`` takes a value, ``--merge`` is a flag.
 
-    `name` is the name of the parameter that gets the value; by default, it is the option's name.
+    `name` is the parameter that receives the value; by default, it is the option's name.
     """
     flag, _, metavar = shown.partition(" ")
     if metavar:
@@ -215,7 +215,8 @@ def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any
 
 Items = list[CompletionItem]
 MAX_RUNS = 200
-"""Maximum number of runs that shell completion offers, newest first, because the shell waits for them."""
+"""Maximum number of runs, newest first, that shell completion offers, because the shell waits while they are
+read."""
 
 
 @as_command(
@@ -239,7 +240,7 @@ def completion(shell: str) -> None:
 
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Complete RUN with `last`, the names of known runs, and folders."""
+    """Complete RUN with `last`, the names of known runs, and folder paths."""
     from trainkit.run.registry import starts
 
     known = list(islice((start for start in starts() if start.read() is not None), MAX_RUNS))
@@ -251,7 +252,7 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Complete CONFIG with YAML files and folders in the current folder, and names of shipped configs."""
+    """Complete CONFIG with YAML files and folders in the current folder, and with built-in config names."""
     here = sorted(Path().glob(f"{incomplete}*")) if not Path(incomplete).is_absolute() else []
     found = {f"{path}/": "" for path in here if path.is_dir()}
     found |= {str(path): "" for path in here if path.suffix in (".yaml", ".yml")}
@@ -260,7 +261,7 @@ def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 
 def complete_profile(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Complete --profile with the profiles of the project and the shipped profiles."""
+    """Complete --profile with the project's profiles and the built-in profiles."""
     folders = (Path("profiles"), Path("configs/profiles"), shipped_configs() / "profiles")
     names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     return _starting(dict.fromkeys(names, ""), incomplete)

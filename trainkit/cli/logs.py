@@ -1,4 +1,4 @@
-"""Implements ``trainkit logs``, and follows the output of runs that other commands have started."""
+"""Implements ``trainkit logs``, and follows the output of runs that other commands started."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks:
     if all_ranks:
         return sorted(attempt.logs_dir.glob("*.log"))
     plan = read_plan(attempt)
-    nodes = ranks_of_nodes(plan)  # empty if the plan is unknown
+    nodes = ranks_of_nodes(plan)  # the list is empty if the plan is unknown
     if node is not None and nodes and node >= len(nodes):
         raise UsageError(f"{attempt.run.shown} has no node {node}", hint=there_are(range(len(nodes))))
     if node is not None:
@@ -140,8 +140,8 @@ def follow_run(
 ) -> int:
     """Print rank 0's log and the run's events until the run ends, then how it ended; return the exit code.
 
-    `on_poll` is called several times per second. With `shows_log=False`, nothing is printed before the run
-    ends. KeyboardInterrupt is not caught.
+    `on_poll` is called several times per second. If `shows_log` is False, nothing is printed before the run
+    ends. KeyboardInterrupt propagates to the caller.
     """
     run.hold()
     events, is_notified = Tail(run.events_file), False
@@ -164,8 +164,8 @@ def follow_run(
             click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
-        # Wait for the supervisor to exit, because otherwise the next command, such as `resume`, might find it
-        # still running.
+        # Wait for the supervisor to exit, because otherwise the next command, such as `resume`, might find
+        # the supervisor still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run, entry or AttemptRecord())
@@ -173,9 +173,9 @@ def follow_run(
 
 @contextlib.contextmanager
 def kept_terminal() -> Iterator[int]:
-    """Restore the terminal at the end of a block that redirects stdout and stderr.
+    """Restore the terminal after a block that redirects stdout and stderr.
 
-    Yields a file descriptor for the terminal's stdout.
+    Yields a file descriptor that writes to the terminal.
     """
     streams = (sys.stdout, sys.stderr)
     for stream in streams:
@@ -191,7 +191,7 @@ def kept_terminal() -> Iterator[int]:
 
 
 def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
-    """Print rank 0's log to a terminal while it grows, until `ended` is set."""
+    """Print rank 0's log to a terminal as it grows, until `ended` is set."""
     tail = Tail(attempt.rank_log(0))
     while not ended.wait(SHOW_S):
         _write(tail.texts(), terminal)
@@ -200,12 +200,12 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(OSError):  # If the terminal was closed, the ranks are already saving.
+        with contextlib.suppress(OSError):  # if the terminal was closed, the ranks are already saving
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
-    """Follow a run like `follow_run`; Ctrl-C detaches with exit code 130, and the job continues."""
+    """Follow a run like `follow_run`, but let Ctrl-C detach with exit code 130 while the job continues."""
     try:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
@@ -229,7 +229,8 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events that are not printed, because other output, such as rank 0's log, already shows them."""
+"""Events that are not printed, because other output, such as rank 0's log, already shows the same
+information."""
 
 
 def _print_events(events: Tail, attempt: int) -> None:
@@ -241,7 +242,7 @@ def _print_events(events: Tail, attempt: int) -> None:
 def print_end(run: RunDir, entry: AttemptRecord) -> int:
     """Print to stderr how the newest attempt ended; return 0 if the run finished or was stopped, else 1.
 
-    `entry` is the attempt's record in job.json after the attempt has ended.
+    `entry` is the attempt's record in job.json, read after the attempt has ended.
     """
     run.follow()
     if not (numbers := run.attempt_numbers()):
@@ -249,12 +250,12 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
         return EXIT_FAILED
     attempt = run.attempt(numbers[-1])
     deadline_s = time.monotonic() + END_S
-    # After `cancel --now`, the end of the attempt may be recorded with a short delay.
+    # After `cancel --now`, the attempt's end may be recorded with a short delay.
     while (end := read_end(attempt)) is None and entry.is_cancelled and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if end is None:
         status = look_at(run, lambda _: None)[1]
-        if status.state == "cancelled":  # Slurm cancelled the run before the run could record how it ended.
+        if status.state == "cancelled":  # Slurm cancelled the job before the run could record how it ended.
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
         if not entry.has_started:
@@ -272,7 +273,7 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
     since = diverged_since(run, attempt.number)
     click.echo(f"{end.state}: {with_divergence(end.reason, since)}", err=True)
     if end.verdict:
-        # The log of rank 0 has already been shown.
+        # Rank 0's log has already been shown.
         num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
         for line in failure_lines(end.verdict, run.word, num_log_lines=num_log_lines):
             click.echo(line, err=True)

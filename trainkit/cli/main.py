@@ -1,7 +1,7 @@
-"""The `trainkit` program: loads and runs one command, and reports errors of the command.
+"""The `trainkit` program: loads and runs a command, and reports its errors.
 
-Only click is imported here, so that ``trainkit --help`` is fast. The module of a command is imported when the
-command runs; the help lines of all commands are in this module.
+Only click is imported at module level, so that ``trainkit --help`` is fast. A command's module is imported
+when the command runs, so this module contains the help lines of all commands.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SECTIONS = {
         "completion": "Print the completion script of a shell.",
     },
 }
-"""Maps each heading of ``trainkit --help`` to its commands, each with its help line."""
+"""Maps each heading of ``trainkit --help`` to its commands and their help lines."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 """Maps every command to its help line."""
 _IN_FILE = {
@@ -77,11 +77,12 @@ _IN_FILE = {
     "env": "run",
     "schema": "check",
 }
-"""Commands of the core that share a file in `trainkit/cli/`; every other command has its own file."""
+"""Maps core commands that share a file in `trainkit/cli/` to that file; every other command has its own
+file."""
 
 
 def load_command(name: str) -> click.Command:
-    """Import and return a command of `COMMANDS` or of a shipped capability."""
+    """Import and return a command from `COMMANDS` or from a built-in capability."""
     from trainkit.shipped import shipped_command  # imported here because --help does not need it
 
     own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
@@ -95,11 +96,11 @@ def _imported(module: str, name: str) -> click.Command:
 
 
 class ReaderGone(Exception):
-    """Raised if the reader of stdout, such as `| head`, has closed the pipe."""
+    """Raised if the program that reads stdout, such as `| head`, has closed the pipe."""
 
 
 class CommandTable(CommandGroup):
-    """The top-level group of commands, which imports a command when it runs."""
+    """The top-level group of commands, which imports a command's module when the command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -116,7 +117,7 @@ class CommandTable(CommandGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # Click would exit with code 1.
+            raise ReaderGone from None  # Click itself would exit with code 1.
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -165,7 +166,7 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; the help lists the exit codes."""
+    """Run one command and return its exit code; `trainkit --help` lists the exit codes."""
     # Click writes completions to the shell as bytes, which an `EscapedStream` does not support.
     with contextlib.nullcontext() if "_TRAINKIT_COMPLETE" in os.environ else escaped_output():
         return _main(argv)
@@ -226,13 +227,13 @@ def _report(error: TrainkitError, as_json: bool) -> int:
             return error.exit_code
         except OSError:
             _discard_stdout()
-    with contextlib.suppress(OSError):  # stderr may be on the same full disk.
+    with contextlib.suppress(OSError):  # stderr may be redirected to the same full disk.
         echo_error(error.render())
     return error.exit_code
 
 
 def _is_from_output(error: OSError) -> bool:
-    """Return whether the error was raised by writing to stdout or stderr, not by access to another file."""
+    """Return whether an error was raised while writing to stdout or stderr, not by other file access."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -241,5 +242,5 @@ def _is_from_output(error: OSError) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Discard the buffered output, because Python would flush it at exit and raise the error again."""
+    """Discard the buffered output, because Python would flush it at exit and raise the same error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

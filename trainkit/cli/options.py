@@ -41,9 +41,9 @@ AUTO = "auto"
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
-    """Return the folder that an option sets; if --trust is given, accept the folder without checks.
+    """Return the folder that an option specifies; with --trust, accept the folder without checks.
 
-    Raises UsageError for an empty value, which may come from an unset shell variable.
+    Raises UsageError for an empty value, which may result from an unset shell variable.
     """
     if text is not None and not text.strip():
         raise UsageError(f"{option} is empty", hint=f"specify a folder, or omit {option} to use runs/NAME")
@@ -53,7 +53,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
-    """A path, for example of an output file; `~` is expanded, and a URL is rejected."""
+    """A path, such as an output file; `~` is expanded, and URLs are rejected."""
 
     name = "path"
 
@@ -104,7 +104,7 @@ trust_option = click.option(
 
 
 def refuse_untrusted(folder: Path) -> None:
-    """Raise UsageError if another user could replace the files of a run, unless --trust is given."""
+    """Raise UsageError if another user could replace a run's files, unless --trust is given."""
     if not accept_trusted(folder):
         refuse_foreign(folder, "use `--trust` to accept the folder anyway")
 
@@ -118,9 +118,9 @@ yes_option = click.option(
 
 
 def refuse_shared_host(what: str, instead: str) -> None:
-    """Raise UsageError if other people on this host could connect to a port, unless --yes is given.
+    """Raise UsageError if other users on this host could connect to a port, unless --yes is given.
 
-    `instead` is a hint with an alternative that needs no port.
+    `instead` is a hint that suggests an alternative without a port.
     """
     if click.get_current_context().get_parameter_source("yes") is ParameterSource.COMMANDLINE:
         return
@@ -138,9 +138,9 @@ def refuse_shared_host(what: str, instead: str) -> None:
 
 
 def accept_trusted(folder: Path | None) -> bool:
-    """Accept `folder` without checks if --trust is given; return whether it is given.
+    """With --trust, accept `folder` without checks; return whether --trust was given.
 
-    `folder` defaults to the folder of all runs.
+    `folder` defaults to the folder that contains all runs.
     """
     is_given = click.get_current_context().get_parameter_source("trust") is ParameterSource.COMMANDLINE
     if is_given:
@@ -162,23 +162,23 @@ config_argument = click.argument(
     shell_complete=complete_config,
     callback=_refuse_empty,
 )
-"""The argument CONFIG: a file, or the name of a shipped config."""
+"""The argument CONFIG: a file, or the name of a built-in config."""
 
 
 def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Combine several options into one decorator, which keeps their order in the help."""
+    """Combine several options into one decorator that keeps their order in the help."""
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
 class NodesType(click.IntRange):
-    """A number of nodes, or several such as 2-8 or 2,4,8, which the config checks."""
+    """A number of nodes, or several numbers such as 2-8 or 2,4,8; the config validates them."""
 
     config_key = ("resources", "nodes")
 
     def __init__(self, *others: str) -> None:
         super().__init__(min=1)
         self.others = others
-        """Words that are accepted instead of a number."""
+        """Words that are accepted as well as numbers."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         is_several = re.fullmatch(r"\d+-\d+|[1-9]\d*(,[1-9]\d*)+", str(value)) is not None
@@ -219,8 +219,8 @@ shape_options_here = combined(
         type=COUNT,
     ),
 )
-"""The shape options of a command that runs in the foreground, on this node alone or as one node of
-several."""
+"""The node and GPU options of a command that runs in the foreground, on this node alone or as one of several
+nodes."""
 
 
 CONFIG_HELP = (
@@ -232,18 +232,18 @@ CONFIG_HELP = (
 def config_options(
     shape: Callable[[Any], Any] = shape_options, *, submits: bool = True, unless: str = ""
 ) -> Callable[[Function], Function]:
-    """Add CONFIG and all options that change its values, passed together as `request: ConfigRequest`.
+    """Add CONFIG and all options that change its values; they are passed together as `request`.
 
-    `shape` contains the options for nodes and GPUs. Options of a Slurm job are added if `submits` is true. If
-    the user passes the option called `unless`, the command needs no config, and `request` is None without
-    CONFIG.
+    `shape` is the decorator that adds the options for nodes and GPUs. Slurm job options are added if
+    `submits` is True. If the user passes the option named by `unless`, the command needs no config, and
+    `request` is None unless CONFIG is given.
     """
     place = (shape, slurm_options, backend_option) if submits else (shape,)
     return lambda function: _request_options(function, *place, unless=unless)
 
 
 def of_capabilities(command: str) -> Callable[[Function], Function]:
-    """Add the options of capabilities to a command; the parameter `choices` gets the typed ones."""
+    """Add capabilities' options to a command; its parameter `choices` receives the options given."""
 
     def add(function: Function) -> Function:
         for place in shipped_options(command):
@@ -255,15 +255,15 @@ def of_capabilities(command: str) -> Callable[[Function], Function]:
 
 
 def choose_config(argv: tuple[str, ...] = ()) -> str:
-    """Return the config for a command without CONFIG, and print its name to stderr.
+    """Return the config to use if CONFIG is omitted, and print its name to stderr.
 
-    Returns an empty text for a COMMAND if the default is the shipped quickstart, which has nothing to do with
-    the COMMAND.
+    Returns an empty string for a COMMAND if the default would be the built-in quickstart config, which is
+    unrelated to the COMMAND.
     """
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # In an srun step, only rank 0 prints the name.
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # In an srun step, only rank 0 prints the config's name.
         click.echo(f"config: {name} ({reason})", err=True)
     return name
 
@@ -317,7 +317,7 @@ SLURM_FLAGS = {
     "constraint": ("C", "Node features that the job requires, in Slurm's syntax."),
     "cluster": ("NAME", "Name of the cluster profile; default: the profile of this cluster."),
 }
-"""Maps each option to its metavar and its help text."""
+"""Maps each option to its metavar and help text."""
 
 
 job_options = combined(
@@ -331,7 +331,7 @@ job_options = combined(
         type=click.Choice(["gpu", "node"]),
     ),
 )
-"""The options of a Slurm job, except for --no-snapshot."""
+"""The Slurm job options, excluding --no-snapshot."""
 gpu_type_option = option(
     "--gpu-type TYPE",
     "GPU type; if several are listed, as in h100,a100, the job gets GPUs of one of these types.",
@@ -340,11 +340,11 @@ slurm_options = combined(
     job_options,
     option("--no-snapshot", "Run the original code, not a copy of it."),
 )
-"""All options of a Slurm job; `config_flags` removes their values from the command's arguments."""
+"""All Slurm job options; `config_flags` removes their values from the command's arguments."""
 
 
 def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """Remove the config values from `arguments`, and return each of them with the flag as typed."""
+    """Remove the config values from `arguments`, and return each value with its flag as typed."""
     given = {name: arguments.pop(name, None) for name in FLAGS}
     flags: dict[str, tuple[str, object]] = {
         FLAGS[name]: (f"--{name.replace('_', '-')} {value}", value)
@@ -359,9 +359,9 @@ def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
 
 
 def refuse_other_options(name: str, what: str = "") -> None:
-    """Raise UsageError if arguments are given that have no effect together with the parameter `name`.
+    """Raise UsageError if options are given that have no effect in combination with the parameter `name`.
 
-    `what` describes this parameter in the message.
+    `what` describes the parameter in the message.
     """
     context = click.get_current_context()
     typed = [
@@ -376,7 +376,7 @@ def refuse_other_options(name: str, what: str = "") -> None:
 
 
 class WithTrailingCommand(Command):
-    """A command whose own arguments end at ``--``; `trailing_workload` returns the COMMAND after it."""
+    """A command whose own arguments end at ``--``; `trailing_workload` returns the COMMAND that follows."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -394,7 +394,7 @@ class WithTrailingCommand(Command):
 
 
 def trailing_workload(launcher: str) -> Workload:
-    """Return the COMMAND after ``--``, else the trainer; raise UsageError for --launcher without COMMAND."""
+    """Return the COMMAND after ``--``, or else the trainer; raise UsageError if only --launcher is given."""
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")

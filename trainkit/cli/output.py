@@ -1,7 +1,7 @@
-"""Prints text without control characters, and JSON without secrets.
+"""Prints text with control characters escaped, and JSON with secrets masked.
 
-Names, messages, reasons, hosts and logs come from other programs, so they may contain control characters.
-Characters that the locale's encoding lacks are replaced in text and escaped in JSON.
+Names, messages, reasons, hosts and logs come from other programs, so all of them may contain control
+characters. Characters that the locale's encoding does not support are replaced in text and escaped in JSON.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""Escape the control characters in a text as in JSON, such as ``\u001b``, but keep colours."""
+    r"""Escape control characters as in JSON, such as ``\u001b``, but keep ANSI colours."""
     return _ESCAPED.sub(lambda found: found[1] or f"\\u{ord(found[0]):04x}", text)
 
 
 def replaced(text: str) -> str:
-    """Replace each control character in a text with a visible one, so that the length stays the same."""
+    """Replace each control character with a visible character, so that the text keeps its length."""
     return _REPLACED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Replace each character that a stream cannot encode with `?`."""
+    """Replace each character that a stream's encoding does not support with `?`."""
     if text.isascii():
         return text
     encoding = stream.encoding or "utf-8"  # An in-memory stream has no encoding.
@@ -52,7 +52,7 @@ def colours() -> bool | None:
 
 
 def echo_error(text: str) -> None:
-    """Print an error, a warning or a hint to stderr, with its first word in colour."""
+    """Print an error, a warning or a hint to stderr, with the first word in colour."""
     lines = [_said(line) for line in text.split("\n")]
     click.echo("\n".join(lines), err=True, color=colours())
 
@@ -66,17 +66,17 @@ def _said(line: str) -> str:
 
 
 class EscapedStream:
-    """A stream that escapes control characters and replaces characters that it cannot encode."""
+    """A stream that escapes control characters and replaces characters that its encoding does not support."""
 
     buffer = None
-    """Set to None, because click would otherwise write UTF-8 into the buffer of an ASCII stream."""
+    """None, because otherwise click would write UTF-8 to the buffer of an ASCII stream."""
 
     def __init__(self, stream: TextIO, escapes: bool = True) -> None:
         self._stream, self._escapes = stream, escapes
 
     @property
     def whole(self) -> EscapedStream:
-        """Return a stream for printing a log; unless it is a terminal, control characters are kept."""
+        """Return a stream for printing a log; it escapes control characters only on a terminal."""
         return self if self.isatty() else EscapedStream(self._stream, escapes=False)
 
     def write(self, text: str) -> int:
@@ -88,8 +88,8 @@ class EscapedStream:
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape what the block prints, but not what programs started by the block print."""
-    # A stream is None if the parent process closed it.
+    """Escape output printed by the block, but not the output of programs that the block starts."""
+    # sys.stdout or sys.stderr is None if the parent process closed it.
     out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
@@ -98,7 +98,7 @@ def escaped_output() -> Iterator[None]:
 def json_text(value: object, indent: int | None = None) -> str:
     """Return a value as JSON text for stdout.
 
-    The text is ASCII if stdout is not UTF-8, or if a text in the value contains undecodable bytes.
+    The text is ASCII if stdout is not UTF-8, or if a string in the value contains undecodable bytes.
     """
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
@@ -106,12 +106,12 @@ def json_text(value: object, indent: int | None = None) -> str:
 
 
 def echo_json(value: object) -> None:
-    """Print a value as JSON on one line, with `***` in place of secrets."""
+    """Print a value as JSON on one line, with secrets replaced by `***`."""
     click.echo(json_text(masked(value)))
 
 
 def echo_result(value: object, text: str, as_json: bool) -> None:
-    """Print a result: its JSON value with `as_json`, else its text."""
+    """Print a result as JSON if `as_json` is True, else as text."""
     if as_json:
         echo_json(value)
     else:
@@ -119,7 +119,7 @@ def echo_result(value: object, text: str, as_json: bool) -> None:
 
 
 def masked(value: object, key: str = "") -> object:
-    """Mask the texts in a JSON value that look like secrets, or whose keys do."""
+    """Mask the strings in a JSON value that look like secrets or whose keys do."""
     from trainkit.formats import mask_secrets
 
     if isinstance(value, str):

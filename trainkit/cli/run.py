@@ -1,4 +1,4 @@
-"""Implements ``trainkit run``, which runs in the foreground, and ``trainkit env``, which shows a rank."""
+"""Implements ``trainkit run`` in the foreground, and ``trainkit env``, which prints a rank's environment."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def command(
 
 
 def _kept_input(workload: Workload) -> bytes | None:
-    """Return the standard input to store in the run folder; None if rank 0 inherits standard input."""
+    """Return the standard input to store in the run folder, or None if rank 0 inherits it."""
     from trainkit.launch.standard_input import kept_input
 
     stdin, about_input = kept_input(workload, streams=True)
@@ -118,24 +118,24 @@ def _kept_input(workload: Workload) -> bytes | None:
 def _start(
     config: RunConfig, plan: LaunchPlan, folder: Path | None, stdin: bytes | None
 ) -> tuple[RunDir, str, AttemptRecord]:
-    """Create and start a run; return its folder, its name, and the record of its attempt."""
+    """Create and start a run; return its folder, its name and its attempt's record."""
     from trainkit.launch.create import create_run, start_run
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # the ranks may already run when this process next uses the folder
+    created.run.hold()  # the ranks may already be running when this process next uses the folder
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
-    """Return the plan for the foreground, where a failure is shown and nothing is restarted."""
+    """Return the plan for a foreground run, where failures are shown and nothing is restarted."""
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 
 def stay_in_foreground(
     run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan, *, shows_log: bool = True
 ) -> int:
-    """Show a run that ends with this process, and forward signals of the terminal; return the exit code."""
+    """Show a foreground run until it ends, and forward the terminal's signals; return the exit code."""
     forwarder = _Forwarder()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
@@ -161,7 +161,7 @@ class _Forwarder:
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir, entry: AttemptRecord) -> None:
-        """Forward the signals that arrived since the last call to the first attempt's supervisor."""
+        """Forward the signals received since the last call to the supervisor of the first attempt."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
@@ -185,13 +185,13 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """Return the Slurm task or launched rank that this process is; None if it is neither."""
+    """Return the Slurm task or launched rank that this process runs as, or None if it is neither."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 
 
 def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
-    """Run `task` as part of the attempt that task 0 announces in `folder`; return the task's exit code."""
+    """Run `task` in the attempt that task 0 announces in `folder`; return the task's exit code."""
     found = step_run.await_announcement(folder, task)
     if isinstance(found, int):
         return found
@@ -203,18 +203,18 @@ def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
 def lead_step(
     folder: Path, task: SlurmTask | LaunchedRank, run: RunDir, entry: AttemptRecord, plan: LaunchPlan
 ) -> int:
-    """Announce the attempt in `folder`, and run its first task; return that task's exit code.
+    """Announce the attempt in `folder` and run its first task; return the task's exit code.
 
-    `entry` is the record of the attempt in job.json.
+    `entry` is the attempt's record in job.json.
     """
     attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
-        # Announce the attempt first: the next call may wait, and the other ranks must not read an older
-        # announcement.
+        # Announce the attempt first, because becoming the supervisor may take a while, and the other ranks
+        # must not read an older announcement.
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
-        # From here on, the agent writes to its own log, and the terminal shows the output of rank 0.
+        # From here on, the agent writes to its own log, and the terminal shows rank 0's output.
         decision = step_run.run_first_task(
             attempt, plan, task, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
         )
@@ -227,7 +227,7 @@ def lead_step(
 def run_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> int:
-    """Run CONFIG or a COMMAND as this task of the step or launcher; return the task's exit code."""
+    """Run CONFIG or a COMMAND as one task of a Slurm step or launcher; return the task's exit code."""
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
         return join_step(folder, task)
@@ -235,7 +235,7 @@ def run_in_step(
         run, entry, plan = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         if isinstance(task, LaunchedRank):
-            raise  # The launcher kills the other ranks.
+            raise  # Raise the error, so that the launcher kills the other ranks.
         try:
             step_run.announce(folder, task, error.exit_code)
         except OSError:
@@ -245,9 +245,9 @@ def run_in_step(
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
-    """Print the error, kill the step (its other tasks are unreachable), and return the exit code."""
+    """Print the error, kill the Slurm step (its other tasks are unreachable), and return the exit code."""
     click.echo(error.render(), err=True)
-    # Wait, because srun loses output that it has not read before the step ends.
+    # Wait, because srun loses output that it has not read when the step ends.
     time.sleep(SRUN_READ_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
@@ -256,14 +256,14 @@ def _end_step(task: SlurmTask, error: TrainkitError) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """Return the exit code for srun, which is 0 if the run saved and stopped as requested."""
+    """Return the exit code for srun, which is 0 if the run saved and stopped on request."""
     return EXIT_OK if code == EXIT_STOPPED else code
 
 
 def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> tuple[RunDir, AttemptRecord, LaunchPlan]:
-    """Plan, create and start the run as the step's first task; return its folder, record and plan."""
+    """Plan, create and start the run as the Slurm step's first task; return its folder, record and plan."""
     from trainkit.launch.plan_run import gather, plan_run
 
     if isinstance(task, LaunchedRank):
@@ -283,7 +283,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """Return the shape of a run whose ranks have already started, as flags with origin and value."""
+    """Return the node and GPU counts of ranks that are already running, as flags with origin and value."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -292,7 +292,7 @@ def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tupl
 
 
 def launched_target(task: LaunchedRank) -> Target:
-    """Return a target that stands for ranks which another launcher has started."""
+    """Return a target for ranks that another launcher has started."""
     from trainkit.cluster.target import Target
 
     reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is {task.first}"
@@ -300,7 +300,7 @@ def launched_target(task: LaunchedRank) -> Target:
 
 
 def refuse_command(task: LaunchedRank, workload: Workload) -> None:
-    """Raise UsageError if a COMMAND is given, because the launcher can start its ranks without trainkit."""
+    """Raise UsageError if a COMMAND is given, because the launcher can start the COMMAND directly."""
     if workload.is_command:
         raise UsageError(
             f"{task.launcher} starts the ranks of a COMMAND itself",
@@ -309,10 +309,10 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
-    """Return the number of workers on each node of a Slurm step, and the step as a target.
+    """Return the number of workers on each node of a Slurm step, and a target for the step.
 
-    Each task is one rank. With `num_procs`, each task is the agent of a node and not a rank itself. Raises
-    UsageError if `num_procs` is given and a node has several tasks.
+    Each Slurm task is one rank. If `num_procs` is given, each task is a node's agent and not a rank itself.
+    Raises UsageError if `num_procs` is given and a node has several tasks.
     """
     from trainkit.cluster.target import Target
 
@@ -367,10 +367,10 @@ RANK_KEYS = (
 
 
 def _rank_here() -> tuple[dict[str, Any], str]:
-    """Return the values of this process's rank and their origin, or no values and the reason.
+    """Return the rank environment of this process and its origin, or an empty dict and the reason.
 
-    The values come from environment variables or from the Slurm step. Raises UsageError if the environment
-    variables contradict each other.
+    The values are read from environment variables or from the Slurm step. Raises UsageError if the
+    environment variables contradict each other.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return vars(find_rank_env()), "RANK is set"

@@ -1,4 +1,4 @@
-"""Prints a run's plan and its start, without importing the modules that read runs."""
+"""Prints a run's plan and how it was started, without importing the modules that read runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
-    """Return lines that describe a plan: its size, the reason for each derived value, and its warnings."""
+    """Return lines that describe a plan: its size, the reason for each derived value, and warnings."""
     nodes = plan.shown_nodes
     workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""
@@ -34,14 +34,14 @@ def describe_plan(plan: LaunchPlan, name: str) -> str:
 
 
 def print_choice(choice: NodesChoice | None, plan: LaunchPlan) -> None:
-    """Print to stderr how trainkit chose the number of nodes; print nothing if the user chose it."""
+    """Print to stderr how trainkit chose the number of nodes, unless the user chose it."""
     if choice is not None:
         for line in choice.lines(plan, terminal_width()):
             click.echo(line, err=True)
 
 
 def print_created(created: CreatedRun) -> None:
-    """Print to stderr a new run's name if it was changed, and how many code files were copied, if any."""
+    """Print to stderr a new run's name if it was changed, and the number of copied code files, if any."""
     if created.name != created.config_name:
         click.echo(f"note: {RUNS_FOLDER}/{created.config_name} exists, so this is {created.name}", err=True)
     code = created.code
@@ -61,9 +61,9 @@ def print_started(
     as_json: bool,
     warnings: Sequence[str] | None = None,
 ) -> None:
-    """Print the run folder and the job id; `entry` is the record of the attempt in job.json.
+    """Print the run folder and the job ID; `entry` is the attempt's record in job.json.
 
-    For a new plan, the JSON includes the plan's `warnings`.
+    For a new plan, the JSON output includes the plan's `warnings`.
     """
     facts = {"run_dir": str(run.path), "name": name, "job_id": entry.job_id, "attempt": entry.attempt}
     facts |= {"backend": backend, **({} if warnings is None else {"warnings": list(warnings)})}

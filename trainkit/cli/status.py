@@ -73,19 +73,19 @@ if TYPE_CHECKING:
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
 MAX_READ = 200
-"""Maximum number of ended runs that are read if many of them are calls of the same function."""
+"""Maximum number of ended runs to read if many of them are calls of the same Python function."""
 MIN_CALLS = 3
-"""Minimum number of runs of one function that the list combines into one line."""
+"""Minimum number of runs of one Python function that the list combines into a single line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
-"""Minimum width of names and other texts; if there is less space, whole columns are omitted."""
+"""Minimum width of names and other text columns; in less space, whole columns are omitted."""
 LABEL = 12
-"""The width of the labels in the details of a run."""
+"""The width of the labels in a run's details."""
 WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
-"""Details that a terminal shows on several lines if they are long."""
+"""Details that are wrapped to several lines in a terminal if they are long."""
 SHORTENED = {"best": cut_in_the_middle, "last event": cut}
-"""Details that a terminal shortens to one line. `--json` prints these details in full."""
+"""Details that are shortened to one line in a terminal. `--json` prints the shortened details in full."""
 MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
 """The columns that are omitted in a narrow terminal, least important column first."""
 
@@ -134,7 +134,7 @@ def command(
         raise UsageError(text, hint="omit either the options or RUN")
     below = Path(RUNS_FOLDER) if only_here else None
     if where or tags or (sort_key is not None and run_name is None):
-        # imported here because it is slow: it loads the schema of the config
+        # imported here because loading the config schema is slow
         from trainkit.cli.choose_runs import parse_choice
 
         _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
@@ -145,8 +145,8 @@ def command(
             raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
-        # Add only the rows of external capabilities, because the status already contains the values of the
-        # built-in ones.
+        # Add only the rows of external capabilities, because the status already contains the values of
+        # built-in capabilities.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
         if metric is not None:
@@ -168,9 +168,9 @@ def show_runs(
     sort_key: str | None = None,
     below: Path | None = None,
 ) -> None:
-    """Print the runs of a group; for None, print all active runs and the newest ended runs.
+    """Print the runs of a group; if `found` is None, print all active runs and the newest ended runs.
 
-    `metric` ranks the runs of a group; `sort_key`, a column or metric, sorts them. With `below`, the list
+    `metric` ranks a group's runs; `sort_key`, a column or metric, sorts them. If `below` is given, the list
     contains only runs in that folder.
     """
     if found is None:
@@ -214,22 +214,22 @@ def show_runs(
 
 @dataclass(frozen=True)
 class Calls:
-    """Runs of the same Python function with the same name in the same folder."""
+    """Runs of the same Python function that have the same name and folder."""
 
     runs: Sequence[RunStatus]
 
     @property
     def is_active(self) -> bool:
-        """Return whether any of the runs may still make progress."""
+        """Return whether any of the runs can still make progress."""
         return any(run.is_active for run in self.runs)
 
     @property
     def states(self) -> dict[str, int]:
-        """Map each state to the number of runs in it, the most urgent state first."""
+        """Map each state to the number of runs in that state, ordered from most to least urgent."""
         return count_states(run.state for run in self.runs)
 
     def row(self, cwd: Path) -> Sequence[str]:
-        """Return the row for the runs of the function, with the folder and the age of the newest run."""
+        """Return the table row for the function's runs, with the folder and age of the newest run."""
         newest = self.runs[0]
         folder = Path(newest.run_dir).with_name(newest.name)
         state = Styled(state_counts(self.states), state_style(next(iter(self.states))))
@@ -238,7 +238,7 @@ class Calls:
 
 
 def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | GroupStatus | Calls]:
-    """Replace the runs of a function by one `Calls` object if there are at least `MIN_CALLS` runs."""
+    """Replace the runs of a function by a single `Calls` object if there are at least `MIN_CALLS` runs."""
     calls: dict[tuple[Path, str], list[RunStatus]] = {}
     for one in statuses:
         if isinstance(one, RunStatus) and is_call(one.command):
@@ -255,7 +255,7 @@ def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | 
 
 
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
-    # The runs may be read twice, but Slurm is queried only once, and each warning is printed only once.
+    # The runs may be read twice, but Slurm is queried and each warning is printed only once.
     warn_once = cache(warn)
 
     @cache
@@ -278,7 +278,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
     else:
         shown = with_calls(statuses)
-        # The list has space left for runs that were not read.
+        # The list has room for runs that were not read.
         if num_hidden and len(shown) < len(statuses):
             statuses, num_hidden = read_all(MAX_READ, query, {}, warn_once, below)
             shown = with_calls(statuses)
@@ -295,7 +295,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
 
 
 def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
-    """Print the selected runs, with a column for each key that the user filtered or sorted by."""
+    """Print the selected runs, with a column for each key used for filtering or sorting."""
     chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)[0])
     statuses = [run.status for run in chosen]
     if as_json:
@@ -317,10 +317,10 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
 
 
 def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
-    """Return a table with one line per run, at most `fit` columns wide.
+    """Return a table with one line per run, at most `fit` characters wide.
 
-    In a narrow terminal, a folder that is common to all runs is printed above the table, and the least
-    important columns are omitted. The omitted values can be seen with `trainkit status RUN`.
+    In a narrow terminal, a folder common to all runs is printed above the table, and the least important
+    columns are omitted. `trainkit status RUN` shows the omitted values.
     """
     if fit is None:
         return table(rows)
@@ -340,9 +340,9 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
 
 
 def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) -> list[Sequence[str]]:
-    """Return a heading and one row per run or group.
+    """Return a heading row and one row per run or group.
 
-    The folder identifies a run, because several runs may have the same name.
+    The folder is shown to identify each run, because several runs may have the same name.
     """
     speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
     units = {unit for value, unit in speeds if value is not None}
@@ -353,7 +353,7 @@ def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) ->
 
 
 def speed(progress: Progress) -> tuple[float | None, str]:
-    """Return a run's speed per second, and the unit of the speed.
+    """Return a run's speed per second, and the speed's unit.
 
     The unit is ``samples`` if the run's losses count samples, else ``tokens``.
     """
@@ -363,9 +363,9 @@ def speed(progress: Progress) -> tuple[float | None, str]:
 
 
 def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequence[str]:
-    """Return the table row for a run, a group, or the calls of a function.
+    """Return the table row for a run, a group, or the runs of a Python function.
 
-    A speed in the unit `usual` is shown without its unit.
+    The unit is omitted if it is `usual`.
     """
     if isinstance(status, Calls):
         return status.row(cwd)
@@ -385,12 +385,12 @@ def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequ
 
 
 def workers_text(place: Place) -> str:
-    """Return the numbers of nodes and of workers per node, as in ``2 x 8``."""
+    """Return the number of nodes and of workers per node, such as ``2 x 8``."""
     return f"{cell(place.num_nodes)} x {cell(place.workers_per_node)}"
 
 
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
-    """Return a run's state, or a group's number of runs in each state, styled by the worst state."""
+    """Return a run's state, or a group's state counts, styled by the worst state."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
     since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
@@ -399,7 +399,7 @@ def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
 
 
 def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
-    """Return the details of a run as text: its failure, then one value per line.
+    """Return a run's details as text: its failure, followed by one value per line.
 
     `rows` contains the lines that capabilities add.
     """
@@ -450,7 +450,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """Return a one-line summary of all restarts: number, causes, and the duration of the last one."""
+    """Return a one-line summary of all restarts: their number, their causes, and the last one's duration."""
     counts = Counter(restart.cause for restart in restarts)
     shown = [
         f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"
@@ -466,7 +466,7 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 
 def _details(lines: Mapping[str, str]) -> str:
-    """Return one line per non-empty value, with its label, to fit the width of the terminal."""
+    """Return one line per non-empty value with its label, fitted to the terminal's width."""
     fit = terminal_width()
     shown = {key: [text] if fit is None else _fitted(key, text, fit - LABEL) for key, text in lines.items()}
     return "\n".join(
@@ -478,7 +478,7 @@ def _details(lines: Mapping[str, str]) -> str:
 
 
 def _fitted(key: str, value: str, width: int) -> list[str]:
-    """Return the lines of a value; values with a label in `SHORTENED` or `WRAPPED` fit into the width."""
+    """Return a value's lines; values whose labels are in `SHORTENED` or `WRAPPED` are fitted to the width."""
     texts = [value]
     if key in SHORTENED:
         texts = [SHORTENED[key](plain(value), width)]
@@ -493,9 +493,9 @@ def trial_rows(
     more: Sequence[str] = (),
     max_reason: int = MAX_REASON,
 ) -> list[Sequence[str]]:
-    """Return a heading and one row per trial; `more` may contain the extra columns ``step`` and ``age``.
+    """Return a heading row and one row per trial; `more` may add the columns ``step`` and ``age``.
 
-    A reason with more than `max_reason` characters is truncated.
+    Reasons longer than `max_reason` characters are truncated.
     """
     keys = [key.upper() for key in short_keys(status.keys)]
     own = [key.upper() for key in more]
@@ -513,14 +513,14 @@ def trial_rows(
 
 
 def _not_shown(count: int) -> str:
-    """Return the last line of a list that omits some runs."""
+    """Return the last line of a list, which states how many runs are omitted."""
     return f"{count:,} more runs are not shown; use --all to see them"
 
 
 def _steps(progress: Progress) -> str:
-    """Return the current step and the total number of steps, as in ``12/200``.
+    """Return the current and the total number of steps, such as ``12/200``.
 
-    The total is omitted if it is unknown, for example for a COMMAND.
+    The total is omitted if it is unknown, as for a COMMAND.
     """
     if progress.total_steps is None:
         return cell(progress.step)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
-    """Return the repeatable option ``--sweep KEY=V,V,…``; its values are passed as `sweeps`."""
+    """Return the repeatable option ``--sweep KEY=V,V,…``, whose values are passed as `sweeps`."""
     return option("--sweep KEY=V,V,…", help_text, name="sweeps", multiple=True)
 
 
@@ -132,7 +132,7 @@ def command(
             "--now works only for runs on this machine, but this run would be submitted to Slurm",
             hint="remove --now",
         )
-    # A dry run on this machine prints the description to stdout, because there is no script to print.
+    # A dry run on this machine prints the description to stdout, because there is no batch script to print.
     is_shown = dry_run and not plan.is_job and not as_json
     click.echo(describe_plan(plan, next_name(submission.trials[0].config.name, folder)), err=not is_shown)
     for line in (
@@ -165,7 +165,7 @@ def command(
     }
     echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
-        from trainkit.cli.logs import follow_detachable  # imported here because it is slow to import
+        from trainkit.cli.logs import follow_detachable  # slow to import, so imported only here
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index
@@ -179,9 +179,9 @@ def command(
 def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
-    """Return the request, the workload, and the run to repeat; the latter is None unless CONFIG names a run.
+    """Return the request, the workload, and the run to repeat, or None unless CONFIG names a run.
 
-    If no COMMAND is given, the workload comes from the repeated run.
+    If no COMMAND is given, the repeated run determines the workload.
     """
     is_config = request.path in ("", "-") or typed_path(request.path, Path(), is_literal=True).is_file()
     if is_config or find_shipped_config(request.path) is not None:
@@ -209,7 +209,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield a line that describes the trials of a group, and notes about them."""
+    """Yield a line that describes a group's trials, and notes about them."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials
@@ -227,12 +227,12 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
 
 
 def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
-    """Print the batch script, the plan of a local run (for --json), or Slurm's estimate of the start."""
+    """Print the batch script, a local run's plan (with --json), or Slurm's estimate of the start time."""
     plan, (script, files) = submission.plan, submission.preview(folder)
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # Print the files to stderr, because stdout is exactly the script.
+        # Print the other files to stderr, because stdout must contain only the script.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

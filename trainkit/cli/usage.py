@@ -1,4 +1,4 @@
-"""Turns errors in a command line into errors with a hint, usually a command that the user can type."""
+"""Adds hints to command-line errors, usually a corrected command that the user can type."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError, UsageError
 
 SIMILAR = 0.75
-"""Minimum similarity of a suggestion to the typed word; for `sumbit` and `submit`, it is 0.83, for `wait` and
-`watch` 0.67."""
+"""Minimum similarity between a suggestion and the typed word; it is 0.83 for `sumbit` and `submit`, and 0.67
+for `wait` and `watch`."""
 PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|wandb|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
-"""Dashes that word processors and web pages write instead of ``--``."""
+"""Dashes that word processors and web pages substitute for ``--``."""
 OTHER_COMMANDS = {
     "ls": ("list", "ps", "queue", "show", "status"),
     "status": ("ls", "list", "ps", "queue", "squeue", "sacct", "show", "jobs", "runs", "info", "describe"),
@@ -40,7 +40,7 @@ OTHER_COMMANDS = {
     **{"diagnose": ("explain", "why", "errors", "inspect"), "stacks": ("py-spy", "stack")},
     **{"--help": ("help", "man", "usage", "?", "/?", "/help"), "--version": ("version", "ver")},
 }
-"""Maps a command to the names under which other programs have this command."""
+"""Maps a command to the names that other programs use for a similar command."""
 MOVES = "a run is a folder: after the run has ended, use `mv` and `cp -r` to move and copy it"
 DELETES = "a run is a folder: `rm -r` deletes an ended run, and `trainkit cancel RUN` ends a running one"
 RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
@@ -49,7 +49,7 @@ RESUME_OPTIONS = (
     " --ckpt-path --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore"
     " --restart --continue --continue-from"
 )
-"""Options of other programs that resume a run."""
+"""Options that other programs use to resume a run."""
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
 HERE = "a run uses the folder where you submit it: `cd` to that folder first"
 IS_SET = "trainkit sets this option itself; omit it"
@@ -96,8 +96,7 @@ OTHER_WAYS = {
     **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` limits the restarts of a run"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
-"""Maps an option of other programs to a hint, where no trainkit option of the same command corresponds to
-it."""
+"""Maps options of other programs without a trainkit equivalent for the same command to hints."""
 SBATCH_OPTIONS = (
     "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
     " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"
@@ -105,20 +104,20 @@ SBATCH_OPTIONS = (
     " ntasks-per-socket overcommit oversubscribe power prefer priority propagate reboot sockets-per-node"
     " spread-job switches thread-spec threads-per-core tmp uid use-min-nodes wckey"
 )
-"""Options of sbatch that have no config key; use `resources.extra` for them."""
+"""sbatch options without a config key; use `resources.extra` to set them."""
 SRUN_OPTIONS = (
     "accel-bind bcast compress cpu-bind gpu-bind mem-bind mpi network task-epilog task-prolog unbuffered"
 )
-"""Options of srun that have no config key; use `launch.srun_extra` for them."""
+"""srun options without a config key; use `launch.srun_extra` to set them."""
 KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
-"""Options of `kill` and `scancel` that end a job immediately."""
+"""Options of `kill` and `scancel` that kill a job immediately."""
 SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
 SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
-"""SBATCH_SHORT maps short options of sbatch to their long forms, SBATCH_KEYS to config keys."""
+"""Maps short sbatch options to config keys; SBATCH_SHORT maps them to long options."""
 SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
-"""Options of a Slurm job that have no effect on a run in the foreground."""
+"""Slurm job options that have no effect on a run in the foreground."""
 WORD_IS_VALUE = ("bf16", "fp16", "fp32", "cpu")
-"""Options of other programs whose name is a value of a config key."""
+"""Options of other programs whose names are values of a trainkit config key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
@@ -150,11 +149,11 @@ OTHER_NAMES = {
     "--out": ("-o", "--output", "--to", "--output-dir", "--output_dir"),
     "--all": ("-a",),
 }
-"""Maps an option to the corresponding options of Slurm's commands and of launchers."""
+"""Maps a trainkit option to its equivalents in Slurm's commands and in launchers."""
 
 
 class CommandGroup(click.Group):
-    """A group of commands; for an unknown command, it suggests the one that was probably meant."""
+    """A group of commands that suggests the closest command if a command is unknown."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -201,7 +200,7 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
 
 
 def _meant_by_operand(args: Sequence[str]) -> str | None:
-    """Return the command that the user left out before a program, a config or a run."""
+    """Return the command that the user omitted before a program, a config or a run."""
     from trainkit.folders import find_shipped_config
 
     if PROGRAM.fullmatch(args[0]):
@@ -221,15 +220,15 @@ def _is_run(name: str) -> bool:
 
 
 def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
-    """Convert an error from click; most of them are usage errors with exit code 2."""
+    """Convert a click error; most are usage errors with exit code 2."""
     message, hint = error.format_message().rstrip("."), ""
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
     takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
-    args = args[: args.index("--")] if "--" in args else args  # Arguments after -- belong to the COMMAND.
+    args = args[: args.index("--")] if "--" in args else args  # Arguments after -- are part of the COMMAND.
     if isinstance(error, click.NoSuchOption):
         known = _option_names(error.ctx)
-        # Click reads -help as the four options -h -e -l -p.
+        # Click parses -help as the four options -h -e -l -p.
         word = next((word for word in args if word[:1] == "-" and f"-{word}" in known), None)
         message = f"unknown option {word or error.option_name}"
         hint = f"did you mean -{word}?" if word else _option_hint(error, args)
@@ -264,20 +263,20 @@ def _option_names(context: click.Context | None) -> list[str]:
 
 
 def _program_at(args: Sequence[str], context: click.Context | None) -> int:
-    """Return the index of the user's program in a command line, or 0 if there is none."""
+    """Return the index of the user's program in the command line, or 0 if there is none."""
     with_value = {name for item in _options(context) if not item.is_flag for name in item.opts}
     found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word) and "=" not in word)
     return next((index for index in found if args[index - 1] not in with_value), 0)
 
 
 def _with_dashes(args: Sequence[str], first: int) -> str:
-    """Return the command line with the ``--`` that the user left out before a program."""
+    """Return the command line with the missing ``--`` inserted before the user's program."""
     own, program = [word for word in args[:first] if word.strip(DASHES + "-")], args[first:]
     launcher = program[0].rpartition("/")[2]
     script = next((at for at, word in enumerate(program) if word.endswith(".py")), 0)
     if launcher in ("torchrun", "accelerate", "deepspeed") and script and "--launcher" not in own:
         own, program = [*own, "--launcher", launcher], program[script:]
-    # With --launcher, the launcher starts Python.
+    # With --launcher, the launcher itself starts Python.
     python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
     shell = ["bash"] if program[0].endswith(".sh") else []
     return join([*own, "--", *python, *shell, *program])
@@ -328,11 +327,11 @@ def _task_name(word: str) -> str:
 
 _NUMBER = r"[-+]?[\d.]+(?:[eE][-+]?\d+)?"
 _LOOSE = re.compile(rf"=|=?{_NUMBER}(?:,+{_NUMBER})*,*|[a-z_.]+=\S+")
-"""Matches an equals sign, numbers, or a setting that a space separates from its option."""
+"""Matches a stray equals sign, numbers, or a setting that a space separates from its option."""
 
 
 def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
-    """Find an argument that a space has separated from the ``--set`` or ``--sweep`` to which it belongs.
+    """Find an argument separated by a space from the ``--set`` or ``--sweep`` setting that it is part of.
 
     Returns the argument, the complete setting and a hint.
     """
@@ -346,7 +345,7 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
         if not rest or rest[0].startswith("-") or not key:
             continue
         whole = " ".join([option, text, rest[0]])
-        if not value:  # Examples are --set KEY VALUE and --set KEY = VALUE.
+        if not value:  # The user typed --set KEY VALUE or --set KEY = VALUE.
             found = next((one.lstrip("=") for one in rest[:2] if one.lstrip("=")), "")
             from trainkit.config.schema import is_known, meant
 
@@ -363,7 +362,7 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None:
-    """Return an error if CONFIG is ``help`` or a part of the setting before it; else None."""
+    """Return an error if CONFIG is ``help`` or part of the preceding setting; else None."""
     if config == "help" and args[-1:] == ["help"]:
         return UsageError("help: no such file or shipped config", hint=_help_hint(args))
     found = _cut_setting(args[: args.index("--")] if "--" in args else args)
@@ -373,7 +372,7 @@ def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None
 
 
 def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
-    """Return the error; its hint becomes the corrected command line, if possible."""
+    """Return the error with the corrected command line as its hint, if possible."""
     from trainkit.run.registry import RunElsewhere
 
     if isinstance(error, RunElsewhere) and error.only is not None:
@@ -394,7 +393,7 @@ def _help_hint(args: Sequence[str]) -> str:
 
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
-    """Return a hint for ``key=value``; several values for a key with a single value require ``--sweep``."""
+    """Return a hint for ``key=value``; several values for a single-valued key require ``--sweep``."""
     from trainkit.config.schema import is_known, meant
     from trainkit.config.suggest import accepts, other_key_says
 
@@ -408,7 +407,7 @@ def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> st
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
-    """Return a hint with the option or config key that was probably meant by an unknown option."""
+    """Return a hint for an unknown option: the option or config key that was probably meant."""
     from difflib import get_close_matches
 
     known, typed = _option_names(error.ctx), error.option_name
@@ -456,7 +455,7 @@ def _takes_run(context: click.Context | None) -> bool:
 
 
 def _of_another_command(typed: str, context: click.Context | None, args: Sequence[str]) -> str:
-    """Return a hint if an option of a command precedes the command, or a global option follows it."""
+    """Return a hint if a command's option precedes the command, or a global option follows it."""
     from difflib import get_close_matches
 
     if context is None:
@@ -478,7 +477,7 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
 
 
 def _with_value(names: Sequence[str], value: str | None) -> str:
-    """Return options for another option's value; ``--gres gpu:a100:4`` also contains a GPU type."""
+    """Return options that replace another program's option; ``--gres gpu:a100:4`` also sets a GPU type."""
     *kind, count = (value or "").removeprefix("gpu:").split(":")
     if names == ["--gpus-per-node"] and value != count and count.isdigit() and len(kind) < 2:
         return " ".join([*(f"--gpu-type {one}" for one in kind), f"--gpus-per-node {count}"])
@@ -492,7 +491,7 @@ def _names_config(typed: str, value: str | None) -> bool:
 
 
 def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
-    """Return a hint with the config key, and a valid value, for an option of another program."""
+    """Return a hint for another program's option, with the config key and a valid value."""
     from trainkit.config.schema import all_keys, other_names, sections
     from trainkit.config.suggest import accepts, nearest, other_key_says
 
@@ -535,7 +534,7 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
 
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
-    """Return the last value that the user typed for an option with one of these names."""
+    """Return the last value that the user typed for any of the options `names`."""
     value = None
     for word, following in zip(args, [*args[1:], None], strict=True):
         name, equals, rest = word.partition("=")
@@ -545,13 +544,13 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 
 
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
-    """Return a message and a hint for an invalid number or choice, worded like config problems."""
+    """Return a message and a hint for an invalid number or choice, phrased like config problems."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
-    # A command that takes a choice as its argument takes no other argument.
+    # A command with a choice as its argument takes no other argument.
     value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):

@@ -1,4 +1,4 @@
-"""Recognizes config files of other programs, so that one error names the program."""
+"""Recognizes config files of other programs, so that a single error names the program."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _OF_ACCELERATE = (
 MAX_KEYS = 2
 """Maximum number of keys that the error message lists as evidence."""
 _COMMANDS_OF_LIGHTNING = ("fit", "validate", "test", "predict")
-"""Subcommands of LightningCLI, which writes the config of each into a section named after the subcommand."""
+"""LightningCLI subcommands; LightningCLI writes each subcommand's config into a section with its name."""
 
 _OF_LIGHTNING = ("model", "data", "optimizer")
 """Sections that exist both in trainkit configs and in LightningCLI configs."""
 
 
 def foreign_problem(file: Entry, shown: str) -> Problem | None:
-    """Return a problem if the file is a config of another program, otherwise None.
+    """Return a problem if the file is another program's config, otherwise None.
 
     `shown` is the path of the file as the user typed it.
     """
@@ -51,7 +51,7 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
 
 
 def _is_own(key: str) -> bool:
-    """Return whether only a trainkit config can have a mapping under this key."""
+    """Return whether a mapping under this key can only occur in a trainkit config."""
     is_section = key in sections() and key not in _OF_LIGHTNING
     return is_section or key == FREE_MAPPING or is_installed_section(key)
 
@@ -61,10 +61,11 @@ def _present(file: Entry, keys: tuple[str, ...]) -> list[str]:
 
 
 def _keys_of_lightning(file: Entry) -> list[str]:
-    """Return the keys in the file that show that LightningCLI wrote it."""
+    """Return the keys in the file that indicate that LightningCLI wrote it."""
     commands = [key for key in _present(file, _COMMANDS_OF_LIGHTNING) if file.value[key].is_mapping]
     trainer = file.find(("trainer",))
-    # A `trainer` section that has only keys of `train` is a misspelt `train` section of a trainkit config.
+    # A `trainer` section whose keys are all valid in `train` is a misspelt `train` section of a trainkit
+    # config.
     if trainer is not None and trainer.is_mapping and not set(trainer.value) <= set(sections()["train"]):
         commands.append("trainer")
     classes = [f"{key}.class_path" for key in file.value if file.find((key, "class_path")) is not None]
@@ -72,7 +73,7 @@ def _keys_of_lightning(file: Entry) -> list[str]:
 
 
 def _sweep_hint(file: Entry) -> str:
-    """Return the command to use instead of a sweep file; it runs the file's ``program`` if there is one."""
+    """Return the command to use instead of a sweep file; the command runs the file's ``program``, if any."""
     program, parameters = file.find(("program",)), file.value["parameters"]
     if program is None or not parameters.is_mapping or not parameters.value:
         return SWEEPS

@@ -22,7 +22,7 @@ SIZES = {
     "ffn_dim": "intermediate_size",
     "norm_eps": "rms_norm_eps",
 }
-"""Maps keys of the `model` section to keys of config.json, for models that trainkit's decoder can run."""
+"""Maps keys of the `model` section to keys in config.json, for models that trainkit's decoder supports."""
 MISTRAL_WINDOW = 4096
 """Default value of `sliding_window` for Mistral models in transformers."""
 ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
@@ -33,11 +33,11 @@ class HFModel(NamedTuple):
 
     folder: Path
     architecture: str
-    """``llama`` if trainkit's decoder can run the model, else ``transformers``."""
+    """``llama`` if trainkit's decoder supports the model, else ``transformers``."""
     values: JsonObject
     """Maps keys of the `model` section to their values in config.json."""
     reason: str
-    """The reason why trainkit's decoder cannot run this model; empty if it can."""
+    """Why trainkit's decoder does not support the model; empty if it does."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -47,9 +47,9 @@ class HFModel(NamedTuple):
 
 
 def find_hf_model(name: str, cwd: Path) -> HFModel:
-    """Find a model by its folder, or by its Hub name among the downloaded models; download nothing.
+    """Find a model by its folder, or by its Hub name among the downloaded models, without downloading it.
 
-    Raises UsageError if the model is not found or its config.json cannot be read.
+    Raises UsageError if the model is not found or the model's config.json cannot be read.
     """
     folder = _find_folder(name, cwd)
     file = folder / CONFIG_NAME
@@ -106,13 +106,13 @@ def _find_folder(name: str, cwd: Path) -> Path:
 
 
 def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
-    """Return the base and the scaling of the rotary embedding in a config.json of transformers 4 or 5."""
+    """Return the base and the scaling of the rotary embedding from a transformers 4 or 5 config.json."""
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     return rope.get("rope_theta", content.get("rope_theta", 10_000.0)), rope
 
 
 def _unlike_decoder(content: JsonObject) -> str:
-    """Return the reason why trainkit's decoder cannot run the model; empty if it can."""
+    """Return the reason why trainkit's decoder does not support the model; empty if it does."""
     model_type = content["model_type"]
     if model_type not in ("llama", "mistral", "qwen2"):
         return f"model_type is {model_type}"
@@ -132,7 +132,8 @@ def _unlike_decoder(content: JsonObject) -> str:
         ),
         "attention_dropout": (content.get("attention_dropout", 0.0), 0.0),
         "mlp_bias": (content.get("mlp_bias", False), False),
-        # Qwen2 has biases for queries, keys and values, but Llama's option also adds a bias to the output.
+        # Qwen2 has biases only for queries, keys and values, but `attention_bias` in Llama also adds a bias
+        # to the output projection.
         "attention_bias": (content.get("attention_bias", False) and model_type != "qwen2", False),
         "use_sliding_window": (content.get("use_sliding_window", False), False),
         "sliding_window": (has_windows, False),

@@ -1,4 +1,4 @@
-"""Reads the layers of a config: files, the files that they extend, profiles, variables and flags."""
+"""Reads the config layers: files, the files that they extend, profiles, environment variables and flags."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from trainkit.formats import did_you_mean, near
 
 
 def as_this_version(entry: Entry) -> Entry:
-    """Convert the content of a config file to the current version of the config format.
+    """Convert a config file's content to the current config format version.
 
-    Raises ConfigError if the file's `config_version` is newer than this trainkit supports. This error lists
-    no other problems of the file, because its content is probably valid in that version.
+    Raises ConfigError if the file's `config_version` is newer than the version that this trainkit supports.
+    The error lists no other problems in the file, because its keys and values are probably valid in the newer
+    version.
     """
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:
@@ -74,15 +75,15 @@ def _value_hint(path: tuple[str, ...]) -> str:
 
 
 class Edit(NamedTuple):
-    """A change that a command-line flag makes to the value of a key."""
+    """A change to a key's value, made by a command-line flag."""
 
     path: tuple[str, ...]
     value: Any
     origin: str
     appends: bool = False
     may_miss: bool = False
-    """Allows the edit to remove an entry that does not exist, which happens in a sweep over values and
-    null."""
+    """If True, removing an entry that does not exist is not an error, as in a sweep over null and other
+    values."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ class Edit(NamedTuple):
 
     @property
     def removes(self) -> bool:
-        """Return whether the edit removes an entry: it is null, and the values of the mapping cannot be."""
+        """Return whether the edit removes a mapping entry: it is null, which the mapping does not allow."""
         if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
             return False
         field = schema.field_schema(self.key)
@@ -124,7 +125,7 @@ class Edit(NamedTuple):
         return merge(without(tree, [self.key]), entry)
 
     def _changed(self, value: object, path: tuple[str, ...]) -> object:
-        """Return a copy of `value` with the item at `path` changed."""
+        """Return a copy of `value` with the edit applied to the item at `path`."""
         if not path and self.appends:
             if isinstance(value, dict) and isinstance(self.value, dict):
                 return {**value, **self.value}
@@ -151,7 +152,7 @@ class Edit(NamedTuple):
 
 
 def _with_origins(entry: Entry, before: Entry | None) -> Entry:
-    """Return the entry, keeping the earlier origin of every value that did not change."""
+    """Return the entry with the origin from `before` restored for every value that did not change."""
     if before is None or not (entry.is_mapping and before.is_mapping):
         return before if before is not None and entry.value is before.value else entry
     return replace(
@@ -169,16 +170,17 @@ _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 
 
 class Layers:
-    """Reads the layers of a config and collects the problems found in them."""
+    """Reads the config layers and collects the problems found in them."""
 
     def __init__(self, cwd: Path, *, of_run: bool = False) -> None:
         self.cwd, self.of_run = cwd, of_run
         self.problems: list[Problem] = []
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
-        """Find a config by name and return its content and path.
+        """Find a config by name or path, and return its content and path.
 
-        If both exist, a file takes precedence over a shipped config. The name ``-`` means standard input.
+        A file takes precedence over a built-in config with the same name. The name ``-`` means standard
+        input.
         """
         if Path(name) == STANDARD_INPUT:
             return self._file(STANDARD_INPUT, ()), STANDARD_INPUT
@@ -219,7 +221,7 @@ class Layers:
         return Problem("", "no such file or shipped config", name, hint)
 
     def file(self, path: Path) -> Entry:
-        """Read a file and merge it over the files that it extends.
+        """Read a config file and merge it over the files that it extends.
 
         If the file cannot be read, record the problem and return an empty entry.
         """
@@ -278,9 +280,9 @@ class Layers:
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
-        """Read the profile with this name; `config` is the path of the run config, if the command has one.
+        """Read the profile called `name`; `config` is the path of the run config, if any.
 
-        The file ``CONFIG.NAME.yaml`` next to a run config is a profile for that config only.
+        A file ``CONFIG.NAME.yaml`` in the run config's folder is a profile for that config only.
         """
         folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
         if config is not None:
@@ -300,15 +302,15 @@ class Layers:
         return EMPTY
 
     def environment(self, environ: Mapping[str, str]) -> Entry:
-        """Read the layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
+        """Read the layer set by environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
         result = EMPTY
         for name, text in sorted(environ.items()):
             is_internal = name.startswith(ENV_INTERNAL_PREFIX) or name == WEBHOOK_VARIABLE
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # In a variable's name, any parts after the section and the key refer to an entry of a mapping
-            # such as launch.env. The parts that name the entry keep their case.
+            # In a variable's name, the parts after the section and the key name an entry of a mapping such as
+            # launch.env. The parts that name the mapping entry are case-sensitive.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))
@@ -319,7 +321,7 @@ class Layers:
     def flags(
         self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]
     ) -> tuple[Entry, list[Edit]]:
-        """Return the layer formed by ``--set a.b=c`` and named options, and the partial edits among them.
+        """Return the layer set by ``--set a.b=c`` and named options, and the edits to apply to lower layers.
 
         If ``--set`` is given several times for one key, the last one wins. A named option that contradicts a
         ``--set`` is reported as a problem.
@@ -329,7 +331,7 @@ class Layers:
         def add(edit: Edit, typed: str = "") -> None:
             nonlocal layer
             if edit.is_partial or any(one.key == edit.path[: len(one.key)] for one in edits):
-                # A full value is also applied as an edit if partial edits of the same key come before it.
+                # A full value is also applied as an edit if partial edits of the same key precede it.
                 edits.append(edit)
             else:
                 layer = merge(layer, entry_at(edit.path, edit.value, edit.origin, typed))
@@ -361,7 +363,7 @@ class Layers:
         return layer, edits
 
     def shown(self, path: Path) -> str:
-        """Return a path as origins show it: relative if the path is in the working directory."""
+        """Return a path as it appears in origins: relative if it is in the working directory."""
         if path == STANDARD_INPUT:
             return "standard input"
         absolute = self.cwd / path

@@ -1,4 +1,4 @@
-"""Loads a config from all its layers with the origin of each value, and applies changes by commands."""
+"""Loads a config from all its layers, records each value's origin, and applies changes made by commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_c
 from trainkit.shipped import TASKS, load
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
-"""The default preset, which has no effect if `model.hf` sets the sizes."""
+"""The default of `model.preset`, which has no effect if `model.hf` determines the model's sizes."""
 PROJECT_FILE = "trainkit.yaml"
 PATHS = {
     ("data", "source"): "stdlib",
@@ -35,7 +35,7 @@ PATHS = {
     ("data", "cache_dir"): None,
     ("model", "init_from"): None,
 }
-"""Maps each key whose value is a path to the one value that is a name instead of a path, or to None."""
+"""Maps each key that takes a path to the one value that is not a path (such as ``stdlib``), or to None."""
 
 
 def load_config(
@@ -49,15 +49,15 @@ def load_config(
     layers: bool = True,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config file, or a shipped config by name, and merge it with all other layers.
+    """Load a config file, or a built-in config by name, and merge it with all other layers.
 
     `overrides` are the arguments of ``--set``. `flags` maps a key to the command-line flag, as the user typed
-    it, and the flag's value. `defaults` are the layers with the lowest precedence, such as the `defaults` of
-    a cluster profile.
+    it, and the flag's value. `defaults` are the layers with the lowest precedence, such as the `defaults`
+    section of a cluster profile.
 
-    `layers` is False if `path` is the config of an existing run that is to be executed again. With `layers`
-    False, ./trainkit.yaml, the user's config and the environment are ignored, and UsageError is raised if
-    another user could have written the file.
+    Set `layers` to False if `path` is the config of an existing run that is to be executed again. If `layers`
+    is False, ./trainkit.yaml, the user's config and environment variables are ignored, and UsageError is
+    raised if other users have permission to write the file.
 
     Raises InvalidConfig, which contains the problems of all layers and the valid part of the config. Raises a
     plain ConfigError, without a valid part, if a layer cannot be read or two flags conflict.
@@ -74,7 +74,8 @@ def load_config(
         tree, file = reader.config(path)
         written = tree.find(("name",)) if path == FIRST_RUN else None
         if written and written.value == FIRST_RUN_NAME and any(layer.find(("name",)) for layer in defaults):
-            # The command's `defaults` already set a name; the name in the file belongs to the training run.
+            # The name in the file is for a training run, and the command's `defaults` have already set
+            # another name.
             tree = without(tree, [("name",)])
         trees.append(tree)
     if profile is not None:
@@ -88,10 +89,10 @@ def load_config(
 
 
 def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> LoadedConfig:
-    """Merge layers, given from lowest to highest precedence, and apply the edits from flags.
+    """Merge layers, ordered from lowest to highest precedence, and apply the edits made by flags.
 
-    If keys are unknown or values are invalid, raises InvalidConfig, which contains a config without them.
-    Raises ConfigError if a layer cannot be read or two flags conflict.
+    Raises InvalidConfig if keys are unknown or values are invalid; the exception contains a config without
+    these keys and values. Raises ConfigError if a layer cannot be read or two flags conflict.
     """
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
@@ -110,7 +111,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
             causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
-        # Set train.steps to null in place of its default, because train.epochs sets the length.
+        # Set train.steps to null instead of its default, because train.epochs sets the run's length.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
     try:
         config = _validated(merged, reader.cwd)
@@ -157,9 +158,9 @@ def _length_note(tree: Entry) -> str:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """Merge in the values from the config.json of `model.hf`, and return any problems found with that model.
+    """Merge the values from the config.json of `model.hf` into the tree, and return the model's problems.
 
-    Values from the config.json replace values of shipped configs, whose origins start with `shipped`.
+    Values from config.json replace values from shipped configs, whose origins start with `shipped`.
     """
     name = config.model.hf
     assert name is not None
@@ -171,7 +172,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
     tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
     if config.has_user_task:
-        return tree, []  # The task reads the Hugging Face model itself.
+        return tree, []  # The task reads the Hugging Face model itself, so no config values are merged.
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
         message = f"is llama, but trainkit's decoder cannot run {shown_path(model.folder)}: {model.reason}"
@@ -222,7 +223,7 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Make the paths of data and weights absolute; raise ConfigError if a mapping has the same path twice."""
+    """Make data and weights paths absolute; raise ConfigError if two keys of a mapping are the same path."""
     task = tree.find(("task",))
     own = TASKS.get(str(task.value)) if task is not None else None
     of_task = {} if own is None else {("task_args", key): name for key, name in own.paths.items()}
@@ -266,15 +267,16 @@ def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
 
 
 def dump_effective(config: RunConfig) -> str:
-    """Return the whole config as YAML, in schema order; `read_effective` reads the result."""
+    """Return the complete config as YAML, in schema order, for `read_effective`."""
     return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
 
 
 def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
     """Read a config that `dump_effective` wrote, without any other layers.
 
-    Raises ConfigError if the file cannot be read or is not a valid config. Raises UsageError if another user
-    could have written the file; pass `executes` False to only show the config and skip this check.
+    Raises ConfigError if the file cannot be read or is not a valid config. Raises UsageError if other users
+    have permission to write the file; to skip this check, pass `executes` as False when the config is only
+    shown.
     """
     entry = as_this_version(read_yaml_file(Path(path), str(path), executes=executes))
     try:
@@ -286,7 +288,7 @@ def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
 
 @dataclass(frozen=True)
 class Change:
-    """A config value that a command replaced, and the reason for the change."""
+    """A config value that a command changed, with the reason for the change."""
 
     key: str
     value: Any
@@ -299,23 +301,23 @@ class Change:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in YAML notation."""
+    """Return a value as YAML text."""
     return json.dumps(value, ensure_ascii=False)
 
 
 Values = dict[str, tuple[Any, str]]
-"""Maps a dotted key to the value that a command sets and the reason."""
+"""Maps a dotted key to the new value that a command sets, and to the reason."""
 
 
 def quiet_keys(config: RunConfig) -> dict[str, str]:
-    """Map the keys of capabilities that are null in an unattended run to the reason in `Capability.quiet`."""
+    """Map each capability key set to null in unattended runs to the reason from `Capability.quiet`."""
     return {key: why for name in capabilities_of(config) for key, why in load(name).quiet.items()}
 
 
 def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
-    """Return the values that make a training run stop after `num_steps` steps and log every step.
+    """Return config values that make a training run stop after `num_steps` steps and log every step.
 
-    `what` is the name for the run in the reasons for the changes.
+    `what` names the run in the reasons for the changes.
     """
     schedule, length = config.schedule, f"train.steps sets the length of the {what}"
     values: Values = {
@@ -332,9 +334,9 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
 
 
 def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[LoadedConfig, list[Change]]:
-    """Return a copy of the config with `values` applied, and the list of changes.
+    """Return a copy of the config with `values` applied, and a list of the changes.
 
-    Raises ConfigError as `with_values` does.
+    Raises ConfigError under the same conditions as `with_values`.
     """
     content = loaded.config.model_dump(mode="json", by_alias=True)
     changes = []
@@ -348,10 +350,10 @@ def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[Loa
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:
-    """Return a copy of the config with `values` applied, which maps keys such as ``train.steps`` to values.
+    """Return a copy of the config with `values`, a mapping of dotted keys to new values, applied.
 
-    `origin` is recorded as the source of each new value. Raises ConfigError with every value that is invalid
-    or contradicts another value.
+    `origin` is recorded as the source of each new value. Raises ConfigError that lists every value that is
+    invalid or contradicts another value.
     """
     # Dump and validate only the sections that change; all other sections stay the same objects.
     content: dict[str, object] = dict(loaded.config)
@@ -363,7 +365,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
             content[key] = value
             continue
         section: Any = content.setdefault(path[0], {})
-        if isinstance(section, Section):  # The section object has not been converted to a dictionary yet.
+        if isinstance(section, Section):  # not yet converted to a dictionary
             section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
         elif section is loaded.config.task_args:
             section = content[path[0]] = dict(section)

@@ -15,46 +15,46 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and the origin of each of its values."""
+    """A config, and the origin of each config value."""
 
     config: RunConfig
     origins: dict[str, str]
-    """Maps a dotted key to its origin: ``file:line``, the flag, the variable's name, or ``default``."""
+    """Maps each dotted key to the origin of its value: ``file:line``, a flag, a variable's name or
+    ``default``."""
     adjustable: frozenset[str] = frozenset()
-    """Keys that a plan may change although a file sets them, because that file was not written for this
-    run."""
+    """Keys set in a file that a plan may still change, because the file was not written for this run."""
     length_note: str = ""
-    """Says that the config key that set the run's length (train.steps or train.epochs) replaced the other of
-    the two.
+    """States whether train.steps replaced train.epochs as the length of the run, or vice versa; empty if
+    neither replaced the other.
     """
     typed: frozenset[str] = frozenset()
-    """Keys that the user set with an option of trainkit, such as ``--set``, or an argument in Python."""
+    """Keys that the user set with a trainkit option, such as ``--set``, or with a Python argument."""
 
     def set_by_user(self, key: str) -> bool:
-        """Return whether the user set the key; a plan may change the value of any other key."""
+        """Return whether the user set the key; a plan may change the value only if the user did not."""
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """Return a copy where a plan may change each of `keys` that the file `origin` sets."""
+        """Return a copy that lets a plan change each of `keys` whose value comes from the file `origin`."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
     def problem(self, key: str, message: str, hint: str) -> Problem:
-        """Return a problem with a key, including the origin of the key's value unless it is the default."""
+        """Return a problem with a key, including the value's origin unless the value is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems, adding to each the origin of its key's value."""
+        """Return the problems with the origin of each key's value added."""
         return [self.problem(item.key, item.message, item.hint) for item in problems]
 
     def require_decoder(
         self, task: tuple[str, str], architecture: tuple[str, str], *, or_own: bool = False
     ) -> None:
-        """Raise ConfigError unless the model is trainkit's decoder or, with `or_own`, a class of the user's.
+        """Raise ConfigError unless the model is trainkit's decoder or, with `or_own`, a user-defined class.
 
-        `task` is the message and the hint for a task that provides its own model. `architecture` is the
-        message and the hint for any other architecture.
+        `task` is the error's message and hint if a task provides its own model. `architecture` is the error's
+        message and hint for any other architecture.
         """
         key, name = self.config.model_source
         if name != DECODER and (key == "task" or name == TRANSFORMERS or not or_own):
@@ -97,7 +97,7 @@ _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 """Pairs (causes, dependents) of keys and sections.
 
-A wrong value of a cause can make the check of a dependent report a false problem.
+A wrong value for a key in `causes` can make the check of its `dependents` report a false problem.
 """
 
 
@@ -106,7 +106,7 @@ def _contains(prefix: str, key: str) -> bool:
 
 
 def _depends(key: str, cause: str) -> bool:
-    """Return whether a wrong value of the key or section `cause` may have led to a problem with `key`."""
+    """Return whether a wrong value for the key or section `cause` may have caused a problem with `key`."""
     return _contains(cause, key) or any(
         any(_contains(cause, item) or _contains(item, cause) for item in causes)
         and any(_contains(item, key) for item in dependents)
@@ -115,20 +115,20 @@ def _depends(key: str, cause: str) -> bool:
 
 
 class InvalidConfig(ConfigError):
-    """An error with the problems of a config and the valid part of the config, which can still be checked."""
+    """An error with a config's problems and its valid part, which can still be checked."""
 
     def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
         super().__init__(list(problems))
         self.rest = rest
-        """The config, with the default for every key that is misspelt or has an invalid value."""
+        """The config, with the default value for every key that is misspelt or has an invalid value."""
         self.causes = causes
-        """Keys and sections whose values in `rest` may differ from the user's intention."""
+        """Keys and sections whose values in `rest` may differ from what the user intended."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return an error that adds `problems`, except those that may come from a wrong value in `causes`."""
+        """Return an error with `problems` added, except those that wrong values in `causes` may cause."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 

@@ -1,4 +1,4 @@
-"""Defines the config sections for how a run executes: layout, checkpoints, resources, launch and requeue."""
+"""Defines the config sections for a run's execution: layout, checkpoints, resources, launch, requeue."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -18,9 +18,9 @@ OneLine = Annotated[
 
 
 def node_counts(nodes: int | str) -> Sequence[int]:
-    """Return the node counts that a value of `resources.nodes` allows, the smallest first.
+    """Return the node counts that a value of `resources.nodes` allows, in ascending order.
 
-    A reversed range such as 4-2 allows no node count.
+    A reversed range such as 4-2 contains no node counts.
     """
     first, dash, last = str(nodes).partition("-")
     return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))
@@ -28,7 +28,7 @@ def node_counts(nodes: int | str) -> Sequence[int]:
 
 def _several(nodes: str) -> str:
     if len(node_counts(nodes)) < 2:
-        # Nobody sees this message, because the reported problem describes the allowed values instead.
+        # The message is never shown, because the reported problem describes the allowed values instead.
         raise ValueError("no range")
     return nodes
 
@@ -36,12 +36,12 @@ def _several(nodes: str) -> str:
 NodeRange = Annotated[
     str, Field(pattern=r"^[1-9]\d{0,6}(-[1-9]\d{0,6}|(,[1-9]\d{0,6})+)$"), AfterValidator(_several)
 ]
-"""A range or a list of node counts, in Slurm's notation."""
+"""A range or a list of node counts, in Slurm's syntax."""
 Names = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ...],
     BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
 ]
-"""Names in a YAML list or, as in Slurm's options, separated by commas."""
+"""A YAML list of names, or names separated by commas as in Slurm's options."""
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
@@ -96,15 +96,15 @@ class ParallelConfig(Section):
 
     @property
     def wraps_one(self) -> bool:
-        """Return whether the model of a single-process run is wrapped with `fully_shard` on a device mesh.
+        """Return whether the model of a single-process run is wrapped with `fully_shard`.
 
-        `offload` needs the wrapper, because it is `fully_shard` that moves the parameters to CPU memory.
+        `offload` needs the wrapper, because `fully_shard` moves the parameters to CPU memory.
         """
         return self.mesh_of_one or self.offload
 
 
 class CheckpointConfig(Section):
-    """Settings for when checkpoints are saved and how many are kept."""
+    """Settings for when checkpoints are saved and how many of them are kept."""
 
     every_steps: AtLeastOne | None = key(100, "Steps between checkpoints; null disables saving by steps.")
     every_minutes: Positive | None = key(None, "Minutes between checkpoints; null disables saving by time.")
@@ -125,7 +125,7 @@ class CheckpointConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Resources that the run requests; keys that concern only Slurm have no effect without Slurm."""
+    """Resources that the run requests; Slurm-only keys have no effect without Slurm."""
 
     nodes: AtLeastOne | NodeRange = key(
         1,
@@ -187,7 +187,7 @@ class ResourcesConfig(Section):
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
-        """Return the GPU types that the job accepts."""
+        """Return the GPU types that are acceptable for the job."""
         return () if self.gpu_type is None else tuple(map(str.strip, self.gpu_type.split(",")))
 
     @property
@@ -197,7 +197,7 @@ class ResourcesConfig(Section):
 
     @property
     def node_counts(self) -> Sequence[int]:
-        """Return the node counts that the job accepts, the smallest first."""
+        """Return the node counts that are acceptable for the job, in ascending order."""
         return node_counts(self.nodes)
 
     @property
@@ -310,12 +310,12 @@ class RequeueConfig(Section):
 
 
 WEBHOOK_VARIABLE = "TRAINKIT_WEBHOOK_URL"
-"""The default of `notify.webhook`; although it has the prefix of config variables, it sets no config key.
+"""The variable name that `notify.webhook` defaults to; despite the variable's prefix, it sets no config key.
 """
 
 
 MAIL_TYPES = {"finished": "END", "failed": "FAIL", "requeued": "REQUEUE"}
-"""Maps an event of `notify.on` to Slurm's name for the event."""
+"""Maps an event of `notify.on` to Slurm's --mail-type value."""
 
 
 class NotifyConfig(Section):
@@ -345,7 +345,7 @@ class NotifyConfig(Section):
 
 
 class MlflowConfig(Section):
-    """Settings for metrics in MLflow."""
+    """Settings for logging metrics to MLflow."""
 
     tracking_uri: OneLine | None = key(
         None,
@@ -360,7 +360,7 @@ class MlflowConfig(Section):
 
 
 class WandbConfig(Section):
-    """Settings for metrics in Weights & Biases."""
+    """Settings for logging metrics to Weights & Biases."""
 
     project: OneLine | None = key(
         None, "Name of the project; null uses WANDB_PROJECT if it is set, otherwise trainkit."
@@ -375,7 +375,7 @@ class WandbConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Where metrics are written in addition to metrics.jsonl."""
+    """Settings for where metrics are logged in addition to metrics.jsonl."""
 
     tensorboard: bool | Literal["auto"] = key(
         "auto",
@@ -407,9 +407,9 @@ class LoggingConfig(Section):
 
     @property
     def trackers(self) -> dict[str, MlflowConfig | WandbConfig]:
-        """Map the name of each enabled tracker to its settings.
+        """Map the name of each enabled experiment tracker to its settings.
 
-        A tracker's name is also the name of its module and its extra.
+        A tracker's name is also the name of its Python module and of its pip extra.
         """
         found: dict[str, MlflowConfig | WandbConfig] = {}
         if self.mlflow:

@@ -1,4 +1,4 @@
-"""Defines the config of a run, and the names and allowed values of its keys.
+"""Defines the run config, and the names and allowed values of its keys.
 
 The keys of the sections are defined in `training.py` and `running.py`.
 """
@@ -76,7 +76,7 @@ class RunConfig(Section):
 
     @property
     def has_user_task(self) -> bool:
-        """Return whether a shipped or user-defined `trainkit.task.Task` provides the model and the data."""
+        """Return whether a built-in or user-defined `trainkit.task.Task` provides the model and the data."""
         return self.task != "causal_lm"
 
     @property
@@ -91,7 +91,7 @@ class RunConfig(Section):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Return the names of environment variables whose values must not be written anywhere."""
+        """Return the names of environment variables whose values must never be written to files or output."""
         webhook = self.notify.webhook
         return self.launch.secrets if webhook is None else (*self.launch.secrets, webhook)
 
@@ -106,13 +106,14 @@ FREE_MAPPING = "task_args"
 
 
 _named: dict[str, type[Section]] = {}
-"""Config sections of capabilities from other packages, by name, that a config or a command line has used."""
+"""Maps a section's name to its class, for sections of external capabilities that a config or command line has
+used."""
 
 
 def is_installed_section(name: str) -> bool:
-    """Return whether a capability from an installed package has a section of this name.
+    """Return whether a capability in an installed package has a section called `name`.
 
-    The first call for a section also makes its keys known to this module.
+    The first call for a section also registers its keys in this module.
     """
     if name in RunConfig.model_fields:
         return False
@@ -137,10 +138,9 @@ def _with_sections(names: tuple[str, ...]) -> type[RunConfig]:
 
 
 def capabilities_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the capabilities that a config may use.
+    """Return the names of the capabilities that a config can use.
 
-    The result contains all shipped capabilities, and the capabilities of other packages that the config
-    names.
+    The names include all built-in capabilities, and the external capabilities that appear in the config.
     """
     own = (name for name in type(config).model_fields if name not in RunConfig.model_fields)
     return (*shipped_classes(), *own)
@@ -148,7 +148,7 @@ def capabilities_of(config: RunConfig) -> tuple[str, ...]:
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """Map each section to its keys."""
+    """Map each section name to the names of its keys."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in _with_sections(tuple(sorted(_named))).model_fields.items():
         kind = field.annotation
@@ -159,7 +159,7 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 @cache
 def default_values() -> JsonObject:
-    """Map every dotted key to its default, in schema order."""
+    """Map every dotted key to its default value, in schema order."""
     return dict(flatten(_with_sections(tuple(sorted(_named)))().model_dump(mode="json", by_alias=True)))
 
 
@@ -169,9 +169,9 @@ def all_keys() -> tuple[str, ...]:
 
 
 def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of a dumped config; a mapping inside a section is one value."""
+    """Yield the dotted keys and values of a dumped config; a mapping within a section is a single value."""
     for name, value in dumped.items():
-        # In a damaged file, a section may have another type.
+        # In a damaged file, a section may not be a mapping.
         if name in sections() and isinstance(value, dict):
             for key, inner in value.items():
                 yield f"{name}.{key}", inner
@@ -180,7 +180,7 @@ def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
 
 
 def is_known(path: tuple[str, ...]) -> bool:
-    """Return whether a path names a section, a key, or an entry of a free mapping."""
+    """Return whether a path names a section, a key, or an entry of a mapping with arbitrary keys."""
     if path[0] == FREE_MAPPING:
         return True
     if path[0] not in sections() and not is_installed_section(path[0]):
@@ -190,21 +190,21 @@ def is_known(path: tuple[str, ...]) -> bool:
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 SIMILAR = 0.75
-"""Minimum similarity for suggesting a key; unrelated keys such as `model_name` and `model.norm_eps` reach
-0.67."""
+"""Minimum similarity for suggesting a key, chosen because unrelated keys such as `model_name` and
+`model.norm_eps` reach 0.67."""
 
 
 @cache
 def other_names() -> dict[str, str]:
-    """Map the names that other trainers and Slurm use to trainkit's config keys."""
-    from trainkit.config.yamlfile import read_yaml_file  # The module is imported only to explain an error.
+    """Map names used by other trainers and by Slurm to trainkit's config keys."""
+    from trainkit.config.yamlfile import read_yaml_file  # only error messages need it
 
     named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
     return {name: key for key, names in named.items() for name in names}
 
 
 def meant(path: tuple[str, ...]) -> str | None:
-    """Return the key or section closest to an unknown path, or None."""
+    """Return the known key or section closest to an unknown path, or None if none is close."""
     leaf = path[-1]
     dotted = re.sub("[/:]|__", ".", ".".join(path))
     if dotted in all_keys():
@@ -227,10 +227,10 @@ def meant(path: tuple[str, ...]) -> str | None:
     if len(path) > 1:
         del words[
             "name"
-        ]  # At the top level, `name` is the name of the run; inside a section, it would mean something else.
+        ]  # At the top level, `name` is the run's name; within a section, it means something else.
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
     found = found or near(leaf, words, SIMILAR)
-    # Do not suggest `checkpoint` for `checkpoint.dir`.
+    # Do not suggest a whole section, such as `checkpoint` for `checkpoint.dir`.
     return words[found] if found and words[found] != path[0] else None
 
 
@@ -238,7 +238,7 @@ MAX_SHOWN = 80
 
 
 def allowed_values(path: tuple[str, ...]) -> str:
-    """Describe the values allowed at a path, for example ``a whole number of at least 1 or null``."""
+    """Describe the values allowed for the key at a path, such as ``a whole number of at least 1 or null``."""
     if path[0] in sections() and len(path) == 1:
         return f"a section with keys such as {', '.join(sections()[path[0]][:3])}"
     return schema_words(field_schema(path))
@@ -260,7 +260,7 @@ def _schema() -> JsonObject:
 
 
 def show_value(value: Any) -> str:
-    """Return a value as shown in messages, truncated to `MAX_SHOWN` characters."""
+    """Return a value as text for messages, truncated to `MAX_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 

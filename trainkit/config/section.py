@@ -1,4 +1,4 @@
-"""Defines the base class of all config sections, and types and fields that they share."""
+"""Defines the base class of all config sections, and the types and fields they share."""
 
 import os
 from typing import Annotated, Any, TypeVar, cast
@@ -23,18 +23,18 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        # Build each model on first use, because RunConfig builds its sections anyway and building twice slows
-        # down `submit`.
+        # Build each model on first use: RunConfig builds its sections anyway, and building them twice would
+        # slow down `submit`.
         defer_build=True,
     )
 
     @classmethod
     def model_rebuild(cls, **options: Any) -> bool | None:
-        """Build the model without pydantic plugins.
+        """Build the model with pydantic's plugins disabled.
 
-        To find plugins, pydantic reads the metadata of every installed package, which takes a tenth of a dry
-        run's time. The search for plugins can only be turned off with an environment variable. The job must
-        not inherit this environment variable, so the variable is set only while the model is built.
+        To find plugins, pydantic reads the metadata of every installed package, which takes a tenth of the
+        time of a dry run. Plugin discovery can be disabled only with an environment variable. The variable is
+        set only while the model is built, so that the job does not inherit it.
         """
         before = os.environ.get(DISABLE_PLUGINS)
         os.environ[DISABLE_PLUGINS] = "__all__"
@@ -48,18 +48,19 @@ class Section(BaseModel):
 
 
 def section(description: str) -> Any:
-    """Return a field for a section whose keys all have defaults.
+    """Return a field for a section whose keys all have default values.
 
-    The field's default is an empty mapping, which pydantic validates. An instance as the default would build
-    the section's model on import and slow down the start of every command.
+    The field's default value is an empty mapping, which pydantic validates into a section. If the default
+    were an instance, the section's model would be built on import, which would slow down every command.
     """
     return Field(default={}, validate_default=True, description=description)
 
 
 def key(default: T, description: str, *, allowed: str | None = None, **constraints: Any) -> T:
-    """Return a field with a default and the description that the docs show.
+    """Return a field with a default value and the description shown in the docs.
 
-    `allowed` describes the accepted values in words. A tuple as the default is written as a YAML list.
+    `allowed` describes the accepted values in words. A tuple given as the default is converted to a YAML
+    list.
     """
     if allowed is not None:
         constraints["json_schema_extra"] = {"allowed": allowed}

@@ -1,4 +1,4 @@
-"""Reports unknown keys and invalid values, with a hint at what the user probably meant."""
+"""Reports unknown keys and invalid values, with hints at what the user probably meant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = {
     **dict.fromkeys(("never", "none", "nil"), "null"),
     **dict.fromkeys(("pytorch", "torch", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
 }
-"""Maps values that other programs accept, in lower case, to the values that trainkit accepts."""
+"""Maps values that other programs accept, in lower case, to the equivalent trainkit values."""
 _QUOTES = "\"'`“”„‘’‚«»"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
@@ -49,8 +49,8 @@ _DURATION = re.compile(
     r"(?:(?P<m>\d+)\s*m(?:in(?:ute)?s?)?)?\s*(?:(?P<s>\d+)\s*s(?:ec(?:ond)?s?)?)?"
 )
 _CLOCK = re.compile(r"(?:(?:(\d+)[-:])?(\d+):)?(\d+):(\d+)")
-"""Matches days, hours, minutes and seconds. Slurm accepts at most 59 minutes and 59 seconds, and requires a
-dash after the days."""
+"""Matches a duration written as days, hours, minutes and seconds. Slurm allows at most 59 minutes and 59
+seconds, and requires a dash after the days."""
 _TIMES = re.compile(r"(.*\d.*?)\s*(?:-|\.\.|\bto\b|\N{EN DASH})\s*(.*\d.*)")
 """Matches a range of time limits, such as 1h-2h."""
 _THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
@@ -66,7 +66,7 @@ TIMES = (TIME, ("resources", "slice"), ("resources", "time_min"))
 OPTIMIZER = ("optimizer", "name")
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
 GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
-"""Matches GPUs in the syntax of sbatch's --gres and --gpus-per-node: the type and the number."""
+"""Matches a GPU type and count in the syntax of sbatch's --gres and --gpus-per-node."""
 _MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 
 
@@ -104,7 +104,7 @@ OTHER_KEYS_SAY = {
     "defaults": "extends: [FILE, …] lists the configs that this one is based on",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
-"""Maps keys of other programs that have no single counterpart in trainkit to hints."""
+"""Maps keys of other programs that have no single trainkit equivalent to hints."""
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -119,13 +119,13 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
 
 
 def other_key_says(key: str) -> str | None:
-    """Return a hint for a key of another program that has no single counterpart; None for any other key."""
+    """Return a hint for another program's key without a single trainkit equivalent; None for other keys."""
     of_capabilities = (load(name).other_keys.get(key) for name in shipped_classes())
     return OTHER_KEYS_SAY.get(key) or next(filter(None, of_capabilities), None)
 
 
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
-    """Return the problem of an unknown key, with the closest known key as the hint."""
+    """Return the problem for an unknown key, with the closest known key as a hint."""
     if (other := other_key_says(path[-1])) is not None:
         return Problem(".".join(path), "unknown key", entry.origin, other)
     match = meant(path)
@@ -162,20 +162,20 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
 
 
 def _origin(found: Entry, rest: tuple[str, ...]) -> str:
-    """Return the origin of the invalid item at position `rest` of a value.
+    """Return the origin of the invalid item at position `rest` within a value.
 
     If the item has several origins, a flag takes precedence over a file.
     """
     for part in rest:
         found = (
             found.find((part,)) or found
-        )  # pydantic's location also contains the types of a union, which are not part of the path.
+        )  # pydantic's location also includes the types of a union, which are not part of the path.
     origins = [leaf.origin for _, leaf in found.leaves()] or [found.origin]
     return next((one for one in origins if one.startswith("--")), origins[0])
 
 
 def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
-    """Yield possible meanings of the typed `text`, the closest first; `words` are the allowed values."""
+    """Yield possible meanings of the user's `text`, closest first; `words` are the allowed values."""
     bare = text.strip().strip(_QUOTES).strip()
     small = bare.lower()
     yield from (bare, small)
@@ -199,11 +199,11 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
 
 
 def times(text: str) -> Iterator[str]:
-    """Yield the possible meanings of a text that the user typed, as times in Slurm's format."""
+    """Yield possible meanings of the user's text as times in Slurm's format."""
     bare = text.strip().strip(_QUOTES).strip().lower()
     yield bare
     if (duration := _DURATION.fullmatch(bare)) is not None:
-        with suppress(ValueError):  # A text such as 1.2.3h contains no number.
+        with suppress(ValueError):  # float() raises ValueError for a text such as 1.2.3h.
             yield time_text(round(sum(float(duration[unit] or 0) * s for unit, s in _UNIT_S.items())))
     if (clock := _CLOCK.fullmatch(bare)) is not None:
         days, *rest = (int(part or 0) for part in clock.groups())
@@ -213,7 +213,7 @@ def times(text: str) -> Iterator[str]:
 
 
 def _time_range(text: str) -> tuple[str, str] | None:
-    """Return both ends of a range of times, in order; None if the text is not such a range."""
+    """Return the two ends of a time range in order, or None if the text is not a time range."""
     found = _TIMES.fullmatch(text.strip().strip(_QUOTES).lower())
     if found is None:
         return None
@@ -228,9 +228,9 @@ def _time_range(text: str) -> tuple[str, str] | None:
 
 
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
-    """Return a hint on how to write the value of a key whose value was rejected."""
+    """Return a hint about how to write the value of a key after the given value was rejected."""
     value = found.plain()
-    # A mapping such as launch.env may contain a literal ${…}.
+    # The values of a mapping such as launch.env may contain a literal ${…}.
     is_text_allowed = isinstance(value, dict) and path != WHOLE
     if not is_text_allowed and has_interpolation(value if isinstance(value, str) else show_value(value)):
         return not_evaluated(path, origin)
@@ -264,12 +264,12 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return _section_hint(path[0], typed, origin)
     if path == ("name",):
         letters = normalize("NFKD", typed.replace("ß", "ss"))
-        # Accents are removed, so that é becomes e.
+        # Remove accents, so that é becomes e.
         plain = "".join(one for one in letters if not combining(one))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
-        if not accepts(path, name):  # Without quotes, YAML reads such a name as a number or as true.
+        if not accepts(path, name):  # Without quotes, YAML would parse such a name as a number or boolean.
             name = name and f'"{name}"'
         begins = "" if letters[:1].isalnum() else " A name begins with a letter or a digit"
         return f"did you mean {_written(path, name, origin)}?{begins}" if name else _default_hint(path)
@@ -290,7 +290,7 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
 
 
 def has_interpolation(text: str) -> bool:
-    """Return whether a text contains a Hydra interpolation, such as ``${oc.env:USER}``."""
+    """Return whether a string contains a Hydra interpolation, such as ``${oc.env:USER}``."""
     return INTERPOLATION.search(text) is not None
 
 
@@ -308,18 +308,19 @@ def variable_of(path: tuple[str, ...]) -> str:
 
 
 def nearest(path: tuple[str, ...], typed: str) -> str | None:
-    """Return the valid value of the key that the typed text probably means; None if none is close."""
+    """Return the valid value for the key that is closest to the user's text, or None if none is close."""
     found = times(typed) if path in TIMES else readings(typed, _words(path))
     if path == MEMORY and re.fullmatch(r"\d+(\.\d+)?", typed):
-        # A Slurm user who writes a number below 1000 seldom means MB.
+        # Slurm users who write a number below 1000 rarely mean megabytes.
         found = iter((f"{typed}{'G' if float(typed) < 1000 else 'M'}",) if float(typed) else ())
     return next((text for text in found if accepts(path, text)), None)
 
 
 def _section_hint(section: str, typed: str, origin: str) -> str:
-    """Return a hint for a text that was given where a section is expected.
+    """Return a hint for text that was given instead of a section.
 
-    The text is a value such as ``7b`` in ``model: 7b``, or a key and its value with no space after the colon.
+    The text is either a value, such as ``7b`` in ``model: 7b``, or a key and its value without a space after
+    the colon.
     """
     key, sign, rest = re.match(r"([^:=\s]*)\s*([:=]?)\s*(.*)", typed, re.DOTALL).groups()  # type: ignore[union-attr]
     if rest and key in sections()[section]:
@@ -334,14 +335,14 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
 
 
 def _words(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words that are valid values of the key."""
+    """Return the words that are valid values for the key."""
     field = field_schema(path)
     options = field.get("anyOf", [field])
     return tuple(str(word) for option in options for word in option.get("enum", ()))
 
 
 def accepts(path: tuple[str, ...], text: str) -> bool:
-    """Return whether `text`, parsed as YAML, is a valid value of a key."""
+    """Return whether `text`, parsed as YAML, is a valid value for a key."""
     try:
         content = parse_value(text, path)
         for name in reversed(path):
@@ -353,7 +354,7 @@ def accepts(path: tuple[str, ...], text: str) -> bool:
 
 
 def _written(path: tuple[str, ...], text: str, origin: str) -> str:
-    """Return a corrected value as the user must type it."""
+    """Return a corrected value in the form that the user must type."""
     if origin.startswith("--set "):
         return "--set " + quote(f"{'.'.join(path)}={text}")
     return f"{origin.split(' ')[0]} {quote(text)}" if origin.startswith("--") else text

@@ -1,4 +1,4 @@
-"""Defines the config sections for what a run computes, such as the model, the data and the optimizer."""
+"""Defines the config sections for the computation: the model, the data, the optimizer and so on."""
 
 from typing import Annotated, Literal
 
@@ -8,14 +8,14 @@ from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative,
 from trainkit.formats import JsonObject
 
 DECODER, TRANSFORMERS = "llama", "transformers"
-"""Architecture values: trainkit's own decoder, which can be planned without running its code, and any model
-of the transformers library."""
+"""Architecture values: trainkit's own decoder, which can be planned without running its code, or any model in
+the transformers library."""
 RopeKey = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
 class ModelConfig(Section):
-    """The model: a preset, and changes to the preset's values."""
+    """The model, given as a preset and overrides of the preset's values."""
 
     architecture: str = key(
         DECODER,
@@ -97,7 +97,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """The length of the run and its batch sizes."""
+    """The length of the run, and its batch sizes."""
 
     steps: AtLeastOne | None = key(200, "Number of optimizer steps; null if epochs is set.")
     epochs: Positive | None = key(None, "Passes over the training data, instead of steps; can be a fraction.")

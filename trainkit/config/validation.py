@@ -1,4 +1,4 @@
-"""Checks the values of a config for contradictions with each other."""
+"""Checks whether the values of a config contradict each other."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ LOOKS_SECRET = re.compile(
 
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Z][A-Z0-9_]*)=(?P<value>"[^"]*"|'[^']*'|\S+)""")
 MIN_SECRET_CHARS = 8
-"""Minimum length of a secret; shorter values, such as ``1``, ``yes`` or ``offline``, are not secrets."""
+"""Minimum length of a secret; shorter values, such as ``1``, ``yes`` or ``offline``, are not considered
+secrets."""
 
 
 def written_secrets(text: str, names: Collection[str]) -> list[str]:
     """Return the names of variables to which `text` assigns a literal secret.
 
-    A variable counts if its name is in `names` or looks like the name of a secret. References such as
+    A variable is reported if its name is in `names` or looks like the name of a secret. References such as
     ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
     """
     return [
@@ -41,8 +42,9 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 
 MAY_BE_SECRET = ("launch.env.", "launch.setup")
-"""Prefixes of keys whose values are omitted from errors, because the values may be secrets and errors end up
-in logs. Origins are omitted too, because the origin of a flag contains the value as typed."""
+"""Prefixes of keys whose values are omitted from error messages, because the values may be secrets and the
+messages are logged. Origins are omitted too, because a flag's origin contains the value as the user typed
+it."""
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -133,7 +135,7 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
     needs_hf = [key for key, is_used in uses.items() if is_used]
     if config.has_user_task:
         message = f"is set, but task is {config.task}, which builds its model itself"
-        # Tasks support adapters too, so model.lora is allowed.
+        # Tasks support LoRA adapters too, so model.lora is allowed.
         yield from ((key, message, f"remove {key}") for key in needs_hf if key != "model.lora")
         return
     if model.hf is None:
@@ -165,9 +167,9 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
-    """Yield warnings about values that are allowed but probably not intended.
+    """Yield warnings about values that are valid but probably unintended.
 
-    `trains` is False for a COMMAND, which has its own schedule.
+    `trains` is False for a COMMAND, which defines its own training schedule.
     """
     config, steps = loaded.config, loaded.config.train.steps
     warmup = config.schedule.warmup_steps
@@ -231,7 +233,7 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 _NOT_GROUPS = ("time", "attempt", "source")
-"""Keys of a record in metrics.jsonl that groups of the pattern must not overwrite."""
+"""Keys in metrics.jsonl records that capture groups of `logging.pattern` must not overwrite."""
 
 
 def _pattern(config: RunConfig) -> Iterator[KeyProblem]:
@@ -279,7 +281,7 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for each parallel degree that is set although only a trainkit `Model` supports it."""
+    """Yield a problem for each parallel degree that is set but only supported by a trainkit `Model`."""
     does = {"pp": "be split into pipeline stages", "cp": "split a sequence over ranks"}
     for key, what in {} if config.has_decoder else does.items():
         degree = getattr(config.parallel, key)
@@ -307,8 +309,8 @@ def _document_mask(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 MAX_BF16_BETA = 0.99
-"""Maximum beta for bf16 state: bf16 rounds to 1 part in 256, so a longer running average would lose most of
-its updates."""
+"""Maximum beta for bf16 optimizer state; bf16 rounds to 1 part in 256, so a higher beta would lose most
+updates."""
 ROW_PARTS = 8
 """Number of chunks into which adamw_8bit divides each row of a matrix."""
 
@@ -358,7 +360,7 @@ OF_BASH = (
     "UID",
     "_",
 )
-"""Variables that bash sets itself. Assigning a value to such a variable in the batch script fails or has no
+"""Variables that bash itself sets. Assigning to such a variable in the batch script fails or has no
 effect."""
 
 

@@ -1,4 +1,4 @@
-"""Reads YAML files and values as trees of entries, each with its file and line."""
+"""Reads YAML files and values into trees of entries that record their file and line."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _PATTERNS = {
 
 
 VARIABLES = ("launch", "env")
-"""Path of the mapping of environment variables, whose numbers and booleans stay text, exactly as written."""
+"""Path of the mapping of environment variables, whose numbers and booleans are kept as text, exactly as
+written."""
 _AS_WRITTEN = frozenset(TAG + kind for kind in ("bool", "int", "float"))
 
 
 class Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
-    """Composes YAML nodes, using the C parser if PyYAML was built with it."""
+    """Composes YAML nodes, using the C parser if PyYAML includes it."""
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -75,34 +76,34 @@ def parse_scalar(node: yaml.ScalarNode) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
+    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys are not sorted."""
     text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A value and its origin; the values of a mapping are entries, all other values are plain."""
+    """A value and its origin; a mapping's values are entries, and all other values are plain."""
 
     value: Any
     origin: str
     typed: str = ""
-    """The text of a scalar as it was typed, such as 007 for the number 7."""
+    """A scalar's text as the user typed it, such as 007 for the number 7."""
     is_replaced: bool = False
-    """True if `overlay` replaced an earlier value with this entry."""
+    """True if `overlay` replaced an earlier value with the value in this entry."""
 
     @property
     def is_mapping(self) -> bool:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """Return the value without the origins of its parts."""
+        """Return the value as plain Python data, without origins."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         return self.value
 
     def leaves(self, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-        """Yield every entry that is not a mapping, with its path."""
+        """Yield every entry that is not a mapping, together with its path."""
         if not isinstance(self.value, dict):
             yield prefix, self
             return
@@ -110,7 +111,7 @@ class Entry:
             yield from entry.leaves((*prefix, key))
 
     def find(self, path: tuple[str, ...]) -> Entry | None:
-        """Return the entry at a path, or None if there is none."""
+        """Return the entry at a path, or None if there is no such entry."""
         entry = self
         for key in path:
             if not isinstance(entry.value, dict) or key not in entry.value:
@@ -120,7 +121,8 @@ class Entry:
 
 
 WHOLE = ("data", "source")
-"""Path of a mapping (a mixture of data sources) that layers replace as a whole instead of merging."""
+"""Path of the mapping of data sources (a mixture), which a higher layer replaces as a whole instead of
+merging."""
 
 
 def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
@@ -150,11 +152,11 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
 
 
 LENGTHS = (("train", "steps"), ("train", "epochs"))
-"""The two keys that set the length of a run; only one of them can be set."""
+"""The two keys that set the length of a run; only one of them may be set."""
 
 
 def overlay(low: Entry, high: Entry) -> Entry:
-    """Merge two mappings; a run length in `high` replaces one in `low`, whichever of the two keys sets it."""
+    """Merge two mappings; a run length in `high` replaces one in `low`, even if their keys differ."""
     for own, other in (LENGTHS, LENGTHS[::-1]):
         found, before = high.find(own), low.find(other)
         replaces = found is not None and found.value is not None and high.find(other) is None
@@ -165,7 +167,7 @@ def overlay(low: Entry, high: Entry) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:
-    """Return a tree with a single value, for example for a flag; `typed` is the text that the user typed."""
+    """Return a tree with a single value, as set by a flag; `typed` is the text that the user typed."""
     entry = replace(_entries(value, origin), typed=typed)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
@@ -179,10 +181,10 @@ def _entries(value: Any, origin: str) -> Entry:
 
 
 def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
-    """Read a YAML file that contains a mapping; `shown` is the file's name in origins.
+    """Read a YAML file that contains a mapping; `shown` is the file name used in origins.
 
-    Raises ConfigError with all syntax problems. If `executes` is True, raises UsageError as `open_trusted`
-    does, because a run will execute the file.
+    Raises ConfigError that lists all syntax errors. If `executes` is True, raises UsageError under the same
+    conditions as `open_trusted`, because a run will execute the file's contents.
     """
     text = _read_text(path, shown, executes)
     try:
@@ -211,9 +213,9 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
 
 
 def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
-    """Parse a YAML scalar, or a list or mapping on one line, as in ``--set a.b=[1, 2]``.
+    """Parse a YAML value on a single line, such as the list in ``--set a.b=[1, 2]``.
 
-    `path` is the key of the value. Raises ValueError with a user-facing message.
+    `path` is the path of the key that the value is for. Raises ValueError with a user-facing message.
     """
     try:
         node = yaml.compose(text, Loader=Loader)
@@ -306,12 +308,12 @@ def _read_text(path: Path, shown: str, executes: bool) -> str:
 
 @cache
 def _standard_input() -> bytes:
-    """Read standard input, and keep the content because a command loads its config several times."""
+    """Read standard input and cache its content, because a command loads its config several times."""
     return sys.stdin.buffer.read(MAX_FILE_BYTES)
 
 
 class _Builder:
-    """Converts YAML nodes to entries and collects the problems found in them."""
+    """Converts YAML nodes to entries, and collects the problems found."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -363,7 +365,7 @@ class _Builder:
                 self.problem(key_node, (*path, key), message, "remove one of them")
                 continue
             value = self.entry(value_node, (*path, key))
-            # Use the line of the key as the origin, because the value of "train:" begins on the next line.
+            # Use the key's line as the origin, because the value of "train:" begins on the following line.
             entries[key] = replace(value, origin=self.origin(key_node))
         return entries
 

@@ -1,1 +1,1 @@
-"""Turn text into token shards, and read token shards for the trainer, without importing torch."""
+"""Convert text to token shards, and read token shards for the trainer, without importing torch."""

@@ -1,6 +1,6 @@
-"""Check the data of a config before a run starts, using only names, sizes and a few lines of the data.
+"""Check the data in a config before a run starts, using only names, file sizes and a few lines of data.
 
-`submit --dry-run` runs these checks, so this module imports neither numpy nor tokenizers.
+`submit --dry-run` runs the checks in this module, so the module imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from trainkit.errors import KeyProblem, UsageError
 from trainkit.shipped import text_inspector
 
 ANY_VOCABULARY = 1
-"""Vocabulary size to assume if the data cannot be read, so that other sizes can still be checked."""
+"""Vocabulary size assumed if the data cannot be read, so that other sizes can still be checked."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about the data of a config that can be determined without tokenising any text."""
+    """Known properties of a config's data, determined without tokenising any text."""
 
     problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY
     """Number of rows that the embedding needs: the largest token id plus one."""
     mixture: str | None = None
-    """Description of the shares of a mixture's sources; None if the data is no mixture."""
+    """Description of each source's share in a mixture; None if the data is not a mixture."""
 
 
 def inspect_data(config: DataConfig) -> DataFacts:
-    """Return facts about the data that are quick to determine: the vocabulary size, and definite problems.
+    """Return properties of the data that are quick to determine: the vocabulary size, and definite problems.
 
-    By contrast, `trainkit data validate` reads all of the data.
+    Unlike this function, `trainkit data validate` reads all of the data.
     """
     unknown: list[KeyProblem] = []
     tokenizer = collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))
@@ -79,9 +79,10 @@ def inspect_data(config: DataConfig) -> DataFacts:
 def _inspect_source(
     config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[KeyProblem]
 ) -> tuple[list[KeyProblem], TokenizerIdentity | None]:
-    """Return the problems with one source, and the tokenizer of its tokens.
+    """Return the problems with one source, and the tokenizer that its tokens come from.
 
-    `tokenizer` is the tokenizer set in the config; if it is None, `unknown` contains the reasons.
+    `tokenizer` is the tokenizer set in the config; if it is None, `unknown` contains the reasons why it is
+    unknown.
     """
     problems: list[KeyProblem] = []
     folder = prepared_folder(config)
@@ -107,7 +108,7 @@ def _inspect_source(
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:
-    """Return the vocabulary size of a config: the largest token id plus one.
+    """Return the vocabulary size for a config: the largest token id plus one.
 
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
@@ -117,7 +118,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
 
 
 def collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T | None:
-    """Return the result of a check; if the check raises, add the problem to `problems` and return None."""
+    """Return the result of a check; if it raises an error, add the problem to `problems` and return None."""
     try:
         return check()
     except UsageError as error:

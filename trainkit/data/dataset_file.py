@@ -1,4 +1,4 @@
-"""Define the files of a prepared dataset, and identify the tokenizer that produced its tokens.
+"""Define the file formats of a prepared dataset, and identify the tokenizer that produced its tokens.
 
 A `tokenizer.json` is read as plain JSON, without the tokenizers library. A prepared dataset consists of these
 files:
@@ -33,7 +33,7 @@ DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"
 FORMAT_VERSION = 1
 LAYOUT_VERSION = 1
-"""Part of every fingerprint; increment it when a change makes the same text yield different tokens."""
+"""Part of every fingerprint; increment it when a change makes the same text produce different tokens."""
 TRAIN = "train"
 VAL = "val"
 SPLITS = (TRAIN, VAL)
@@ -41,22 +41,22 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """Bytes per token for each dtype."""
 
 PLACES = [("token", "<i8"), ("place", "<i8"), ("input", "<i4"), ("form", "u1")]
-"""Data type of the records in a places file, one record per text in the shard.
+"""NumPy dtype of the records in a places file, which has one record per text in the shard.
 
 Each record contains the index of the text's first token, `units.Piece.place`, the index of the source file in
-inputs.json, and the index of the file's format in `inputs.FORMS`. A text is one row, or up to 64 KiB of a
-text file.
+inputs.json, and the index of the file's format in `inputs.FORMS`. A text is a row of a data file, or up to 64
+KiB of a plain text file.
 """
 
 
 def places_file(shard: Path) -> Path:
-    """Return the places file of a shard, which maps its tokens to places in the source files."""
+    """Return the path of a shard's places file, which maps tokens to places in the source files."""
     return shard.with_suffix(".places")
 
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """The tokenizer that produced the tokens."""
+    """The tokenizer that produced a dataset's tokens."""
 
     kind: str
     """Either ``bytes`` or ``tokenizer.json``."""
@@ -70,7 +70,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens."""
+    """One file of tokens in a prepared dataset."""
 
     file: str
     num_tokens: int
@@ -87,22 +87,22 @@ class DatasetFile:
     tokenizer: TokenizerIdentity
     dtype: str
     fingerprint: str
-    """Hash of the tokenizer, the options and the text."""
+    """Hash of the tokenizer, the options and the text that produced the dataset."""
     options: Options
-    """The options that affect the tokens, other than the tokenizer and the text."""
+    """The options that affect the tokens, excluding the tokenizer and the text."""
     splits: dict[str, tuple[Shard, ...]]
 
     def num_tokens(self, split: str) -> int:
         return sum(shard.num_tokens for shard in self.splits.get(split, ()))
 
     def write(self, folder: Path, staging: Path) -> None:
-        """Complete the dataset: write `dataset.json` in `staging`, then rename it into place."""
+        """Complete the dataset: write `dataset.json` in `staging`, then rename it into `folder`."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         write_shared_json(folder / DATASET_FILE, record, staging)
 
 
 def write_shared_json(path: Path, value: object, staging: Path) -> None:
-    """Write JSON in `staging`, then rename it; its mode follows the umask, because teams share datasets."""
+    """Write JSON in `staging`, then rename it; permissions follow the umask, because teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -112,12 +112,12 @@ def write_shared_json(path: Path, value: object, staging: Path) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Return whether a folder is a prepared dataset that `data prepare` has completed."""
+    """Return whether a folder is a prepared dataset completed by `data prepare`."""
     return (folder / DATASET_FILE).is_file()
 
 
 def read_dataset_file(folder: Path) -> DatasetFile:
-    """Read `dataset.json`; raise UsageError if the folder is no dataset that this version can read."""
+    """Read `dataset.json`; raise UsageError if the folder is not a dataset that this version supports."""
     path = folder / DATASET_FILE
     try:
         record = files.read_json(path)
@@ -147,7 +147,7 @@ def read_dataset_file(folder: Path) -> DatasetFile:
 
 
 def checked_dataset(folder: Path) -> DatasetFile:
-    """Read `dataset.json` as `read_dataset_file` does, and also check the sizes of all shards."""
+    """Read `dataset.json` as in `read_dataset_file`, and also check the sizes of all shards."""
     file = read_dataset_file(folder)
     for split in SPLITS:
         check_shard_sizes(folder, file, split)
@@ -155,7 +155,7 @@ def checked_dataset(folder: Path) -> DatasetFile:
 
 
 def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
-    """Raise UsageError if a shard of a split is missing or its size has changed."""
+    """Raise UsageError if a shard of a split is missing or does not have its recorded size."""
     for shard in file.splits.get(split, ()):
         check_shard_size(folder / shard.file, shard.num_tokens * TOKEN_BYTES[file.dtype])
 
@@ -198,7 +198,7 @@ EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<|im
 
 
 def identify(tokenizer: str) -> TokenizerIdentity:
-    """Return the identity of the tokenizer `bytes`, or of the tokenizer.json at a path.
+    """Return the identity of the `bytes` tokenizer, or of a tokenizer.json file given by its path.
 
     Raises UsageError if the file is missing, is not a tokenizer.json, or has no end-of-document token.
     """
@@ -210,9 +210,9 @@ def identify(tokenizer: str) -> TokenizerIdentity:
 
 
 def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: TokenizerIdentity) -> None:
-    """Raise UsageError if a prepared dataset was made with a different tokenizer than `data.tokenizer`.
+    """Raise UsageError if a prepared dataset uses a different tokenizer than `data.tokenizer`.
 
-    `bytes` is the default in the config, so it is compatible with any tokenizer.
+    `bytes` is the default of `data.tokenizer`, so it is accepted for datasets with any tokenizer.
     """
     if wanted != BYTES and identity.sha256 != used.sha256:
         raise UsageError(
@@ -223,7 +223,7 @@ def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: 
 
 
 def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
-    """Raise UsageError if the sources of a mixture use different tokenizers; `used` contains their names."""
+    """Raise UsageError if a mixture's sources use different tokenizers; `used` pairs names and tokenizers."""
     (first, expected), *others = used
     for name, tokenizer in others:
         if tokenizer.sha256 != expected.sha256:
@@ -236,7 +236,7 @@ def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
 
 @lru_cache(maxsize=4)
 def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
-    """Return the SHA-256 of a tokenizer.json, and the id of every token in it."""
+    """Return the SHA-256 of a tokenizer.json file, and the ids of its tokens."""
     path, shown = Path(tokenizer), shown_path(tokenizer)
     try:
         content = path.read_bytes()

@@ -1,20 +1,20 @@
-"""Compute the order of the data as a pure function of integers.
+"""Compute the order of training samples as a pure function of integers.
 
-A position counts samples over the whole training: position // num_samples is the epoch, and position %
+A position counts samples over the whole training run: position // num_samples is the epoch, and position %
 num_samples is the offset within the epoch. Within an epoch, a keyed bijection permutes the offsets. The
 bijection is computed, never stored, so any process can compute the sample at any position without state,
 memory or communication.
 
-The bijection is a Feistel network over a grid of rows x columns that is slightly larger than the data (Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). In each round, one coordinate is shifted by a
-hash of the other coordinate. Offsets outside the data are permuted again until they are inside (cycle
-walking).
+The bijection is a Feistel network over a grid of rows x columns that is slightly larger than the number of
+samples (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each round shifts one coordinate
+by a hash of the other coordinate. Results outside the range of samples are permuted again until they are
+inside it (cycle walking).
 
-A mixture assigns each position to one of its sources by a periodic schedule. Each source has its own order
-over the positions assigned to it.
+A mixture assigns each position to one of its sources according to a periodic schedule. Each source in a
+mixture has its own order over the positions assigned to it.
 
-Changing any constant in this module would change the data order of every resumed run, so tests compare
-against recorded values.
+Changing any constant in this module would change the data order of every resumed run, so the tests compare
+the order with recorded values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _WORD_MASK = (1 << 64) - 1
 def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle: bool) -> IntArray:
     """Return the index of the sample at each global position, as int64 in the same shape.
 
-    The positions of one epoch cover every sample exactly once, and each epoch has its own order. Raises
-    ValueError for a negative position or a dataset without samples.
+    The positions in one epoch cover every sample exactly once, and each epoch has its own order. Raises
+    ValueError for a negative position or an empty dataset.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, not {num_samples}")
@@ -59,11 +59,11 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
 class Schedule:
     """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
 
-    For every n, the first n positions include n x weight / sum samples of a source, rounded up or down. In
-    any window of positions, the number of samples of a source deviates from this share by less than two. The
-    schedule solves the chairman assignment problem (Tijdeman, 1980) by earliest deadline first. The j-th
-    sample of a source can be placed from the first n for which this share exceeds j - 1, and must be placed
-    by the first n for which the share reaches j.
+    The first n positions include n x weight / sum samples of each source, rounded up or down, for every n. In
+    any window of n positions, the number of samples of a source differs from n x weight / sum by less than
+    two. The schedule solves the chairman assignment problem (Tijdeman, 1980) with earliest-deadline-first
+    scheduling. Sample j of a source (from 1) can be placed from the first n at which n x weight / sum exceeds
+    j - 1, and must be placed by the first n at which n x weight / sum reaches j.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -84,14 +84,14 @@ class Schedule:
             _, self._sources[position], self._items[position] = heappop(ready)
 
     def at(self, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
-        """Return the source of each position, and how many earlier positions belong to the same source."""
+        """Return the source of each position, and the number of earlier positions with the same source."""
         periods, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self._period)
         sources = self._sources[offsets]
         return sources, periods * self._weights[sources] + self._items[offsets]
 
 
 def source_seed(seed: int, source: int) -> int:
-    """Return the seed for the order of one source of a mixture; the first source uses the run's seed."""
+    """Return the seed for the order of a mixture's source; the first source uses the run's seed."""
     return seed + source * int(_GOLDEN)
 
 
@@ -124,7 +124,7 @@ def _feistel(values: _Words, keys: _Words, num_rows: int, num_columns: int) -> _
 def _mix(words: _Words) -> _Words:
     """Mix words so that every input bit reaches every output bit.
 
-    The function is the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+    The function is the finalizer of splitmix64 (Steele, Lea and Flood, 2014).
     """
     mixed: _Words = (words ^ (words >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

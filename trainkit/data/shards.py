@@ -1,4 +1,4 @@
-"""Read samples of fixed length from memory-mapped token shards."""
+"""Read fixed-length samples from memory-mapped token shards."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 
 MAX_OPEN_SHARDS = 256
-"""Number of memory maps that a dataset keeps open; processes are often limited to 1,024 descriptors."""
+"""Maximum number of memory maps kept open, because processes are often limited to 1,024 file descriptors."""
 
 
 class TokenShards:
     """One split of a prepared dataset, divided into samples of `seq_len` + 1 tokens.
 
     Sample i begins at token i x seq_len. The last token of a sample is therefore also the first token of the
-    next sample, and every token except the first of the split is predicted exactly once. Samples may span
-    several documents and shards. Opening a split checks file sizes but reads no tokens. An object can be used
-    by several threads, and can be forked and pickled.
+    next sample, and every token in the split except the first is predicted exactly once. Samples may span
+    several documents and shards. Opening a split checks file sizes but reads no tokens. The object is
+    thread-safe, and can be forked and pickled.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:
@@ -56,7 +56,8 @@ class TokenShards:
         if self.num_tokens < seq_len + 1:
             raise _too_short(self.folder, split, self.num_tokens, seq_len)
         self.num_samples = (self.num_tokens - 1) // seq_len
-        """Number of complete samples in one epoch; up to seq_len tokens at the end stay unused."""
+        """Number of complete samples in one epoch; up to seq_len tokens at the end of the split are
+        unused."""
         dtype = np.dtype(file.dtype).newbyteorder("<")
         self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(_map_shard, self.folder, dtype))
 
@@ -64,7 +65,7 @@ class TokenShards:
         return TokenShards, (self.folder, self.split, self.seq_len, False)
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
-        """Return the index of the sample at each position of the training, as int64 in the same shape."""
+        """Return the index of the sample at each training position, as int64 in the same shape."""
         return sample_index(positions, self.num_samples, seed, shuffle)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -85,18 +86,18 @@ class TokenShards:
         return tokens
 
     def places(self, index: int) -> Iterator[tuple[Path, int, int]]:
-        """Yield each shard that a sample spans, with the range of the sample's tokens in that shard."""
+        """Yield each shard that a sample spans, with the range of its tokens within that shard."""
         for shard, first, stop in self._pieces(index * self.seq_len):
             yield self.folder / shard.file, first, stop
 
     def tokens_of(self, shard: Path, first: int, stop: int) -> list[int]:
-        """Return the tokens from `first` up to, but not including, `stop` of a shard."""
+        """Return a shard's tokens from index `first` up to, but not including, index `stop`."""
         num_tokens = next(item.num_tokens for item in self._shards if item.file == shard.name)
         found: list[int] = self._open_shard(shard.name, num_tokens)[first:stop].tolist()
         return found
 
     def _pieces(self, start: int) -> Iterator[tuple[Shard, int, int]]:
-        """Yield each shard of the sample that begins at token `start`, with the range of its tokens there."""
+        """Yield each shard of the sample that begins at token `start`, with its token range in the shard."""
         number, missing = int(np.searchsorted(self._ends, start, side="right")), self.seq_len + 1
         while missing:
             shard = self._shards[number]
@@ -108,17 +109,17 @@ class TokenShards:
 
 
 def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -> npt.NDArray[Any]:
-    """Map the tokens of a shard; raise UsageError if it is truncated, which would shift all later tokens."""
+    """Map a shard's tokens; raise UsageError if it is truncated, which would shift all later tokens."""
     check_shard_size(folder / file, num_tokens * dtype.itemsize)
     return np.memmap(folder / file, dtype=dtype, mode="r")
 
 
 class TokenMixture:
-    """The same split of several prepared datasets, as one sequence of samples in a mixed order.
+    """The same split of several prepared datasets, presented as one sequence of samples in mixed order.
 
-    With `weights`, positions are divided among the datasets in proportion to the weights, and each dataset
-    has its own epochs. Without `weights`, the samples are ordered as if they came from a single dataset.
-    Raises UsageError if the datasets use different tokenizers.
+    With `weights`, positions are divided among the datasets in proportion to the weights, and epochs are
+    counted separately for each dataset. Without `weights`, samples are ordered as if all datasets were a
+    single one. Raises UsageError if the datasets use different tokenizers.
     """
 
     def __init__(self, parts: Sequence[TokenShards], weights: Sequence[int] | None) -> None:
@@ -140,7 +141,7 @@ class TokenMixture:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def describe(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield one line per source with its weight and size; `names` are in the order of the sources."""
+        """Yield one line per source with its weight and size; `names` are the source names in order."""
         assert self.weights is not None
         for name, part, weight in zip(names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)
@@ -148,7 +149,7 @@ class TokenMixture:
             yield f"{100 * share:.4g}% {name}: {part.num_samples:,} samples, an epoch every {epoch:,}"
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
-        """Return the index of the sample at each position of the training, as int64 in the same shape."""
+        """Return the index of the sample at each training position, as int64 in the same shape."""
         if self._schedule is None:
             return sample_index(positions, self.num_samples, seed, shuffle)
         sources, own_positions = self._schedule.at(positions)
@@ -174,9 +175,9 @@ class TokenMixture:
 def open_dataset(
     config: DataConfig, seq_len: int, split: str, checks_sizes: bool = True
 ) -> TokenShards | TokenMixture:
-    """Open the `train` or `val` split of a config's data; prepare the data first if necessary.
+    """Open the `train` or `val` split of a config's data, preparing the data first if necessary.
 
-    The validation split of a mixture consists of the validation splits of its sources. Raises UsageError if
+    A mixture's validation split consists of its sources' validation splits. Raises UsageError if
     the data is unusable or the split is shorter than one sample.
     """
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]

@@ -1,6 +1,6 @@
-"""List the sources of a config with their weights, and find the folders of their token shards.
+"""List the sources in a config with their weights, and find the folders of their token shards.
 
-This module is used in dry runs, so it imports neither numpy nor tokenizers.
+Dry runs use this module, so it imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainkit.errors import UsageError
 from trainkit.shipped import text_preparer
 
 STDLIB = "stdlib"
-"""A source that exists on every machine: the Python sources of the interpreter's standard library."""
+"""A source available on every machine: the Python files of the interpreter's standard library."""
 
 
 def prepared_folder(config: DataConfig) -> Path | None:
-    """Return the folder of token shards that `data.source` refers to, or None for texts or a mixture."""
+    """Return the prepared dataset that `data.source` refers to, or None for texts or a mixture."""
     sources = () if is_mixture(config) else listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
@@ -29,7 +29,7 @@ def prepared_folder(config: DataConfig) -> Path | None:
 
 
 MAX_PERIOD = 100_000
-"""Maximum length of the repeating pattern of alternating sources; weights are rounded to fit it."""
+"""Maximum period of the schedule that interleaves a mixture's sources; weights are rounded to fit it."""
 
 
 def is_mixture(config: DataConfig) -> bool:
@@ -38,11 +38,11 @@ def is_mixture(config: DataConfig) -> bool:
 
 
 def components(config: DataConfig) -> list[DataConfig]:
-    """Return one config per source of a mixture, in order; for any other config, only that config.
+    """Return one config per source of a mixture, in order; without a mixture, return only `config`.
 
-    If `data.val_source` is set, it is prepared with the first source that consists of texts, and no
-    validation data is held out of the other sources. The configs of prepared datasets keep `data.val_source`,
-    so that it is rejected as for a single dataset.
+    If `data.val_source` is set, it is prepared together with the first source that is not a prepared dataset,
+    and no validation data is split off from any source. The configs of prepared datasets keep
+    `data.val_source`, so that it is rejected, as it is for a single dataset.
     """
     if not isinstance(config.source, Mapping):
         return [config]
@@ -60,7 +60,7 @@ def components(config: DataConfig) -> list[DataConfig]:
 
 
 def integer_weights(config: DataConfig) -> tuple[int, ...]:
-    """Return the weights of a mixture in lowest terms, such as (7, 3) for 0.7 and 0.3.
+    """Return a mixture's weights in lowest terms, such as (7, 3) for 0.7 and 0.3.
 
     The sum of the weights is at most about `MAX_PERIOD`. Weights that would need a larger sum are rounded,
     but not below 1.
@@ -77,7 +77,7 @@ def integer_weights(config: DataConfig) -> tuple[int, ...]:
 
 
 def refuse_val_source(config: DataConfig, folder: Path) -> None:
-    """Raise UsageError if `data.val_source` is set for a prepared dataset, which has a split of its own."""
+    """Raise UsageError if `data.val_source` is set for a prepared dataset, which has its own `val` split."""
     if listed(config.val_source):
         raise UsageError(
             f"data.val_source is set, but {folder} is a prepared dataset with its own validation split",
@@ -86,7 +86,7 @@ def refuse_val_source(config: DataConfig, folder: Path) -> None:
 
 
 def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
-    """Return the sources in a config value; there may be one, several or none."""
+    """Return the sources in a config value as a tuple, which may be empty."""
     if source is None:
         return ()
     assert not isinstance(source, Mapping), "a mixture has one config per source"
@@ -94,18 +94,18 @@ def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[st
 
 
 def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
-    """Return whether a config's data has a `val` split; prepare the data first if necessary."""
+    """Return whether a config's data has a `val` split, preparing the data first if necessary."""
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
     return any(read_dataset_file(folder).num_tokens(VAL) > 0 for folder in folders)
 
 
 def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
-    """Return the folder with the token shards of a config that is not a mixture.
+    """Return the folder that contains the token shards for a config that is not a mixture.
 
     If `data.source` is a prepared dataset, it is used directly, with its own tokenizer. Other sources are
-    tokenised once, into the cache. If several processes call this function at the same time, one of them
-    prepares the data and the others wait. With `checks_sizes`, a cached dataset with missing or truncated
-    shards is prepared again. Raises UsageError for unusable sources and for a cache that is not writable.
+    tokenised once and cached. If several processes call this function at the same time, one of them prepares
+    the data while the others wait. If `checks_sizes` is True, a cached dataset with missing or truncated
+    shards is prepared again. Raises UsageError if a source is unusable or the cache is not writable.
     """
     folder = prepared_folder(config)
     if folder is None:

@@ -28,9 +28,9 @@ from trainkit.scheduler import JobInfo
 
 
 def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:
-    """Return the history of a run, its status, and its job as Slurm describes it.
+    """Return a run's history, its status, and Slurm's information about its job.
 
-    `warn` receives a message if Slurm does not respond. A trial that has not started need not have a run
+    `warn` receives a message if Slurm does not respond. A trial that has not started might not have a run
     folder.
     """
     record, job = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))
@@ -42,7 +42,7 @@ def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunSt
 
 
 def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[str], None]) -> RunStatus:
-    """Return the status of a trial that has not started; only the group knows that status."""
+    """Return the status of a trial that has not started, using the group's records."""
     seen, trial, plan = query_group(group, warn), group.trial(index), PlanRecord(group.record.plan)
     known = next(one for one in seen.trials if one.index == trial.index)
     place = replace(
@@ -57,7 +57,7 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
         name=f"{group.name}/{index}",
         state=known.state,
         reason=known.reason,
-        attempt=None if known.job_id is None else 1,  # The array task records attempt 1 when it starts.
+        attempt=None if known.job_id is None else 1,  # the array task becomes attempt 1 when it starts
         job_id=known.job_id,
         place=place,
         command=plan.command,
@@ -66,12 +66,12 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
 
 
 def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
-    """Return the status of a group, after searching Slurm for jobs whose submission is unconfirmed.
+    """Return a group's status after searching Slurm for jobs whose submission was not confirmed.
 
-    The trials are ranked by `metric` or, by default, by the metric that their config selects. Raises
+    The trials are ranked by `metric` or, if it is None, by the metric that the trials' configs select. Raises
     UsageError if no trial has logged `metric`.
     """
-    # imported here because it is slow to import and most runs are in no group
+    # imported here because it is slow to import, and few runs are in a group
     from trainkit.backends.slurm.group_parts import recover_parts
 
     recover_parts(group)
@@ -79,7 +79,7 @@ def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None
 
 
 def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> GroupStatus:
-    """Return the status of a group; calls `query` once for all jobs of the group.
+    """Return a group's status, calling `query` once for all of its jobs.
 
     The trials are ranked by `metric`, as in `query_group`.
     """
@@ -96,9 +96,9 @@ def read_all(
 ) -> tuple[list[RunStatus | GroupStatus], int]:
     """Return the status of all known runs and groups, newest first, with a single `query` of Slurm.
 
-    `max_ended` limits how many ended runs are read; the second return value is the number of ended runs that
-    were skipped. `histories` keeps the history of each run for the next call. `warn` receives a message for
-    each group that cannot be read. If `below` is given, only runs in that folder are returned.
+    `max_ended` limits how many ended runs are read; the second return value is the number of ended runs
+    skipped. `histories` caches each run's history for the next call. `warn` receives a message for each group
+    that cannot be read. If `below` is given, only runs in that folder are returned.
     """
     known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0

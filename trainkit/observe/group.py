@@ -1,6 +1,6 @@
 """Determines the status of a group of runs.
 
-A group can be large, so only small files and the ends of large files are read.
+A group can have many runs, so only small files and the ends of large files are read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from trainkit.scheduler import JobInfo, JobState, on_cluster
 TRIALS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
 IN_END = ("val_loss", "loss")
-"""The metrics whose result is in end.json: the best value or, for ``loss``, the last value."""
+"""The metrics whose results end.json records: the best value of ``val_loss``, and the last value of
+``loss``."""
 FAILED = ("failed", "died", "unknown")
 """The states that need the user's attention, worst first."""
 ORDER = (
@@ -72,84 +73,85 @@ ORDER = (
 
 
 def count_states(states: Iterable[str]) -> dict[str, int]:
-    """Return the number of runs in each state, most urgent state first."""
+    """Return the number of runs in each state, ordered from most to least urgent."""
     counts = Counter(states)
     return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
 
 
 def state_counts(states: Mapping[str, int]) -> str:
-    """Return the counts of states as text, such as ``3 running, 97 pending``."""
+    """Return state counts as text, such as ``3 running, 97 pending``."""
     return ", ".join(f"{count:,} {state}" for state, count in states.items())
 
 
 @dataclass(frozen=True)
 class TrialFiles:
-    """The content of the files of a trial."""
+    """The contents of a trial's files."""
 
     trial: Trial
     job_id: str | None
-    """The job id of the newest attempt; None if it is unknown."""
+    """The job ID of the newest attempt; None if unknown."""
     entry: AttemptRecord = NOT_CREATED
-    """The record of the newest attempt in job.json. The attempt number in the record is 0 if the trial has no
-    folder yet."""
+    """The newest attempt's record in job.json. The record's attempt number is 0 if the trial has no folder
+    yet."""
     end: AttemptEnd | None = None
     seen: Attempt | None = None
-    """The newest attempt as its `STATE_EVENTS` describe it; None if the attempt has ended."""
+    """The newest attempt, as described by its `STATE_EVENTS`; None if the attempt has ended."""
     results: Mapping[str, Best | None] = field(default_factory=dict)
-    """Maps each metric that may rank the group to this trial's result, or to None if the trial has
+    """Maps each metric that may rank the group to the trial's result, or to None if the trial has
     diverged."""
     diverged_since: int | None = None
     step: int | None = None
-    """The newest logged step; None if the trial has ended."""
+    """The last logged step; None if the trial has ended."""
     has_metrics: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Return whether the newest attempt has ended and the trial will not restart."""
+        """Return whether the newest attempt has ended and the trial will not be restarted."""
         return self.end is not None and not self.end.resumes
 
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """The state of a trial at one moment."""
+    """The state of a trial when the group was read."""
 
     index: int
     values: dict[str, object]
-    """The swept values of the trial by config key. Texts that are numbers are converted to numbers."""
+    """The trial's swept values, keyed by config key. Strings that represent numbers are converted to
+    numbers."""
     state: str
-    """The state of the trial; possible values are as in `trainkit.observe.status.RunStatus.state`."""
+    """The trial's state, one of the values of `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
     job_id: str | None
     best: Best | None
-    """The trial's result so far in the metric that ranks the group; None if there is none or the trial has
-    diverged."""
+    """The trial's current result for the metric that ranks the group; None without a result or if the trial
+    has diverged."""
     run_dir: str
     diverged_since: int | None = None
-    """The step since which every logged value of the loss, or of the metric that ranks the group, is NaN or
-    infinite; None if the trial has not diverged."""
+    """The step at which the loss, or the metric that ranks the group, became NaN or infinite and stayed so;
+    None if the trial has not diverged."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
-    """The cluster of the job; None for the cluster of this host."""
+    """The job's cluster; None for this host's own cluster."""
     written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """The swept values as the user wrote them."""
     step: int | None = None
-    """The newest logged step; for a trial that has ended, its last step."""
+    """The last logged step, or the last step of a trial that has ended."""
     age_s: float | None = None
     """Seconds since the newest attempt was submitted; None if unknown."""
 
     @property
     def score(self) -> float | None:
-        """Return the trial's best value in the metric that ranks the group; None without a result."""
+        """Return the trial's result for the metric that ranks the group, or None if there is no result."""
         return None if self.best is None else self.best.value
 
     @property
     def problem(self) -> str:
-        """Return the reason of the trial's state as one line; an empty text if there is no problem."""
+        """Return the reason for the trial's state on one line, or an empty string if there is no problem."""
         if self.state in ("running", "finished") and self.diverged_since is None:
             return ""
         return " ".join((self.reason or "").split())
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of the given keys as texts, with ``-`` for keys that the trial lacks."""
+        """Return the trial's values for the given keys as text, with ``-`` for missing keys."""
         return [masked_value(self.written[key], key) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
@@ -159,14 +161,14 @@ class TrialStatus:
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """The state of a group at one moment."""
+    """The state of a group when it was read."""
 
     name: str
     run_dir: str
     job_id: str | None
     array: str
     keys: list[str]
-    """The config keys that differ between the trials."""
+    """The config keys whose values differ between the trials."""
     num_nodes: int | None
     workers_per_node: int | None
     age_s: float | None
@@ -177,12 +179,12 @@ class GroupStatus:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return the number of trials in each state, most urgent state first."""
+        """Return the number of trials in each state, ordered from most to least urgent."""
         return count_states(trial.state for trial in self.trials)
 
     @property
     def is_active(self) -> bool:
-        """Return whether any trial may still make progress."""
+        """Return whether any trial can still make progress."""
         return any(state in ACTIVE_STATES for state in self.states)
 
     @property
@@ -197,7 +199,7 @@ class GroupStatus:
         return sorted(most_relevant(self, MAX_ROWS), key=attrgetter("index"))
 
     def columns(self) -> list[Column]:
-        """Return the columns that a notebook shows for `shown_trials`."""
+        """Return the table columns that a notebook shows for `shown_trials`."""
         trials, keys = self.shown_trials, self.keys[:MAX_KEYS]
         texts = [trial.texts(keys) for trial in trials]
         return [
@@ -209,7 +211,7 @@ class GroupStatus:
         ]
 
     def summary(self) -> str:
-        """Return the name and the states on one line, with a note if rows or keys are omitted."""
+        """Return the group's name and state counts on one line, with a note if rows or keys are omitted."""
         parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
         for whole, limit, word in ((self.trials, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
             if len(whole) > limit:
@@ -237,13 +239,13 @@ class GroupStatus:
 
 
 class GroupFiles:
-    """Contains data from the files of all trials of a group, which are read once.
+    """Contains the data from the files of all trials in a group; each file is read once.
 
-    The method `status` combines this data with the state of the jobs in Slurm.
+    The method `status` combines the data with the state of the Slurm jobs.
     """
 
     def __init__(self, group: RunGroup, metric: str | None = None) -> None:
-        """Read the files of a group; rank its trials by `metric`, or else by the metric of the config.
+        """Read a group's files and rank its trials by `metric`, or by the config's metric if it is None.
 
         Raises UsageError if no trial has logged `metric`.
         """
@@ -264,7 +266,7 @@ class GroupFiles:
             for files in self.trials
             if files.job_id is not None
         }
-        """Maps the index of each trial to its job, in the form that Slurm commands accept."""
+        """Maps each trial's index to its job, in the form that Slurm commands accept."""
 
     @property
     def open_ids(self) -> list[str]:
@@ -276,11 +278,11 @@ class GroupFiles:
         ]
 
     def _is_here(self, files: TrialFiles) -> bool:
-        """Return whether the supervisor of a trial's newest or next attempt runs without Slurm."""
+        """Return whether a supervisor without Slurm runs the trial's newest or next attempt."""
         return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
     def _cluster(self, files: TrialFiles) -> str | None:
-        """Return the name of the job's cluster if Slurm commands on this host must specify it, else None."""
+        """Return the cluster's name if Slurm commands on this host need it to find the job, else None."""
         record = files.entry if files.entry.attempt else self.group.record
         if record.cluster not in self._elsewhere:
             self._elsewhere[record.cluster] = record.elsewhere
@@ -288,11 +290,11 @@ class GroupFiles:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all trials have ended and none of them will restart."""
+        """Return whether all trials have ended and none of them will be restarted."""
         return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
-        """Return the status of the group; `jobs` is None if Slurm could not be queried."""
+        """Return the group's status; `jobs` is None if Slurm could not be queried."""
         record, plan = self.group.record, PlanRecord(self.group.record.plan)
         return GroupStatus(
             name=self.group.name,
@@ -337,10 +339,10 @@ class GroupFiles:
             return "unknown", "it is unknown whether the job was submitted"
         name = self.jobs[files.trial.index]
         job = None if jobs is None else jobs.get(name)
-        # A job is missing from `jobs` if its cluster did not respond.
+        # A job is missing from `jobs` if the job's cluster did not respond to the query.
         alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
         if not files.entry.attempt:
-            # The array task of this trial has not created the run folder yet.
+            # The array task for this trial has not created the run folder yet.
             if alive is False and self.group.record.cancelled_at is not None:
                 return "cancelled", "cancelled before it started"
             return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
@@ -366,7 +368,7 @@ class GroupFiles:
 
 
 def _configured(group: RunGroup) -> Ranking | None:
-    """Return the ranking on which the configs of all trials agree; None if they differ."""
+    """Return the ranking selected by the configs of all trials, or None if the configs differ."""
     own = Record(group.record.config).record("checkpoint")
     common = {BEST_METRIC: own.text("best_metric"), BEST_MODE: own.text("best_mode")}
     others = (trial.config for trial in group.trials.values() if not trial.config.keys().isdisjoint(common))
@@ -382,7 +384,7 @@ def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFile
     created = group.created()
     found = {index: TrialFiles(trial, group.task_id(index)) for index, trial in trials.items()}
     shares = [created[first : first + TRIALS_PER_TASK] for first in range(0, len(created), TRIALS_PER_TASK)]
-    from concurrent.futures import ThreadPoolExecutor  # imported here because it is slow to import
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, so imported only here
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for share in readers.map(lambda share: [_read(group, index, rankings) for index in share], shares):
@@ -391,7 +393,8 @@ def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFile
 
 
 def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFiles:
-    # Join the path as text and parse only the newest attempt, because a group may have ten thousand trials.
+    # Join the path as a string and parse only the newest attempt's record, because a group may have ten
+    # thousand trials.
     folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
@@ -400,12 +403,12 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
     best = None if end is None or end.resumes else end.best
     # An unreadable file of one trial must not hide the other trials.
     since = None
-    # Check only the training loss: if the validation loss had diverged, end.json would contain no best
+    # Check only the training loss: if the validation loss had diverged, end.json would not contain a best
     # result.
     if best is not None:
         with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl", "loss")
-            # The newest attempt may compute these steps again.
+            # Check the whole run, because the newest attempt may have recomputed the diverged steps.
             if since is not None:
                 since = diverged_since(group.run(index))
     results = {} if best is None else {best.metric: None if since is not None else best}
@@ -426,7 +429,7 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
                 results[ranking.metric] = own.result
         files = replace(files, results=results, diverged_since=since)
         if not files.is_over:
-            # A COMMAND need not write metrics, so an existing log of rank 0 shows that the run has begun.
+            # A COMMAND might not write metrics, but an existing rank 0 log shows that the attempt has begun.
             is_command = PlanRecord(group.record.plan).is_command
             is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
             has_metrics = run.metrics_file.exists() or is_printing
@@ -452,13 +455,13 @@ FIGURES = ("trial", "state", "step", "age")
 
 
 def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) -> str | None:
-    """Return the column with this name, a key (in full or short form) or one of `figures`; else None."""
+    """Return the column called `name`: a key (in full or short form) or one of `figures`; else None."""
     columns = {**dict(zip(short_keys(keys), keys, strict=True)), **{one: one for one in (*keys, *figures)}}
     return columns.get(name) or {short.lower(): column for short, column in columns.items()}.get(name.lower())
 
 
 def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
-    """Return the trials in ascending order of a column; if it is None, ordered by result, the best first.
+    """Return the trials in ascending order of a column; for None, ordered by result, best first.
 
     If a config key and one of `FIGURES` have the same name, the key is used.
     """
@@ -474,6 +477,6 @@ def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
 
 
 def value_order(value: Any) -> tuple[bool, bool, float, str]:
-    """Return a sort key for a value: numbers come first, then texts, then None."""
+    """Return a sort key for a value: numbers come first, then strings, then None."""
     is_number = isinstance(value, (int, float)) and not math.isnan(value)
     return value is None, not is_number, value if is_number else 0.0, cell(value)

@@ -1,4 +1,4 @@
-"""Finds the log of a rank, reads its last lines and follows it."""
+"""Finds the log of a rank, reads its last lines, and follows it while it grows."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trainkit.run.rundir import AttemptDir, RunDir
 N = TypeVar("N", int, float)
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
-"""Maximum size in bytes of a log whose lines are counted, so that the last lines can be numbered."""
+"""Maximum size in bytes of a log whose lines are counted to find the line numbers of its last lines."""
 MAX_LINE = 1000
 """Maximum number of characters per line that are searched and shown."""
 MAX_LAST_LINES = 400
-"""Number of lines at the end of a log that are searched for errors. Earlier errors do not count, because
-the program survived them."""
+"""Number of lines at the end of a log that are searched for errors. Earlier errors are ignored, because the
+program continued after them."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def clean(line: str) -> str:
     """Return a line without control characters, truncated to `MAX_LINE` characters."""
-    line = line.rpartition("\r")[2] or line  # a progress bar overwrites its line
+    line = line.rpartition("\r")[2] or line  # a progress bar overwrites its line after a carriage return
     return _CONTROL.sub("", line[: 4 * MAX_LINE])[:MAX_LINE].rstrip()
 
 
 def last_lines(path: Path) -> tuple[list[str], int | None]:
-    """Return the last lines of a log, and the line number of the first of them, or None if it is unknown.
+    """Return a log's last lines, and the line number of the first one, or None if the number is unknown.
 
     Returns no lines if the log is empty, missing or unreadable.
     """
@@ -56,7 +56,7 @@ def last_lines(path: Path) -> tuple[list[str], int | None]:
 
 
 def last_texts(path: Path, count: int) -> list[str]:
-    """Return the last `count` complete lines of a file for a live view; none if the file cannot be read."""
+    """Return a file's last `count` complete lines for a live view; none if the file cannot be read."""
     try:
         with open_file(path) as stream:
             lines = islice(reversed_lines(stream, stream.seek(0, os.SEEK_END)), 1, count + 1)
@@ -66,9 +66,9 @@ def last_texts(path: Path, count: int) -> list[str]:
 
 
 def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> int:
-    """Return the position at which the last `count` lines of a file begin.
+    """Return the byte offset at which the last `count` lines of a file begin.
 
-    With `unfinished`, a last line without a line end is counted too.
+    If `unfinished` is True, a last line without a newline is counted too.
     """
     end = stream.seek(0, os.SEEK_END)
     lines = reversed_lines(stream, end)
@@ -80,7 +80,7 @@ def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> 
 
 POLL_S = 0.1
 LISTING_S = 1.0
-"""Seconds between two searches for new logs, because some ranks start late."""
+"""Seconds between searches for new logs, because some ranks start late."""
 
 
 def _start_of_last(path: Path, count: int) -> int:
@@ -94,7 +94,7 @@ def _start_of_last(path: Path, count: int) -> int:
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
     """Return whether a run has ended and will not resume automatically.
 
-    `alive` tells whether the run's job is alive; it is None if that is unknown.
+    `alive` is True if the run's job is alive, False if not, and None if unknown.
     """
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
@@ -109,7 +109,7 @@ def follow(
     is_alive: Callable[[], bool | None],
     last: int | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield each new line in the chosen logs, beginning with `first_attempt`, until the run is over.
+    """Yield each new line in the chosen logs, starting with `first_attempt`, until the run is over.
 
     Each item is a pair of the log's name, such as ``rank-0000``, and the line. If `last` is given, only the
     last N existing lines of each log are yielded before the new lines.
@@ -120,17 +120,18 @@ def follow(
         tails: dict[str, Tail] = {}
         listed_s = float("-inf")
         while True:
-            # Check the state before reading the logs, so that no line written before the end is missed.
+            # Check the state before reading the logs, so that lines written before the run ended are not
+            # missed.
             over = run_is_over(run, is_alive())
             if over and run.follow():
-                continue  # The run folder was moved during the check.
+                continue  # The run folder was moved while the state was checked.
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path.name not in tails:
                         tails[path.name] = Tail(path, 0 if last is None else _start_of_last(path, last))
-                    tails[path.name].path = path  # The run folder may have been moved.
+                    tails[path.name].path = path  # The run folder may have been moved, so update the path.
             for tail in tails.values():
                 for text in tail.texts(unfinished=passed):
                     yield tail.path.stem, text
@@ -143,17 +144,17 @@ def follow(
 
 
 SEARCHED_BYTES = 65_536
-"""Number of bytes at the end of a COMMAND's log that are searched for its progress. A progress bar can be
-a single long line."""
+"""Number of bytes at the end of a COMMAND's log that are searched for its step and loss. The number is large
+because a progress bar can be a single long line."""
 
 
 def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float | None]:
-    """Return the last step and the last loss that a COMMAND has printed, matched with ``logging.pattern``."""
+    """Return the last step and loss that a COMMAND has printed, as matched by ``logging.pattern``."""
     with open_file(log) as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
         text = stream.read().decode(errors="replace")
-    # A progress bar overwrites its line, so a carriage return also ends a line. The text after the last line
-    # end is incomplete, so drop it.
+    # A progress bar ends its line with a carriage return instead of a newline. Drop the text after the last
+    # line end, because it is incomplete.
     lines = reversed(re.split(r"[\r\n]", text)[:-1])
     found = None if pattern is None else next(filter(None, map(re.compile(pattern).search, lines)), None)
     values = {} if found is None else found.groupdict()
@@ -164,15 +165,15 @@ def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
     try:
         return None if text is None else kind(text)
     except ValueError:
-        return None  # The pattern may also match text that is not a number.
+        return None  # The pattern may also match text that is not numeric.
 
 
 MAX_NODES = 1_000_000
-"""A plan with more nodes than this is taken to be damaged."""
+"""A plan with more nodes is considered damaged."""
 
 
 def ranks_of_nodes(plan: PlanRecord) -> list[range]:
-    """Return the ranks on each node; an empty list if they are unknown."""
+    """Return the ranks on each node, or an empty list if they are unknown."""
     sizes = plan.values.get("node_sizes")
     if not isinstance(sizes, list):
         num_nodes = plan.count("num_nodes") or 0
@@ -183,7 +184,7 @@ def ranks_of_nodes(plan: PlanRecord) -> list[range]:
 
 
 def log_of(attempt: AttemptDir, plan: PlanRecord, rank: int) -> Path:
-    """Return the log that contains the output of a rank.
+    """Return the path of the log that contains a rank's output.
 
     A launcher such as torchrun writes the output of all ranks on a node to one log.
     """

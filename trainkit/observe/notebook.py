@@ -1,4 +1,4 @@
-"""Shows runs in a notebook as small HTML tables in the colours of the page; secrets are masked."""
+"""Shows runs in a notebook as small HTML tables in the page's colours, with secrets masked."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from trainkit.terminal import plain
 MAX_CELL = 200
 """Maximum number of characters in a cell."""
 MAX_MASKED = 10_000
-"""Number of leading characters that are checked for secrets before a text is truncated to `MAX_CELL`."""
+"""Number of leading characters to search for secrets before a text is truncated to `MAX_CELL`."""
 MAX_KEYS = 12
-"""Maximum number of columns for config keys that differ between the runs of a group."""
+"""Maximum number of columns for the config keys that differ between the runs of a group."""
 MAX_ROWS = 20
 LEFT = ' style="text-align:left"'
-"""Left-aligns a cell; notebooks right-align all cells, which suits numbers."""
+"""Left-aligns a cell; by default, notebooks right-align all cells, which suits numbers."""
 WIDTH, HEIGHT = 120, 24
-"""Width and height of a curve in pixels."""
+"""Width and height of a sparkline in pixels."""
 MARGIN = 2
 
 
 class Markup(str):
-    """A cell whose text is HTML already."""
+    """A table cell whose text is already HTML."""
 
     __slots__ = ()
 
 
 Column = tuple[str, Sequence[object]]
-"""A column: its heading and its cells. A cell with None is shown as empty."""
+"""A table column: its heading and its cells. A cell whose value is None is shown as empty."""
 
 
 def table(columns: Iterable[Column]) -> str:
-    """Return a table with columns of equal length; columns whose cells are all None are omitted."""
+    """Return an HTML table with columns of equal length; columns whose cells are all None are omitted."""
     shown = [(name, cells) for name, cells in columns if any(one is not None for one in cells)]
     head = "".join(f"<th{LEFT}>{_text(name)}</th>" for name, _ in shown)
     names = [name for name, _ in shown]
@@ -46,7 +46,7 @@ def table(columns: Iterable[Column]) -> str:
 
 
 def details(values: Mapping[str, object]) -> str:
-    """Return a table of names and values; values that are None are omitted."""
+    """Return an HTML table of names and values, omitting values that are None."""
     rows = (
         f"<tr><th{LEFT}>{_text(name)}</th><td{LEFT}>{_cell(name, value)}</td></tr>"
         for name, value in values.items()
@@ -56,12 +56,12 @@ def details(values: Mapping[str, object]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return HTML for a line of text above or below a table."""
+    """Return HTML for a line of text above or below an HTML table."""
     return f"<p>{_text(text)}</p>"
 
 
 def sparkline(points: Sequence[tuple[float, float]], name: str) -> Markup | None:
-    """Return a small image with a curve of finite points, oldest first; None for fewer than two points."""
+    """Return a small image of a curve through finite points, oldest first; None for fewer than two points."""
     if len(points) < 2:
         return None
     every = -(-len(points) // WIDTH)
@@ -77,7 +77,7 @@ def sparkline(points: Sequence[tuple[float, float]], name: str) -> Markup | None
 
 
 def _scaled(values: Sequence[float], size: int) -> list[float]:
-    """Scale values to pixels, with a margin at both ends; equal values are drawn in the middle."""
+    """Scale values to pixels with a margin at both ends; equal values are placed in the middle."""
     low, high = min(values), max(values)
     # Halve the values first, because the difference of two very large numbers would overflow to infinity.
     span = high / 2 - low / 2
@@ -87,13 +87,13 @@ def _scaled(values: Sequence[float], size: int) -> list[float]:
 
 
 def shortened(value: object) -> str:
-    """Return the shortened `repr` of a value that a function returned.
+    """Return a shortened `repr` of a function's return value.
 
-    Secrets in strings are masked before the strings are truncated.
+    Secrets in strings are masked before truncation.
     """
     try:
         return _SHORT.repr(value)
-    # An error in a class of the user must not hide the rest of the table.
+    # An exception in a user-defined `__repr__` must not hide the rest of the table.
     except Exception as error:
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
 
@@ -121,8 +121,8 @@ def _cell(name: str, value: object) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text as one line of HTML; characters that cannot be encoded are removed."""
-    import html  # imported here because it is slow to import and no command shows HTML
+    """Return a text as one line of HTML, without characters that cannot be encoded."""
+    import html  # imported here because it is slow to import, and only notebooks need HTML
 
     line = plain(clean(" ".join(text.split()))).encode("utf-8", "replace").decode()
     return html.escape(line if len(line) <= MAX_CELL else f"{line[: MAX_CELL - 1]}…")

@@ -1,7 +1,7 @@
-"""Chooses the metric by which a set of runs is ranked, and reads each run's result in that metric.
+"""Chooses the metric for ranking a set of runs, and reads each run's result for that metric.
 
-A run's result is the best value of the metric or, for the training loss, the last value. A run that has
-diverged has no result, because its model is lost even if a good value was logged earlier.
+A run's result is the metric's best value or, for the training loss, its last value. A run that has diverged
+has no result, because its model is unusable even if a good value was logged earlier.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
 Mode = Literal["min", "max"]
-"""Whether the lowest or the highest value of a metric is the best, as in ``checkpoint.best_mode``."""
+"""Whether a metric's lowest or highest value is the best, as in ``checkpoint.best_mode``."""
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
-"""Keys in metrics.jsonl that describe a step and are not metrics."""
+"""Keys in metrics.jsonl that are not metrics but describe a step."""
 LESS = "loss err error nll ppl perplexity wer cer mse rmse mae fid"
-"""Words in the name of a metric that mean that lower values are better. Words in `LESS` take precedence over
+"""Words in a metric's name that mean that lower values are better. Words in `LESS` take precedence over
 those in `MORE`."""
 MORE = (
     "acc accuracy top f1 f1score auc auroc ap map precision recall bleu rouge rougel iou miou dice psnr ssim"
     " r2 exact_match mrr ndcg success_rate spearman pearson mcc reward return score mfu per_s"
 )
-"""Words in the name of a metric that mean that higher values are better, as in ``val_top1`` and
+"""Words in a metric's name that mean that higher values are better, as in ``val_top1`` and
 ``tokens_per_s``."""
 NUM_READERS = 4
-"""Number of threads that read runs in parallel. On a network file system, reading one file takes about a
+"""Number of threads for reading runs in parallel. On a network file system, reading one file takes about a
 millisecond."""
 MAX_MEASURED = 16_384
-"""Maximum number of results of ended runs that are cached."""
+"""Maximum number of results of ended runs to cache."""
 MAX_NAMED = 20
-"""Maximum number of runs whose metric names are listed in the hint of an error."""
+"""Maximum number of runs whose metric names are listed in an error's hint."""
 MAX_NAMES = 40
-"""Maximum number of metric names in the hint of an error."""
+"""Maximum number of metric names to list in an error's hint."""
 
 
 def mode_of(metric: str) -> Mode:
-    """Return whether lower or higher values of a metric are better, judged by the words in its name."""
+    """Return whether lower or higher values of a metric are better, judging by the words in its name."""
     spelled = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric), metric)
     names = " ".join(f"_{re.sub(r'[^a-z0-9]+', '_', name.lower())}_" for name in spelled)
     less, more = (
@@ -67,20 +67,20 @@ def mode_of(metric: str) -> Mode:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The metric by which runs are ranked, and whether lower or higher values are better."""
+    """The metric for ranking runs, and whether lower or higher values are better."""
 
     metric: str
     mode: Mode = "min"
 
     @property
     def label(self) -> str:
-        """Return the label of a result: ``best val_loss``, ``best accuracy (max)`` or ``last loss``."""
+        """Return the label for a result: ``best val_loss``, ``best accuracy (max)`` or ``last loss``."""
         which = "last" if self.metric == "loss" else "best"
         return f"{which} {self.metric}" + (" (max)" if self.mode == "max" else "")
 
     @property
     def heading(self) -> str:
-        """Return the heading of a column with results: ``BEST VAL_LOSS`` or ``BEST ACCURACY (max)``."""
+        """Return the heading for a column of results: ``BEST VAL_LOSS`` or ``BEST ACCURACY (max)``."""
         which, _, name = self.label.partition(" ")
         return f"{which.upper()} {name.replace(self.metric, self.metric.upper(), 1)}"
 
@@ -96,9 +96,10 @@ VAL_LOSS, LOSS = Ranking("val_loss"), Ranking("loss")
 
 
 def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
-    """Return the ranking that ``checkpoint.best_metric`` and ``best_mode`` define; configs have dotted keys.
+    """Return the ranking that ``checkpoint.best_metric`` and ``best_mode`` define in `configs` (dotted keys).
 
-    Returns None if the readable configs differ, or if they do not keep a best checkpoint.
+    Returns None if the configs differ or do not keep a best checkpoint; configs that cannot be read are
+    ignored.
     """
     own = map(Record, filter(None, configs))
     found = {(one.text(BEST_METRIC), one.text(BEST_MODE)) for one in own}
@@ -107,7 +108,7 @@ def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
 
 
 def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
-    """Return the rankings to try, in order; the first one with a result for any run is used."""
+    """Return the rankings to try in order; the first one for which any run has a result is used."""
     known = [*([] if configured is None else [configured]), VAL_LOSS, LOSS]
     if asked is None:
         return known
@@ -117,18 +118,18 @@ def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a run in one metric."""
+    """A run's result for one metric."""
 
     result: Best | None = None
-    """The best value or, for the loss, the last value; None if there is none or the run has diverged."""
+    """The best value or, for the loss, the last value; None if there is no value or the run has diverged."""
     diverged_since: int | None = None
-    """The step since which every value of the loss, the validation loss or the metric is NaN or infinite;
+    """The step at which the loss, the validation loss or the metric became NaN or infinite and stayed so;
     None if the run has not diverged."""
     is_logged: bool = False
 
 
 def measure(run: RunDir, ranking: Ranking) -> Measured:
-    """Read the result of a run in a metric; raise OSError if a file cannot be read."""
+    """Read a run's result for a metric; raise OSError if a file cannot be read."""
     metric, since = ranking.metric, diverged_since(run)
     if metric in NOT_METRICS:
         return Measured(None, since)
@@ -138,12 +139,13 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
     begins = first_steps(run, read_events(run, *BEGINNINGS))
     values = by_step(read_events(run, "evaluated"), metric, begins) if metric == "val_loss" else {}
     if not values:
-        # Preselect lines by the metric's name only if JSON writes the name without escapes, because another
-        # program may escape it differently.
+        # Preselect lines by the metric's name only if JSON needs no escapes for the name, because other
+        # programs may escape it differently.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
         values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
-    # A metric without any finite value was not measured, but a loss without any finite value has diverged.
+    # A metric without finite values is considered not measured, but a loss without finite values is
+    # considered diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))
     if since is None and is_logged:
         for step, value in reversed(values.items()):
@@ -157,7 +159,7 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
 def measure_ended(run: RunDir, ranking: Ranking) -> Measured:
     """Call `measure` for a run that has ended, and cache the result until the run's files change.
 
-    The cache helps `watch`, which asks for the results every few seconds.
+    The cache speeds up `watch`, which reads the results every few seconds.
     """
     files = (run.metrics_file, run.events_file)
     found = [file.stat() if file.exists() else None for file in files]
@@ -183,12 +185,12 @@ def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -
 def rank(
     runs: Sequence[RunDir], asked: str | None, configured: Ranking | None
 ) -> tuple[Ranking, list[Measured]]:
-    """Return the first of the `candidates` with a result for any run, and the results of all runs.
+    """Return the first of the `candidates` for which any run has a result, and the results of all runs.
 
     The runs are read in parallel. Raises UsageError if no run has logged the requested metric, and OSError if
     a file cannot be read.
     """
-    from concurrent.futures import ThreadPoolExecutor  # imported here because it is slow to import
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, so imported only here
 
     found = list[Measured]()
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -202,10 +204,10 @@ def rank(
 
 
 class UnknownMetricError(UsageError):
-    """Raised for a requested metric that no run has logged."""
+    """Raised if no run has logged the requested metric."""
 
     def __init__(self, metric: str, runs: Sequence[RunDir]) -> None:
-        # Other programs chose these names, so they may contain secrets and control characters.
+        # Mask secrets and remove control characters, because other programs may have chosen these names.
         self.names = sorted(clean(mask_secrets(name)) for name in logged_names(runs[:MAX_NAMED]))
         logged = (
             f"the runs logged {_some(self.names)}" if self.names else "the runs have logged no metric yet"
@@ -214,7 +216,7 @@ class UnknownMetricError(UsageError):
         self.metric = metric
 
     def as_sort_key(self, columns: Iterable[str]) -> UsageError:
-        """Return the error to show if ``--sort`` named the metric; the hint then also lists `columns`."""
+        """Return the error for a metric requested by ``--sort``; its hint also lists `columns`."""
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",
@@ -223,7 +225,7 @@ class UnknownMetricError(UsageError):
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names in a list as text for a hint, and the number of omitted names."""
+    """Return a list's first names as text for a hint, with the number of omitted names."""
     more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 

@@ -1,4 +1,4 @@
-"""Determines the status of a run from its files, its job record and Slurm."""
+"""Determines a run's status from its files, its job record and Slurm."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 FlatConfig = dict[str, Any]
 """Maps dotted config keys to their JSON values."""
 STALE_S = 60.0
-"""Age of the newest metrics, in seconds, that causes a warning if it also exceeds `STALE_INTERVALS` usual
-intervals."""
+"""Age of the newest metrics, in seconds, above which a warning is shown if `STALE_INTERVALS` usual logging
+intervals have passed too."""
 STALE_INTERVALS = 10
 STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continued")
-"""The events that `attempt_state` requires."""
+"""The events that `attempt_state` needs to determine an attempt's state."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
-"""The states of a run that may still make progress."""
+"""The states of a run that can still make progress."""
 BATCH_LOG_LINES = 10
 MAX_SIZES = 8
-"""Maximum number of attempts for which the number of nodes is shown."""
+"""Maximum number of attempts whose node counts are shown."""
 FAILURE_LOG_LINES = 8
 CLOCKS_S = 2.0
-"""Seconds by which the clocks of two hosts in a cluster may differ."""
+"""Seconds by which the clocks of two hosts in a cluster may disagree."""
 
 
 LAST_KEYS = (
@@ -80,7 +80,7 @@ LAST_KEYS = (
 
 
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
-    """Return lines about a first failure: rank and cause, line of code, end of the log, and next command.
+    """Return lines about a run's first failure: rank, cause, line of code, end of the log, and next command.
 
     `run` is the path of the run, quoted for a shell.
     """
@@ -98,16 +98,16 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
 
 @dataclass(frozen=True)
 class Place:
-    """Where the newest attempt runs."""
+    """The cluster, nodes and workers of the newest attempt."""
 
     cluster: str | None = field(metadata=OPTIONAL)
-    """The cluster of the job; None for the cluster of this host."""
+    """The job's cluster; None for this host's own cluster."""
     host: str | None
     num_nodes: int | None
     workers_per_node: int | None
     device: str | None
     partition: str | None = None
-    """The partition that Slurm chose; None if the plan requests only one partition and one GPU type."""
+    """The partition that Slurm chose; None if the plan allows only one partition and one GPU type."""
     gpu_type: str | None = None
 
 
@@ -123,34 +123,34 @@ class Progress:
     first_val_loss: float | None = None
     tokens_per_s: float | None = None
     samples_per_s: float | None = field(default=None, metadata=OPTIONAL)
-    """Samples per second, if the run's loss counts samples; None if the loss counts tokens."""
+    """Samples per second if the run's loss counts samples; None if the loss counts tokens."""
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
-    """The step since which every value of the loss or the validation loss is NaN or infinite; None if the run
-    has not diverged. The `reason` of the run's state also mentions the divergence."""
+    """The step at which the loss or the validation loss became NaN or infinite and stayed so; None if
+    the run has not diverged. The `reason` for the run's state also mentions the divergence."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """The total resources that all attempts of a run have used."""
+    """The total resources used by all attempts of a run."""
 
     num_starts: int = 0
     """The number of attempts that have started."""
     attempt_nodes: list[int] = field(default_factory=list)
-    """The number of nodes of each attempt, oldest attempt first."""
+    """The number of nodes of each attempt, oldest first."""
     worker_hours: float | None = None
-    """The hours for which ranks were allocated, summed over all ranks; GPU-hours for a run on GPUs."""
+    """Hours for which ranks were allocated, summed over all ranks; for a run on GPUs, these are GPU-hours."""
     slices_s: float | None = None
-    """Seconds of training in time slices (see `resources.slice`) since a command started the run; None
+    """Seconds of training in slices (see `resources.slice`) since a command last started the run; None
     without slices."""
     total_s: float | None = None
-    """The maximum number of seconds for all slices together."""
+    """Maximum total seconds of all slices; None without slices."""
 
     def text(self, device: str | None) -> str:
-        """Return the used resources as text; an empty text if there was only one attempt.
+        """Return the used resources as text, or an empty string if there was only one attempt.
 
-        `device` is the device of the plan; on ``cuda``, hours are shown as GPU-hours.
+        `device` is the plan's device; for ``cuda``, hours are shown as GPU-hours.
         """
         parts, sizes = [], self.attempt_nodes
         if self.num_starts > 1 and self.worker_hours is not None:
@@ -166,7 +166,7 @@ class Used:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run at one moment. A value is None if it is missing or unknown."""
+    """The state of a run when it was read. Values that are missing or unknown are None."""
 
     name: str
     run_dir: str
@@ -191,29 +191,29 @@ class RunStatus:
     warnings: list[str]
     used: Used
     batch_log: list[str] = field(default_factory=list)
-    """The last lines in the log of the batch script, if the script ended before the supervisor started."""
+    """The last lines of the batch script's log, if the script ended before the supervisor started."""
     lasting: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
-    """Events of capabilities that are still in effect while the newest attempt runs."""
+    """Events recorded by capabilities that still apply while the newest attempt runs."""
     added: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """Keys that capabilities add to ``status --json``."""
 
     @property
     def is_command(self) -> bool:
-        """Return whether the run executes a COMMAND; trainkit may then not know its steps and saves."""
+        """Return whether the run executes a COMMAND, whose steps and checkpoints may be unknown."""
         return self.command is not None
 
     @property
     def is_active(self) -> bool:
-        """Return whether the run may still make progress."""
+        """Return whether the run can still make progress."""
         return self.state in ACTIVE_STATES
 
     @property
     def failure(self) -> RankFailure | None:
-        """Return the first failure of a run; None while the run has not ended."""
+        """Return the run's first failure; None if there is none or the run has not ended."""
         return None if self.is_active else self.verdict
 
     def shown(self) -> dict[str, object]:
-        """Return the values that a notebook shows. A missing value is None."""
+        """Return the values that a notebook shows, keyed by label. A missing value is None."""
         step, progress = self.progress.step, self.progress
         of = "" if progress.total_steps is None else f" of {progress.total_steps:,}"
         return {
@@ -251,14 +251,14 @@ class RunStatus:
 def read_status(
     history: RunHistory, job: JobRecord, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
-    """Return the status of a run, given its job record, after reading the new events into its history.
+    """Return a run's status from its job record, after adding new events to its history.
 
-    `alive` tells whether the newest job is alive; it is None if that is unknown. `slurm_job` is the newest
-    job as Slurm describes it; None for a local run.
+    `alive` is True if the newest job is alive, False if not, and None if unknown. `slurm_job` is Slurm's
+    information about the newest job; None for a local run.
     """
     run, events = history.run, history.events
     metrics = list[StepRecord]()
-    with suppress(OSError):  # `_unreadable` reports this error.
+    with suppress(OSError):  # `_unreadable` warns about unreadable files.
         events.update()
         metrics = history.newest_steps()
     entry = job.newest or AttemptRecord()
@@ -270,10 +270,11 @@ def read_status(
     if plan.is_command and attempt is not None and not metrics:
         printed = run.attempt(attempt).rank_log(0)
         has_log = printed.exists()
-        # Earlier trainkit versions wrote no pattern into the plan, and their agents recorded no curve.
+        # Earlier trainkit versions did not store the pattern in the plan, and their agents recorded no
+        # metrics from the log.
         if has_log and "log_pattern" not in plan.values:
             config = read_config(run.config_file)
-            with suppress(OSError):  # `_unreadable` reports this error.
+            with suppress(OSError):  # `_unreadable` warns about unreadable files.
                 step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
@@ -285,10 +286,10 @@ def read_status(
     if attended is not None:
         reason = "; ".join(filter(None, (reason, load(attended).waits(plan))))
     since = None
-    with suppress(OSError):  # `_unreadable` reports this error.
+    with suppress(OSError):  # `_unreadable` warns about unreadable files.
         if (metrics and loss is None) or events.has_lost_val_loss:
             since = diverged_since(run, attempt)
-    # A failed start no longer matters after the job has started on another node.
+    # Ignore a failed start if the job has since started on another node.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
     log = [] if file is None else last_lines(file)[0]
@@ -354,7 +355,7 @@ def read_status(
 
 
 def reading_of(history: RunHistory, status: RunStatus) -> Reading:
-    """Return the data of a run and its status in the form that capabilities read."""
+    """Return a run's data and status in the form that capabilities read."""
     return Reading(history, read_plan(history.run), status.attempt, status.state, status.lasting)
 
 
@@ -363,7 +364,7 @@ def _failed(name: str, text: str) -> dict[str, object]:
 
 
 def notices_of(reading: Reading) -> list[Notice]:
-    """Return the capabilities' warnings about events that are still in effect while an attempt runs."""
+    """Return capabilities' warnings about events that still apply while an attempt runs."""
     if not reading.lasting:
         return []
     found = ask_each(reading.plan.parts, lambda one: one.notices(reading), _failed_notice)
@@ -375,19 +376,19 @@ def _failed_notice(name: str, text: str) -> list[Notice]:
 
 
 def capability_rows(reading: Reading) -> dict[str, Mapping[str, str]]:
-    """Return the lines that capabilities add to a run's details, as capability -> label -> text."""
+    """Return the lines that capabilities add to a run's details, mapped from capability to label to text."""
     return ask_each(reading.plan.parts, lambda one: one.rows(reading), lambda name, text: {name: text})
 
 
 def loss_text(status: RunStatus, loss: str) -> str:
-    """Return the text `loss` or, for a run that has diverged, the step since which it has diverged."""
+    """Return `loss` or, if the run has diverged, a text with the step at which the run diverged."""
     return with_divergence(None, status.progress.diverged_since) or loss
 
 
 def _verdict(attempt: AttemptDir, job: JobRecord, end: AttemptEnd | None, state: str) -> RankFailure | None:
-    """Return the root cause of an attempt's end.
+    """Return the failure that caused an attempt to end, or None.
 
-    If the attempt died without recording a root cause, return the first failure that its ranks recorded.
+    If the attempt died without recording the cause, return the first failure that its ranks recorded.
     """
     if end is not None or state != "died":
         return None if end is None else end.verdict
@@ -404,9 +405,9 @@ def attempt_state(
     has_metrics: bool,
     starts: Sequence[FailedStart] = (),
 ) -> tuple[str, str | None]:
-    """Return an attempt's state and reason, from its job record, its end.json and its job in Slurm.
+    """Return an attempt's state and reason, based on its job record, end.json and Slurm job.
 
-    `seen` is the attempt as its events describe it; the `STATE_EVENTS` are sufficient. `starts` contains the
+    `seen` is the attempt as described by its events; only `STATE_EVENTS` are needed. `starts` contains the
     known failed starts of the attempt's job.
     """
     state = _state(entry.attempt, end, alive, seen, has_metrics)
@@ -442,9 +443,9 @@ def _state(
 def _slurm_state(
     state: str, end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord, starts: Sequence[FailedStart]
 ) -> tuple[str, str | None]:
-    """Return the state and the reason of an attempt whose job Slurm knows.
+    """Return the state and reason of an attempt whose job is known to Slurm.
 
-    Either the attempt has not ended, or the run resumes after it.
+    The attempt either has not ended, or has ended and the run will resume.
     """
     reason = None if end is None else end.reason
     has_started = entry.started_at is not None
@@ -468,7 +469,7 @@ def _slurm_state(
 
 
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
-    """Return text to append to the reason if Slurm should have requeued the job but did not restart it."""
+    """Return text to append to the reason if Slurm should have requeued the job but has not restarted it."""
     if end is not None and end.action == "requeue":
         return f"; Slurm did not restart it after it was requeued because of: {end.summary or end.reason}"
     began = parse_time(entry.started_at)
@@ -478,14 +479,14 @@ def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) 
 
 
 def _slurm_end(job: JobInfo) -> str:
-    """Return what Slurm reports about the end of a job, as text."""
+    """Return Slurm's description of how a job ended, as text."""
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
         return f"{words[0]}; it could not open the log of the job and did not start it"
     killed_by = job.exit_signal or max(0, (job.exit_code or 0) - SIGNALLED)
     if job.state is JobState.FAILED and killed_by:
-        # If a signal killed the job, Slurm's reason only repeats that as RaisedSignal:9(Killed); in 22.05 it
-        # is JobLaunchFailure.
+        # If a signal killed the job, Slurm's reason adds nothing: it is RaisedSignal:9(Killed) or, in Slurm
+        # 22.05, JobLaunchFailure.
         return f"{words[0]}; the job was killed by {signal_name(killed_by)}"
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
@@ -498,7 +499,7 @@ def _slurm_end(job: JobInfo) -> str:
 def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
     """Return the last step of a run.
 
-    A run that finished or stopped need not have logged its last step, so end.json is read too.
+    A run that finished or stopped may not have logged its last step, so end.json is read too.
     """
     if end is None or end.step is None or end.state not in ("finished", "stopped"):
         return logged
@@ -506,9 +507,9 @@ def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
 
 
 def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | None:
-    """Return the total number of steps that the trainer has `logged`, or else `train.steps` of the config.
+    """Return the total number of steps that the trainer has `logged`, or else the config's `train.steps`.
 
-    Returns None for a COMMAND, because it ignores the steps in the config.
+    Returns None for a COMMAND, because it ignores the config's `train.steps`.
     """
     if logged is not None:
         return logged
@@ -517,8 +518,8 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
 
 
 def read_config(file: Path) -> RunConfig | None:
-    """Return the effective config of a run or attempt; None if it cannot be read."""
-    from trainkit.config import read_effective  # imported here because it is slow to import
+    """Return the effective config of a run or attempt, or None if it cannot be read."""
+    from trainkit.config import read_effective  # imported here because trainkit.config is slow to import
 
     try:
         return read_effective(file, executes=False)
@@ -527,7 +528,7 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def flat_config(run: RunDir) -> FlatConfig:
-    """Return the effective config of a run with dotted keys; an empty dictionary if it cannot be read."""
+    """Return a run's effective config with dotted keys, or an empty dictionary if it cannot be read."""
     from trainkit.config.schema import flatten
 
     config = read_config(run.config_file)
@@ -537,7 +538,7 @@ def flat_config(run: RunDir) -> FlatConfig:
 def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:
     """Yield a warning for each file of a run that exists but cannot be read.
 
-    The rest of the status is shown nevertheless.
+    The rest of the run's status is still shown.
     """
     logs = () if attempt is None else (run.attempt(attempt).rank_log(0),)
     for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file, *logs):
@@ -569,14 +570,14 @@ def _warnings(
 
 
 def _save_warnings(attempt: Attempt) -> Iterator[str]:
-    """Yield a warning if a running attempt fails to save, according to its events."""
+    """Yield a warning if the events of a running attempt show that it fails to save checkpoints."""
     if len(failed := attempt.failed_saves) >= FAILED_SAVES:
         since, error = f"since step {failed[0].step}", failed[-1].text("error")
         yield f"no checkpoint could be saved {since} ({len(failed)} consecutive saves failed): {error}"
 
 
 def _usual_interval_s(metrics: list[StepRecord]) -> float:
-    """Return the median interval in seconds between metrics records; 0 if there are fewer than two."""
+    """Return the median interval between metrics records in seconds; 0 for fewer than two records."""
     times = [time for time in (parse_time(record.time) for record in metrics) if time is not None]
     intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
     return intervals[len(intervals) // 2] if intervals else 0.0

@@ -1,4 +1,4 @@
-"""Reads the requested values of a run by key: its config, its COMMAND, and the values of its trial."""
+"""Reads the values requested for a run by key: its config, its COMMAND and its trial's swept values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COMMAND = "COMMAND"
 
 
 def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | None = None) -> FlatConfig:
-    """Return the requested values of a run by key, without keys that have no effect on the run.
+    """Return the values requested for a run by key, excluding keys that have no effect on the run.
 
-    Returns an empty dictionary if the config cannot be read. `config` is the result of an earlier call of
-    `flat_config`, if there was one. Numbers in a COMMAND and from Hydra remain texts, as the user wrote them;
-    `as_number` converts them.
+    Returns an empty dictionary if the config cannot be read. `config` is the result of an earlier
+    `flat_config` call, if any. Numbers in a COMMAND and from Hydra are kept as strings, as the user wrote
+    them; `as_number` converts them.
     """
     from trainkit.config.schema import is_known
 
@@ -33,29 +33,28 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | N
     command = plan.command
     if not command:
         return config | {key: value for key, value in own.items() if not is_known(tuple(key.split(".")))}
-    if is_function(plan):  # A parameter of the function may have the same name as a config key.
+    if is_function(plan):  # A function's parameter may have the same name as a config key.
         return config | own
-    # In the plan, the command of a trial contains the trial's values, so read the command as the user typed
-    # it.
+    # The plan's command already contains the trial's values, so read the command as the user typed it.
     typed = Record(read_object(run.provenance_file)).texts("argv") if own else []
     words = typed[typed.index("--") + 1 :] if "--" in typed else command
     return {**own, **config, COMMAND: join(words)}
 
 
 def is_function(plan: PlanRecord) -> bool:
-    """Return whether a run with this plan calls a Python function."""
+    """Return whether a run with the given plan calls a Python function."""
     return is_call(plan.command)
 
 
 def is_call(command: Sequence[str] | None) -> bool:
-    """Return whether the COMMAND of a run is a call of a Python function."""
+    """Return whether a run's COMMAND calls a Python function."""
     return command is not None and [*command[1:]] == [*ARGV[1:]]
 
 
 def with_effect(config: Mapping[str, object], plan: PlanRecord) -> FlatConfig:
-    """Return the config keys that have an effect on a run with this plan, with their values.
+    """Return the config keys that affect a run with this plan, with their values.
 
-    Config keys for training have no effect on a COMMAND.
+    Config keys for training do not affect a COMMAND.
     """
     workload = Workload(tuple(plan.command or ()))
     launched = [part for part in plan.parts.values() if part.record("files").values]

@@ -30,7 +30,7 @@ class BatchRequest(NamedTuple):
     global_batch_size: int | None
     parallel: ParallelConfig
     fixed: frozenset[str]
-    """The keys of those batch sizes that the user set."""
+    """Keys of the batch sizes that the user set explicitly."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:
@@ -41,10 +41,10 @@ class BatchRequest(NamedTuple):
 
 
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
-    """Return the batch of one optimizer step for a layout: the requested batch, or else the closest one.
+    """Return the batch of one optimizer step for a layout: the requested batch, or the closest one that fits.
 
-    The global batch size is kept if it can be divided evenly, and sizes that the user set never change.
-    Raises ConfigError, which suggests sizes that work, if the samples of a step cannot be divided evenly.
+    The global batch size is kept if it can be divided evenly among processes, and sizes that the user set
+    never change. Raises ConfigError with suggested sizes if the samples of a step cannot be divided evenly.
     """
     device, total = request.device_batch_size, request.global_batch_size
     if total is None:
@@ -61,7 +61,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # No number of microbatches works; `microbatch_problems` reports this problem later.
+    # No number of microbatches works, which `microbatch_problems` reports later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -71,7 +71,7 @@ def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: in
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
-    """Yield a device batch size with each number of accumulation steps to try, an exact one first."""
+    """Yield the device batch size with each number of accumulation steps to try, exact matches first."""
     total, at_once = request.global_batch_size or 1, size * layout.dp
     if total % at_once == 0:
         yield size, total // at_once
@@ -82,7 +82,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """Return a sort key: the requested global batch first, then close ones, then large device batches."""
+    """Return a sort key preferring the requested global batch, then close ones, then large device batches."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:
@@ -100,7 +100,7 @@ def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]
 def _problem(request: BatchRequest, dp: int) -> Problem:
     """Return the problem for a global batch that cannot be divided among the processes.
 
-    The hint contains the closest sizes that can be divided evenly.
+    The hint lists the closest global batch sizes that can be divided evenly.
     """
     total, size = request.global_batch_size or 1, request.device_batch_size
     processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
@@ -124,7 +124,7 @@ def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
 
 
 def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
-    """Describe how a batch is composed and how it differs from the batch sizes in the config."""
+    """Describe how a batch is composed and how it differs from the config's batch sizes."""
     notes = batch_changes(batch, request)
     sentence = (
         f"{plural(batch.global_batch_size, 'sample')} per step = {batch.device_batch_size} per process "
@@ -137,7 +137,7 @@ LrScale = Literal["none", "linear", "sqrt"]
 
 
 def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str]:
-    """Scale a learning rate tuned for `base` data-parallel processes to `dp`; return it and the reason.
+    """Scale a learning rate from `base` to `dp` data-parallel processes; return it and the reason.
 
     ``linear`` follows Goyal et al. 2017 (arXiv 1706.02677). ``sqrt``, for Adam, follows Malladi et al. 2022
     (arXiv 2205.10287).
@@ -152,7 +152,7 @@ def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str
 
 
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
-    """Return the learning rate of a step; steps are numbered from 1 to `total_steps`.
+    """Return the learning rate for a step; steps are numbered from 1 to `total_steps`.
 
     Warmup is linear and reaches the peak learning rate at step `warmup_steps`. The schedule `wsd` (warmup,
     stable, decay; arXiv 2404.06395) stays at the peak learning rate and then decays linearly over the last

@@ -1,4 +1,4 @@
-"""Defines the facts about a run's machine, data and environment, which are gathered once per command."""
+"""Defines the known properties of a run's machine, data and environment, gathered once per command."""
 
 from __future__ import annotations
 
@@ -16,46 +16,44 @@ class Interpreter:
     """The Python interpreter that agents and ranks use."""
 
     argv: tuple[str, ...]
-    """The first arguments of a rank's command line; inside the container if the run uses one."""
+    """First arguments of a rank's command line, valid inside the container if the run uses one."""
     host_argv: tuple[str, ...]
     """The first arguments of the supervisor's command line; the supervisor runs outside any container."""
     options: tuple[str, ...] = ("-u",)
-    """Options of the interpreter; they include ``-P`` only if the interpreter is known to be Python 3.11 or
-    newer."""
+    """Interpreter options; ``-P`` is included only if the interpreter is known to be Python 3.11 or later."""
     host_options: tuple[str, ...] = ("-u",)
     venv: str | None = None
-    """The virtual environment whose bin/activate the batch script sources."""
+    """The virtual environment whose ``bin/activate`` script the batch script sources."""
     conda: str | None = None
     """The argument of ``conda activate``: the name or the folder of an environment."""
     conda_script: str | None = None
-    """The conda.sh that defines ``conda activate``; if None, the `conda` on PATH is used."""
+    """The ``conda.sh`` script that defines ``conda activate``; if None, the `conda` on PATH is used."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of a run's ranks, as far as it can be determined outside the job."""
+    """Environment of a run's ranks, as far as it can be inspected outside the job."""
 
     interpreter: Interpreter
     problems: tuple[KeyProblem, ...] = ()
-    """Problems that would make the job fail: with the interpreter, its packages, the container or the
-    webhook."""
+    """Problems with the interpreter, its packages, the container or the webhook that would make the job
+    fail."""
     torch: TorchBuild | None = None
-    """The torch that the trainer would import; None if unknown."""
+    """The torch build that the trainer would import; None if unknown."""
     torch_key: str = "device"
-    """The config key that determines which torch the trainer imports."""
+    """The config key that determines which torch installation the trainer imports."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the machine, data and environment of a run; `trainkit.launch.plan_run` gathers them."""
+    """Known properties of a run's machine, data and environment, gathered by `trainkit.launch.plan_run`."""
 
     machine: Machine
-    """The machine on which the command is executed."""
+    """The machine on which the trainkit command is executed."""
     target: Target = LOCAL
     data: DataFacts | None = None
-    """Facts about the data; None if the run does not train one of trainkit's models, so that nothing is
-    checked."""
+    """Known properties of the data; None if no built-in model is trained, so there is nothing to check."""
     missing: tuple[KeyProblem, ...] = ()
-    """Problems with keys that refer to a file or run that does not exist."""
+    """Problems with config keys that refer to files or runs that do not exist."""
     environment: Environment | None = None
-    """The environment of the ranks; None if only the size of the plan matters."""
+    """The environment of the ranks; None if it was not inspected because only the plan's size matters."""

@@ -1,4 +1,4 @@
-"""Finds GPU types by the names that drivers and clusters use, and the GPU types of a run."""
+"""Looks up GPU types by the names that drivers and clusters use, and determines the GPU types of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Version = tuple[int, int]
 RESTART_S = 300.0
-"""Assumed seconds from a failure, or from the end of a job, to the next step; not based on measurements.
+"""Assumed seconds from a failure, or from the end of a job, to the next training step; not measured.
 """
 USABLE = 0.92
 """Fraction of a GPU's memory available for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
@@ -32,11 +32,11 @@ class Gpu(NamedTuple):
     memory: int
     """Memory in bytes, as reported by the driver."""
     most_memory: int
-    """Memory in bytes of the largest variant that has this name, as an upper bound."""
+    """Memory in bytes of the largest GPU variant with this name, used as an upper bound."""
     node_size: int
-    """Number of GPUs per node in common systems."""
+    """Number of GPUs per node in typical systems."""
     node_bandwidth: float
-    """Bandwidth per GPU to other GPUs of the node, in bytes per second per direction."""
+    """Bandwidth per GPU to other GPUs on the same node, in bytes per second per direction."""
     network_bandwidth: float
     """Bandwidth per GPU to other nodes, in bytes per second per direction."""
     peak_flops: float | None
@@ -44,18 +44,18 @@ class Gpu(NamedTuple):
 
     @property
     def capability(self) -> Version | None:
-        """Return the compute capability if it is below 8.0, the first with bf16 tensor cores; else None."""
+        """Return the compute capability if it is below 8.0, where bf16 tensor cores begin; else None."""
         return FP16_ONLY.get(self.name.partition(" ")[0])
 
     @property
     def usable(self) -> int:
-        """Return the number of bytes that a plan may use."""
+        """Return the number of bytes of GPU memory that a plan may use."""
         return int(self.memory * USABLE)
 
 
-# Each tuple contains the bandwidth to other GPUs of the node and to other nodes, in GB/s per direction, and
-# the number of GPUs per node. NVLink figures are half of those in the data sheets, which add both directions.
-# Network figures are for DGX and HGX systems, which have one network port per GPU.
+# Each tuple contains the bandwidth per GPU within the node and to other nodes, in GB/s per direction, and the
+# number of GPUs per node. NVLink bandwidths are half the figures in the data sheets, which add both
+# directions. Network bandwidths are for DGX and HGX systems, which have one network port per GPU.
 _NVLINK5_72 = 900, 50, 4
 _NVLINK5 = 900, 50, 8
 _NVLINK4 = 450, 50, 8
@@ -66,11 +66,11 @@ _PCIE5 = 50, 12.5, 8
 _PCIE4 = 25, 6.25, 8
 _PCIE3 = 12, 6.25, 8
 
-# Each row contains the words in the name, the memory sizes, the links, and the dense tensor-core FLOP/s with
-# 16-bit inputs. Memory sizes map each advertised size in GB, the most common one first, to the size in MiB
-# that nvidia-smi reports; error correction makes this size smaller. The FLOP/s are from NVIDIA's data sheets:
-# half of the figure "with sparsity". The first row that matches is used. GB300 is listed with the same memory
-# size as B300.
+# Each row contains the words in the GPU's name, its memory sizes, its bandwidths, and its dense tensor-core
+# FLOP/s with 16-bit inputs. The memory sizes map each advertised size in GB, the most common one first, to
+# the size in MiB that nvidia-smi reports, which is smaller because of error correction. The FLOP/s are half
+# of the figures "with sparsity" in NVIDIA's data sheets. The first row that matches a GPU's name is used.
+# GB300 is listed with the same memory size as B300.
 _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None], ...] = (
     ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
     ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),
@@ -105,7 +105,7 @@ _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None],
     ("RTX 3090", {24: 24_576}, _PCIE4, 71e12),
 )
 FP16_ONLY: dict[str, Version] = {"V100": (7, 0), "T4": (7, 5)}
-"""Maps each GPU whose tensor cores do not support bf16 to its compute capability."""
+"""Maps each GPU whose tensor cores lack bf16 support to its compute capability."""
 _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
@@ -120,8 +120,8 @@ def find_gpu(name: str) -> Gpu | None:
         return None
     for row, sizes, links, peak in _ROWS:
         parts = row.upper().split()
-        if set(parts) <= set(words) or "".join(parts) in words:  # For example, rtx4090 matches RTX 4090.
-            # Use the size in GB that the name contains, else the most common size.
+        if set(parts) <= set(words) or "".join(parts) in words:  # the name rtx4090 matches RTX 4090
+            # Use the memory size in GB if the name contains one, else the most common size.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
             size = next((size for size in named if size in sizes), None)
             gb = size or next(iter(sizes))
@@ -142,11 +142,11 @@ EXAMPLE = "h100"
 
 
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
-    """Return the names of the GPU types that a job may get; empty if unknown."""
+    """Return the names of the GPU types that a job may be allocated; empty if unknown."""
     types = config.resources.gpu_types
     if target.cluster is None or len(types) == 1:
         return list(types or dict.fromkeys(machine.gpu_names))
-    # Imported only for Slurm, because a dry run on this machine needs no information about clusters.
+    # Imported only for Slurm, because a dry run on this machine does not need cluster limits.
     from trainkit.cluster.limits import ResourceRequest, partition_refusals
 
     request = ResourceRequest.of(config.resources, target.cluster)
@@ -158,7 +158,7 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
 
 
 def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu | None:
-    """Return the GPU type with the most memory, or the least if `resources` accepts several types.
+    """Return the GPU type with the most memory, or with the least if `resources` accepts several types.
 
     Returns None if any of the `names` is unknown.
     """
@@ -174,7 +174,7 @@ def shown_types(names: list[str]) -> str:
 
 
 def unchecked_memory(names: list[str]) -> str:
-    """Return the warning about GPUs with unknown memory; `names` is the result of `gpu_names`."""
+    """Return the warning for GPUs whose memory size is unknown; `names` is the result of `gpu_names`."""
     reason = f"their memory is unknown ({shown_types(names)})"
     if not names:
         reason = "their type is unknown (set resources.gpu_type)"
@@ -185,18 +185,18 @@ def unchecked_memory(names: list[str]) -> str:
 
 
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Yield the reasons why the trainer cannot use its GPUs, if the GPUs and the trainer's torch are known.
+    """Yield the reasons why the trainer cannot use its GPUs; none if the GPUs or its torch are unknown.
 
-    `names` is the result of `gpu_names`; it is empty for a run on CPUs.
+    `names` is the result of `gpu_names`, and is empty for a run on CPUs.
     """
     environment, machine = facts.environment, facts.machine
     torch = None if environment is None else environment.torch
     gpus = list(map(find_gpu, names))
     old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
-    # If the job may also get GPUs of other types, the check is left to its ranks.
+    # If the job may also be allocated GPUs of other types, its ranks make this check instead.
     capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
     if environment is not None and torch is not None:
-        # Libraries loaded in the job may bring a newer CUDA than the driver's own.
+        # Modules and LD_LIBRARY_PATH may provide a newer CUDA driver library than the installed driver's.
         is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
         driver = machine.driver_cuda if is_known else None
         found = torch.problem(name, capability, driver) if device == "cuda" else None

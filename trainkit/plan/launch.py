@@ -20,7 +20,7 @@ _KEYS = (
     "network requeue spare_nodes per command command_signal launcher python venv container_program slurm "
     "node_sizes after warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
 )
-"""The keys of plan.json in order, without the keys of capabilities."""
+"""The keys of plan.json in order, excluding the keys that capabilities add."""
 _OF_RECORDS = {
     "command": ("workload", "argv"),
     "command_signal": ("workload", "signal"),
@@ -33,8 +33,7 @@ _OF_RECORDS = {
     "gpu_types": ("slurm", "gpu_types"),
     "fills_nodes": ("slurm", "fills_nodes"),
 }
-"""Maps a key of plan.json to the record within the plan that contains its value, and to the field in that
-record.
+"""Maps a key of plan.json to the `LaunchPlan` field and its subfield that contain the value.
 """
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
@@ -43,7 +42,7 @@ DAMAGED_HINT = "each attempt's folder in attempts/ also contains the plan of tha
 
 @dataclass(frozen=True)
 class Place:
-    """The coordinates of a rank in a layout."""
+    """The coordinates of a rank along the dimensions of a layout."""
 
     pp: int = 0
     dp_replicate: int = 0
@@ -57,7 +56,7 @@ class Layout:
     """The degrees of parallelism of a job.
 
     The dimensions, from outermost to innermost, are pp, dp_replicate, dp_shard, cp and tp. Tensor-parallel
-    ranks communicate most, so they are placed next to each other on a node.
+    ranks communicate most, so they have consecutive rank numbers on the same node.
     """
 
     dp_replicate: int = 1
@@ -68,7 +67,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Return the data-parallel size, which is the number of different batches read in parallel."""
+        """Return the data-parallel size: the number of different batches processed in parallel."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -82,7 +81,7 @@ class Layout:
 
     @property
     def has_local_forward(self) -> bool:
-        """Return whether a forward pass involves no collective."""
+        """Return whether a forward pass runs without collectives."""
         return self.world_size == self.dp_replicate
 
     def place(self, rank: int) -> Place:
@@ -113,13 +112,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequeuePolicy:
-    """The rules for automatic restarts: those keys of the config section `requeue` that a job needs."""
+    """The rules for automatic restarts: the keys of the config section `requeue` that a job needs."""
 
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
     max_crashes: int = 3
     total_s: float | None = None
-    """If the run is divided into slices of one job each, the total seconds of all jobs; else None."""
+    """Total seconds of all jobs if the run is divided into consecutive jobs (slices); else None."""
     hang_factor: float | None = 20.0
     hang_min_s: float = 300.0
 
@@ -133,9 +132,9 @@ class WorkerEnvironment:
     network: str = "auto"
     """A network preset, or the name of a network interface."""
     python: tuple[str, ...] | None = None
-    """The interpreter for a launcher or for the built-in trainer; None stands for the agent's interpreter."""
+    """The interpreter for a launcher or the built-in trainer; if None, the agent's interpreter is used."""
     venv: str | None = None
-    """The virtual environment that the agent activates for a command; None if the batch script activates one.
+    """The virtual environment that the agent activates for a command; None if the batch script activates it.
     """
     container_program: str | None = None
     """The program that runs `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
@@ -143,24 +142,24 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The Slurm options of one job, in the order they are displayed."""
+    """The Slurm options of one job, in display order."""
 
     sbatch: Options = field(default_factory=dict)
-    """sbatch options by their long names; True for an option without a value."""
+    """sbatch options by long name; flags that take no value map to True."""
     srun: Options = field(default_factory=dict)
-    """srun options for the step that starts the ranks."""
+    """srun options for the job step that starts the ranks."""
     version: tuple[int, ...] = ()
-    """Version of Slurm; empty if unknown."""
+    """Slurm version; empty if unknown."""
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The clusters to which the job may be submitted; empty for the cluster of this host."""
+    """Clusters to which the job may be submitted; empty for this host's own cluster."""
     gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps each partition where the job may start to its GPU type, if the config lists several partitions
-    or types."""
+    """Maps each partition where the job may start to its GPU type if several partitions or types are
+    allowed."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)
-    """True if the ranks may use all CPUs of an exclusive job, which can have more CPUs than it requested."""
+    """True if the ranks may use all CPUs of an exclusive job, including CPUs that it did not request."""
 
     def comment(self, token: str) -> str:
-        """Return the comment for a job: its submission token, followed by the comment in the config."""
+        """Return the Slurm comment for a job: its submission token, followed by the config's comment."""
         own = self.sbatch.get("comment")
         return f"{token} {own}" if own else token
 
@@ -177,49 +176,49 @@ class LaunchPlan:
     layout: Layout
     batch: Batch
     lr: float
-    """Peak learning rate after it was scaled."""
+    """Peak learning rate after scaling to the number of data-parallel processes."""
     threads_per_worker: int | None
-    """Number of threads per worker; if None, workers use the cores that they find on their node."""
+    """Number of threads per worker; if None, the workers use the cores available on their node."""
     grace_s: float
-    """Seconds between a stop signal and the end of the job."""
+    """Seconds from a stop signal until the job is killed."""
     reasons: dict[str, str]
-    """The reason for each derived value, as one sentence each."""
+    """Maps each derived value to one sentence with its reason."""
     environment: WorkerEnvironment = WorkerEnvironment()
     requeue: RequeuePolicy = RequeuePolicy()
     spare_nodes: int = 0
     """Number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str = "node"
-    """What one Slurm task runs: one worker (``gpu``) or all workers of a node (``node``)."""
+    """Whether one Slurm task runs a single worker (``gpu``) or all workers of a node (``node``)."""
     workload: Workload = TRAINER
     """The program that the ranks run."""
     slurm: SlurmRequest | None = None
     """The job's Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
-    """Number of workers on each node if nodes differ; `workers_per_node` is then the maximum."""
+    """Number of workers on each node if it varies; `workers_per_node` is then the maximum."""
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The folders of the runs and groups that must finish before a run on this machine starts."""
+    """Folders of the runs and groups that must finish before a run on this machine starts."""
     warnings: tuple[str, ...] = ()
-    """Warnings about values that were not checked or may be slow, as one sentence each."""
+    """Warnings about values that were not checked or that may slow the run down, one sentence each."""
     checkpoint_bytes: int | None = None
-    """Size of a checkpoint; None if the run does not train one of trainkit's models."""
+    """Checkpoint size in bytes; None unless the run trains a built-in model."""
     sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps every other possible node count of an attempt to the plan values that differ for this count."""
+    """Maps each possible node count except `num_nodes` to the plan values that differ for that node count."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Maps a capability to the content of its part of the plan, which `part` reads."""
+    """Maps a capability to the data of its part of the plan; use `part` to read a part."""
 
     @property
     def is_here(self) -> bool:
-        """Return whether all nodes are this machine."""
+        """Return whether this machine is the only node or simulates all nodes."""
         return self.backend == "local"
 
     @property
     def is_job(self) -> bool:
-        """Return whether a scheduler runs the plan as a job; otherwise the command itself starts the run."""
+        """Return whether a scheduler runs the plan as a job; if not, the command itself starts the run."""
         return self.slurm is not None
 
     @property
     def clusters(self) -> tuple[str, ...]:
-        """Return the clusters to which the job may be submitted; empty for the cluster of this host."""
+        """Return the clusters to which the job may be submitted; empty for this host's own cluster."""
         return () if self.slurm is None else self.slurm.clusters
 
     @property
@@ -246,7 +245,7 @@ class LaunchPlan:
         return bool(self.spare_nodes) or bool(self.sizes)
 
     def at(self, num_nodes: int) -> LaunchPlan:
-        """Return the plan for the largest planned node count up to `num_nodes`, or for the smallest one."""
+        """Return the plan for the largest planned node count up to `num_nodes`, or else for the smallest."""
         planned = [self.num_nodes, *map(int, self.sizes)]
         size = max((size for size in planned if size <= num_nodes), default=self.fewest_nodes)
         if size == self.num_nodes:
@@ -255,29 +254,29 @@ class LaunchPlan:
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability through which a user works with a rank (which may take hours), or None."""
+        """Return the capability that lets a user interact with a rank, possibly for hours, or None."""
         return attended_in(self.parts)
 
     @property
     def attended_rank(self) -> int | None:
-        """Return the rank that a person works with, or None."""
+        """Return the rank that the user interacts with, or None."""
         name = self.attended_in
         rank = None if name is None else self.parts[name].get(SHIPPED[name].attends)
         return rank if isinstance(rank, int) else None
 
     def without_hangs(self) -> LaunchPlan:
-        """Return a plan that never treats a slow step as a hang, because a rank may wait for user input."""
+        """Return the plan with hang detection disabled, because a rank may wait for user input."""
         plan = replace(self, requeue=replace(self.requeue, hang_factor=None))
         for name in self.parts:
             plan = load(name).without_hangs(plan)
         return plan
 
     def with_part(self, part: Part) -> LaunchPlan:
-        """Return the plan with a capability's part, replacing an earlier part of the same capability."""
+        """Return the plan with a part added, replacing any earlier part of the same capability."""
         return replace(self, parts={**self.parts, part.CAPABILITY: to_json(part)})
 
     def part(self, kind: type[P]) -> P | None:
-        """Return the part of the capability whose class is `kind`; None if the plan contains no such part.
+        """Return the part whose class is `kind`, or None if the plan contains no such part.
 
         Raises UsageError if the part is damaged.
         """
@@ -313,23 +312,23 @@ class LaunchPlan:
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        # The keys of these records are stored at the top level of the file.
+        # The keys of the workload and environment records are stored at the top level of plan.json.
         del value["workload"], value["environment"]
         return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
     def to_text(self) -> str:
-        """Return the text of plan.json."""
+        """Return the plan as the text of plan.json."""
         return plan_text(self.to_dict())
 
     @classmethod
     def read(cls, file: Path, *, executes: bool = True) -> LaunchPlan:
-        """Read the plan in a plan.json file.
+        """Read the plan from a plan.json file.
 
-        Raises OSError if the file cannot be read, and UsageError if the plan is damaged or newer than this
-        trainkit version.
+        Raises OSError if the file cannot be read, and UsageError if the plan is damaged or was written by a
+        newer trainkit version.
 
-        With `executes`, also raises UsageError if another user could have written the file. Pass `executes`
-        as False if nothing in the plan is executed.
+        If `executes` is True, also raises UsageError if other users have permission to write the file. Set
+        `executes` to False if no command in the plan is executed.
         """
         try:
             return cls.from_dict(read_json(file, executes=executes))
@@ -338,7 +337,7 @@ class LaunchPlan:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """Return the plan stored by `to_dict`, ignoring keys that this version does not know.
+        """Return the plan stored by `to_dict`, ignoring keys unknown to this trainkit version.
 
         Raises UsageError if a newer trainkit version wrote the plan, and ValueError if the plan is damaged.
         """
@@ -348,17 +347,17 @@ class LaunchPlan:
                     f"plan.json has version {value['version']}; this trainkit version supports {PLAN_VERSION}"
                 )
                 raise UsageError(message, hint="use the trainkit version of the run, or a newer one")
-            # Raises an error for unknown degrees of parallelism, which would change the run if they were
-            # ignored.
+            # Raise an error for unknown degrees of parallelism, because ignoring them would change the run.
             Layout(**value["layout"]), Batch(**value["batch"])
             if (slurm := value.get("slurm")) is not None:
-                # Raises an error if the options are missing, because without them a different job would run.
+                # Raise an error if the Slurm options are missing, because the job would differ without them.
                 slurm["sbatch"], slurm["srun"]
             plan = read_record(cls, {**_with_records(value), "parts": take_parts(value)}, strict=True)
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
-            # Raises an error if a part is damaged, so that later readers need not check it.
+            # Raise an error if a capability's part is damaged, so that later readers need not check the
+            # parts.
             files_of(plan.parts), keys_of(plan.parts)
             return plan
         except (AttributeError, KeyError, TypeError) as error:
@@ -366,7 +365,7 @@ class LaunchPlan:
 
 
 def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
-    """Return the content of a plan.json, with keys moved into the records that contain their values."""
+    """Return the content of plan.json with the top-level keys of each record moved back into the record."""
     found = {key: value for key, value in plan.items() if key not in ("workload", "environment")}
     if found.get("command") is None:
         found.pop("command", None)
@@ -378,11 +377,11 @@ def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
 
 
 def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
-    """Return the content of plan.json for another of the planned node counts.
+    """Return the content of plan.json adapted to another planned node count.
 
-    Keys of other trainkit versions are kept, because the job was submitted with them.
+    Keys written by other trainkit versions are kept, because the job was submitted with them.
     """
-    from trainkit.run.submitted import plans_by_size  # Needed only by jobs with a range of node counts.
+    from trainkit.run.submitted import plans_by_size  # imported here because only node ranges need it
 
     plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))
@@ -390,12 +389,12 @@ def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
 
 
 def plan_text(plan: Mapping[str, object]) -> str:
-    """Return the text of plan.json."""
+    """Return the content of a plan as the text of plan.json."""
     return json.dumps(plan, indent=2, ensure_ascii=False) + "\n"
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
-    """Return the request with these hosts excluded in addition."""
+    """Return the request with `hosts` added to its excluded hosts."""
     before = str(request.sbatch.get("exclude") or "")
     new = [host for host in hosts if host not in before.split(",")]
     exclude = ",".join([*([before] if before else []), *new])
@@ -403,7 +402,7 @@ def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
 
 
 def option_argv(options: Options) -> list[str]:
-    """Return options as command-line arguments, such as ``--nodes=2``; an option that is False is omitted."""
+    """Return Slurm options as arguments, such as ``--nodes=2``; options set to False are omitted."""
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()

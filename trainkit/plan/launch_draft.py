@@ -1,4 +1,4 @@
-"""Drafts a plan for this machine or for a running step, without checking its model and data."""
+"""Drafts a plan for this machine or a running Slurm step, without checking the model and data."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ WORKERS_PER_CPU = 16
 
 @dataclass
 class LaunchDraft:
-    """A draft of a plan for this machine; each method derives one value and records the reason."""
+    """A draft of a plan for this machine; each method derives one value and records its reason."""
 
     loaded: LoadedConfig
     machine: Machine
     target: Target
     problems: list[Problem] = field(default_factory=list)
-    """Problems found, without the places in the config where their keys are set."""
+    """Problems found so far, without the config files and lines where their keys are set."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
-    """Keys whose values a capability passes to the command."""
+    """Config keys whose values a capability passes to the command."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
-        """Return the plan, without checking model and data; raise ConfigError that lists all problems."""
+        """Return the plan without checking model and data; raises ConfigError with all problems found."""
         config, target = self.loaded.config, self.target
         if target is not LOCAL:
             self.reasons["backend"] = target.reason
@@ -75,7 +75,7 @@ class LaunchDraft:
         threads = self.threads_per_worker(world_size)
         lead_s = self.lead_s()
         per = target.per or self.per(workload.launcher)
-        # The agents of a command send it the configured signal.
+        # For a COMMAND, agents send the configured signal to its processes.
         has_agents = workload.is_command or config.requeue.signal == "auto"
         notice = workload.notice if has_agents else config.requeue.signal
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
@@ -108,10 +108,10 @@ class LaunchDraft:
         )
 
     def _without_effect(self, workload: Workload) -> Iterator[str]:
-        """Yield a warning about values given on the command line that have no effect on this run.
+        """Yield a warning for command-line values that have no effect on the run.
 
-        Values in a config file are not reported, because other runs that use them may share the file. For a
-        sweep, such values are reported with its trials.
+        Values in a config file are not reported, because the file may be shared with runs that use them. For
+        a sweep, such values are reported for each trial instead.
         """
         found = sorted(
             key
@@ -129,7 +129,7 @@ class LaunchDraft:
             )
 
     def _plan_command(self, workload: Workload, ranks: Ranks) -> None:
-        """Plan the values that capabilities pass to a command."""
+        """Plan the values that capabilities pass to the command."""
         for name in capabilities_of(self.loaded.config):
             try:
                 given = load(name).plan_command(self.loaded, workload, ranks)
@@ -144,10 +144,10 @@ class LaunchDraft:
                 self.parts[name] = to_json(given.part)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Report too many CPU workers, so that a typo in --nodes cannot start a thousand processes here.
+        """Report too many CPU workers, so that a typo in --nodes cannot start thousands of processes.
 
-        A step is not checked, because Slurm has already started its tasks. For a job, `limit_problems` checks
-        the number of workers.
+        A running Slurm step is not checked, because Slurm has already started its tasks. For a Slurm job,
+        `limit_problems` checks the number of workers.
         """
         if self.target.node_sizes is not None or self.target.cluster is not None:
             return
@@ -195,7 +195,7 @@ class LaunchDraft:
         return requested
 
     def detected_gpus(self) -> int:
-        """Return the number of GPUs per node, for a config that does not set it."""
+        """Return the detected number of GPUs per node, used if the config does not set it."""
         nodes, num_gpus = self.loaded.config.resources.most_nodes, self.machine.num_gpus
         if 0 < num_gpus < nodes:
             message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
@@ -218,7 +218,7 @@ class LaunchDraft:
             layout, self.reasons["layout"] = make_layout(self.loaded.config.parallel, world_size)
         except ConfigError as error:
             self.problems += error.problems
-            # Use this layout to check the batch anyway, as if every process read different samples.
+            # Check the batch anyway, with a layout where every process reads different samples.
             return Layout(dp_shard=world_size)
         return layout
 
@@ -248,23 +248,23 @@ class LaunchDraft:
         return threads
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        """Return the number of threads per worker, for a config that does not set it, and the reason."""
+        """Return the number of threads per worker and the reason, used if the config does not set it."""
         num_cpus = self.machine.num_cpus
         threads = max(1, num_cpus // world_size)
         return threads, f"{threads}: {num_cpus} CPU cores for {plural(world_size, 'worker')}"
 
     def lead_s(self) -> int:
-        """Return the seconds from the stop signal to the end of the job; here, the configured grace time."""
+        """Return the seconds from the stop signal until the job is killed: the configured grace time."""
         return math.ceil(self.loaded.config.requeue.grace_s)
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return what one Slurm task runs, ``gpu`` or ``node``."""
+        """Return whether a Slurm task runs a single worker (``gpu``) or all workers of a node (``node``)."""
         return "node"
 
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest | None:
-        """Return the Slurm options; None if no job is submitted."""
+        """Return the job's Slurm options, or None if no job is submitted."""
         return None
 
     def problem(self, key: str, message: str, hint: str = "") -> None:
@@ -273,14 +273,14 @@ class LaunchDraft:
 
 @dataclass
 class StepDraft(LaunchDraft):
-    """A draft of the plan for a running step, whose first node is this machine."""
+    """A draft of the plan for a running Slurm step, whose first node is this machine."""
 
     def workers_per_node(self, device: str) -> int:
         sizes, num_gpus = self.target.node_sizes or (), self.machine.num_gpus
         count = max(sizes)
         self.reasons["workers_per_node"] = f"{','.join(map(str, sizes))}: workers of each node of the step"
         if device == "cuda" and count > num_gpus == 1 and self.target.per == "gpu":
-            # The ranks check themselves whether all tasks see the same GPU.
+            # The ranks check whether all tasks see the same GPU.
             self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
         elif device == "cuda" and count > num_gpus:
             message = f"is {count} in this step, but this node has {num_gpus} visible GPUs"
@@ -295,7 +295,7 @@ class StepDraft(LaunchDraft):
 
     @property
     def is_launched(self) -> bool:
-        """Return whether the ranks were started by another launcher and not by Slurm."""
+        """Return whether another launcher, rather than Slurm, started the ranks."""
         return self.target.backend == "launcher"
 
 

@@ -1,4 +1,4 @@
-"""Checks parallelism degrees against the processes, the model and the batch, and names layouts."""
+"""Checks parallelism degrees for the number of processes, the model and the batch, and names layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 
 
 def layout_problems(work: StepWork) -> Iterator[Problem]:
-    """Yield every problem that rules out a layout for a model and a batch."""
+    """Yield every problem that makes a layout invalid for a model and a batch."""
     yield from _tensor_problems(work)
     pp, schedule, num_layers = work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers
     stages = num_stages(pp, schedule)
@@ -24,10 +24,10 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
 
 
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
-    """Return whether blocks are compiled on a device of this type, ``cpu`` or ``cuda``.
+    """Return whether transformer blocks are compiled on a device type, ``cpu`` or ``cuda``.
 
-    By default, blocks are not compiled on CPUs, where compiling takes longer than a short run, nor with a
-    schedule that splits the backward pass.
+    By default, blocks are not compiled on CPUs, where compilation takes longer than a short run, or if the
+    pipeline schedule splits the backward pass.
     """
     if parallel.compile is not None:
         return parallel.compile
@@ -35,7 +35,7 @@ def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
 
 
 def batch_problems(work: StepWork) -> Iterator[Problem]:
-    """Yield every problem that rules out a layout for a batch, whatever the model."""
+    """Yield every problem that makes a layout invalid for a batch, regardless of the model."""
     layout, parallel, schedule = work.layout, work.parallel, work.parallel.pp_schedule
     if layout.cp > 1 and work.seq_len % (2 * layout.cp):
         message = f"is {layout.cp}, but data.seq_len {work.seq_len} is not a multiple of 2 x {layout.cp}"
@@ -86,7 +86,7 @@ def microbatch_problems(
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
         hint = f"it can be {divisors(device_batch_size)}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
-    # A step runs the schedule once, with all accumulated microbatches.
+    # Each step runs the pipeline schedule once, over the microbatches of all accumulation steps.
     count = microbatches * accumulation_steps
     made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
@@ -106,12 +106,12 @@ def divisors_of(number: int) -> list[int]:
 
 
 def divisors(number: int, most: int | None = None) -> str:
-    """Return the divisors of a number up to `most` as text, for example ``1 or 2 or 4``."""
+    """Return the divisors of a number up to `most` as text, such as ``1 or 2 or 4``."""
     return " or ".join(str(item) for item in divisors_of(number) if item <= (most or number))
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:
-    """Return the layout of `world_size` processes with a description; a degree of -1 is derived.
+    """Return the layout of `world_size` processes and its description; a degree of -1 is derived.
 
     Raises ConfigError if the product of the degrees does not equal the number of processes.
     """
@@ -205,12 +205,12 @@ def parse_layout(text: str) -> dict[str, object]:
             raise UsageError(f"{origin}: {key}: {error}", hint="write values as in a config file") from None
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
-        missing["dp_shard"] = -1  # -1 means that this degree is derived.
+        missing["dp_shard"] = -1  # -1 means that dp_shard is derived.
     return {**missing, **values}
 
 
 def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
-    """Return the name of a layout as for ``--layout``: the degrees above 1, then the other keys."""
+    """Return the layout's name in ``--layout`` syntax: the degrees above 1, then the `others` keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     return (
         ",".join(f"{key}={yaml_text(value)}" for key, value in {**degrees, **others}.items()) or "dp_shard=1"
@@ -218,5 +218,5 @@ def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
 
 
 def yaml_text(value: object) -> str:
-    """Return a value of the section `parallel` as it is written in a config."""
+    """Return a value of the section `parallel` as YAML text."""
     return str(value).lower() if isinstance(value, bool) else str(value)

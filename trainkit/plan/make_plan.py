@@ -27,11 +27,10 @@ from trainkit.shipped import load
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
-    """Return the plan for a config: its layout, batch and job, after checking model and memory.
+    """Return the plan for a config after checking the model and the memory.
 
     For a command, there is no model or data to check. A command's layout and batch are planned only if its
-    launcher passes values to a tool. The function has no side effects. Raises ConfigError that lists all
-    problems.
+    launcher passes their values to a tool. Raises ConfigError with all problems found.
     """
     plan, problems = None, []
     try:
@@ -57,7 +56,7 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
 
 
 def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
-    """Add the parts of the capabilities that the config uses, with their reasons and warnings."""
+    """Add the plan parts of the capabilities that the config uses, with their reasons and warnings."""
     reasons, warnings, parts = dict(plan.reasons), list(plan.warnings), dict(plan.parts)
     for name in capabilities_of(loaded.config):
         planned = load(name).plan(loaded, facts, plan)
@@ -69,7 +68,7 @@ def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPl
 
 
 def _inserted(reasons: dict[str, str], new: Mapping[str, str], follows: str | None) -> dict[str, str]:
-    """Insert new reasons after the reason `follows`, or at the end."""
+    """Insert new reasons after the reason named `follows`, or at the end."""
     names = list(reasons)
     place = len(names) if follows is None else names.index(follows) + 1
     return {**{name: reasons[name] for name in names[:place]}, **new, **reasons, **new}
@@ -81,7 +80,7 @@ def _problem(found: KeyProblem) -> Problem:
 
 
 def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
-    """Return every problem with a config under the given facts."""
+    """Return every problem that a config has on the given machine, data and environment."""
     try:
         make_plan(loaded, facts, workload)
     except ConfigError as error:
@@ -92,7 +91,7 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 def _with_model(
     config: RunConfig, data: DataFacts, machine: Machine, gpus: list[str], plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
-    """Add the results of checking model and data to the plan, and return the problems found.
+    """Check the model and data; return the plan with the results added, and the problems found.
 
     `gpus` is the result of `gpu_names`.
     """
@@ -137,7 +136,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     value = str(config.precision.float8).lower()
     if plan.device == "cpu":
-        if config.device != "cpu":  # a check of the config alone reports `device: cpu`
+        if config.device != "cpu":  # `device: cpu` is already reported when the config alone is checked.
             message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
@@ -151,9 +150,9 @@ def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
 def _check_model(
     config: RunConfig, machine: Machine, gpus: list[str], plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
-    """Return the plan with its memory estimate, and all problems that prevent training the model."""
+    """Return the plan with a memory estimate added, and all problems that prevent training the model."""
     if config.model.architecture != DECODER:
-        # For a custom architecture, the other rules and the memory are unknown.
+        # For a custom architecture, the memory and the other rules are unknown.
         return plan, [*batch_problems(work)]
     if found := [*layout_problems(work)]:
         return plan, found
@@ -180,7 +179,7 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: 
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {size(have or 0)}"
     else:
-        # Without resources.mem, the partition's default applies, which is unknown here.
+        # Without resources.mem, the job gets the partition's default memory, which is unknown here.
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
@@ -192,14 +191,14 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: 
 def _host_problems(
     config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine
 ) -> Iterator[Problem]:
-    """Yield a problem if the processes on this machine need more memory than it has.
+    """Yield a problem if the run's processes on this machine need more memory than the machine has.
 
-    Only weights, gradients and optimizer state are counted, because these are certainly needed. If memory ran
-    out, other processes could be killed too.
+    Only weights, gradients and optimizer state are counted, because every run needs them. Exhausting the
+    memory could also make the kernel kill unrelated processes.
     """
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
-        state //= plan.num_nodes  # The processes of other nodes run on other machines.
+        state //= plan.num_nodes  # The processes of other nodes do not run on this machine.
     if not plan.is_job and machine.memory is not None and state > machine.memory:
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
         message = f"{what}, but this machine has {size(machine.memory)}"

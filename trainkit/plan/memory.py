@@ -1,13 +1,14 @@
-"""Estimates the peak memory of a step, by category, on the GPU that needs the most memory.
+"""Estimates the peak memory of a training step, by category, on the GPU that needs the most memory.
 
-Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32, they take 4, 4
-and (for AdamW) 8 bytes per parameter, divided among ``dp_shard x cp x tp x pp`` ranks. Other memory changes
-during a step, so it is estimated for several phases, and the phase with the largest total gives the peak.
-Activations follow "Reducing Activation Recomputation" (arXiv 2205.05198), adapted to blocks of RMSNorm,
-grouped-query attention without stored scores, and SwiGLU.
+Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32, weights,
+gradients and AdamW state take 4, 4 and 8 bytes per parameter, divided among ``dp_shard x cp x tp x pp``
+ranks. Other memory varies during a step, so it is estimated for several phases; the phase with the largest
+total determines the peak. Activations follow "Reducing Activation Recomputation" (arXiv 2205.05198), adapted
+to blocks of RMSNorm, grouped-query attention without stored scores, and SwiGLU.
 
-The estimate is meant to compare layouts, so it omits small terms such as statistics, masks and the rounding
-of shards. By contrast, the simulation of a rank counts every tensor. No function has side effects.
+The estimate is meant for comparing layouts, so it omits small terms such as statistics, masks and the padding
+of shards. Unlike the estimate, the simulation of a rank counts every tensor. None of the functions have side
+effects.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ from trainkit.plan.step_work import (
 
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
-"""Number of copies of a block's activations in memory if weight gradients are deferred and activations
-recomputed: torch recomputes the activations for each weight and frees no copy. Measurements show 5.5 to 6.4
-copies."""
+"""Number of copies of a block's activations in memory if weight gradients are deferred and activations are
+recomputed, because torch recomputes them for each weight gradient and frees no copy. Measured values range
+from 5.5 to 6.4."""
 
 
 class RankParams(NamedTuple):
-    """Number of parameters on one pipeline rank after tensor parallelism, unsharded."""
+    """Parameter counts on one pipeline rank, after tensor parallelism but before sharding."""
 
     layers: tuple[int, ...]
-    """Number of layers in each stage of the rank, in forward order."""
+    """Number of layers in each of the rank's stages, in forward order."""
     block: int
     """Number of parameters of one block."""
     embedding: int
-    """Number of parameters of the embedding; 0 if it is on another rank, or tied to a head on this rank."""
+    """Number of parameters of the embedding; 0 if the embedding is on another rank, or tied to a head on this
+    rank."""
     head: int
-    """Number of parameters of the head; 0 if it is on another rank."""
+    """Number of parameters of the head; 0 if the head is on another rank."""
 
     @property
     def num_layers(self) -> int:
@@ -63,7 +65,7 @@ class RankParams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
-    """Return the parameters of one rank; the first stage has the embedding, and the last stage the head."""
+    """Return the parameter counts of one rank; the first stage has the embedding, the last one the head."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
     block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
@@ -79,16 +81,16 @@ def stream_bytes(work: StepWork) -> int:
 
 
 def _norm_bytes(work: StepWork) -> int:
-    """Return the bytes per token that a norm keeps for the backward pass; on CPUs, two float32 tensors."""
+    """Return the bytes per token that a norm saves for its backward pass; on CPUs, two float32 tensors."""
     return stream_bytes(work) * (2 * FLOAT32 // work.itemsize if work.device == "cpu" else 1)
 
 
 def block_bytes(work: StepWork) -> int:
-    """Return the bytes of activations that one block keeps per pass without recomputation.
+    """Return the bytes of activations that one block saves per pass without recomputation.
 
-    For each token, a block keeps the inputs of both norms, of qkv, and of gate and up. The following tensors
-    are split by tensor parallelism: queries, keys, values, the attention output, gate, up, silu(gate), and
-    the product of the last two.
+    For each token, a block saves the inputs of both norms, of the qkv projection, and of the gate and up
+    projections. Tensor parallelism splits the other tensors: queries, keys, values, the attention output,
+    gate, up, silu(gate), and silu(gate) * up.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
     kv_dim = shape.num_kv_heads * shape.head_dim
@@ -96,23 +98,23 @@ def block_bytes(work: StepWork) -> int:
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
     if shape.dropout:
-        a_token += 2 * stream_bytes(work)  # Attention and feed-forward each have a dropout mask.
+        a_token += 2 * stream_bytes(work)  # Attention and feed-forward each save a dropout mask.
     mask = 0
     if layout.cp > 1 and work.device == "cpu":
-        # Each of the two chunks attends to all tokens up to its own; kernels on GPUs store no causal mask.
+        # Each of the two chunks attends to all tokens up to its own end; GPU kernels store no causal mask.
         mask = item * (work.seq_len // (2 * layout.cp)) ** 2 * (2 * layout.cp + 1)
     return round(work.tokens_per_pass * a_token) + mask
 
 
 def kept_bytes(work: StepWork) -> int:
-    """Return the bytes of activations that one block keeps from a forward pass to its backward pass."""
+    """Return the bytes of activations that one block keeps from its forward to its backward pass."""
     mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
     if mode == "none":
         return block_bytes(work)
     a_token: float = stream_bytes(work)
     if mode == "selective":
-        # The results of attention, of every second matrix product (wq, wv, gate, down) and of reductions over
-        # tp are kept.
+        # Selective recomputation keeps the results of attention, of every second matrix product (wq, wv,
+        # gate, down), and of tensor-parallel reductions.
         kv_dim = shape.num_kv_heads * shape.head_dim
         # On Hopper, context-parallel attention merges the results of two kernel calls.
         attended = shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
@@ -122,7 +124,7 @@ def kept_bytes(work: StepWork) -> int:
 
 
 def _split_gradient_bytes(work: StepWork) -> int:
-    """Return the bytes of output gradients that one block keeps per pass for deferred weight gradients."""
+    """Return the bytes of output gradients that a block keeps per pass for deferred weight gradients."""
     shape = work.shape
     split = shape.dim + 2 * shape.num_kv_heads * shape.head_dim + 2 * shape.ffn_dim
     norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
@@ -135,7 +137,7 @@ def _logits(work: StepWork) -> float:
 
 
 def loss_bytes(work: StepWork) -> int:
-    """Return the bytes that the loss of one pass needs when its backward pass begins.
+    """Return the bytes that the loss of one pass needs at the start of its backward pass.
 
     The loss keeps log-probabilities, their gradients and the gradients of the logits, all in float32. torch's
     loss parallelism keeps one more copy, and a pipeline also keeps the logits. If the loss is computed in
@@ -184,32 +186,32 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """Return the total bytes in the phase that needs most memory."""
+        """Return the total bytes in the phase that needs the most memory."""
         return self.phases[self.worst_phase].total
 
     @property
     def largest(self) -> Parts:
-        """Return the maximum of each category over all phases; these maxima may occur in different phases."""
+        """Return the maximum of each category over all phases; categories may peak in different phases."""
         return Parts(*map(max, zip(*map(astuple, self.phases.values()), strict=True)))
 
 
 def memory_of(work: StepWork) -> Memory:
-    """Return the memory of the rank that needs most memory."""
+    """Return the memory of the rank that needs the most memory."""
     ranks = extreme_ranks(work)
     return max((rank_memory(work, rank) for rank in ranks), key=lambda found: found.peak)
 
 
 def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """Return a sentence about the memory of a run, and a problem if the run definitely does not fit.
+    """Return a sentence about GPU memory use, and a problem if the run definitely does not fit.
 
-    If a GPU name has several variants, the variant with the most memory is assumed.
+    If several GPU variants share a name, the variant with the most memory is assumed.
     """
     memory = memory_of(work)
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
-    # Report the config key with the most influence on the largest part of the memory.
+    # Report the config key that most affects the largest category of memory.
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
         key, value = "parallel.dp_shard", work.layout.dp_shard
@@ -226,17 +228,17 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
 
 
 def extreme_ranks(work: StepWork) -> list[int]:
-    """Return the pipeline ranks that may need most memory: both ends, and the first with the most layers."""
+    """Return the pipeline ranks that may need most memory: both ends, and the first with most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [rank_params(work.shape, work.layout, schedule, rank).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: StepWork, pp_rank: int) -> Memory:
-    """Return the memory of one pipeline rank; ranks with equal stages need the same amount."""
+    """Return the memory of one pipeline rank, which is the same for ranks with equal stages."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
     on_device = 0 if work.parallel.offload else params.whole // work.shards
-    # A model that is not wrapped also keeps its weights in the compute dtype.
+    # A model that is not wrapped also keeps a copy of its weights in the compute dtype.
     is_cast = not work.is_wrapped and work.dtype != "fp32"
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
     state = a_param * on_device, round(work.optimizer_bytes * on_device)
@@ -250,32 +252,32 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
 
 
 Phase = tuple[str, int, int, int, int]
-"""The name of a phase, and its bytes of gradients, activations, loss and buffers."""
+"""A phase's name, followed by its bytes of gradients, activations, loss and buffers."""
 
 
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
-    """Yield the phases of a step without a pipeline; gradients are reduced as they become ready."""
+    """Yield the phases of a step without a pipeline, where gradients are reduced when they are ready."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
-    waiting = 0  # Bytes of gradients from earlier passes.
+    waiting = 0  # Bytes of gradients accumulated in earlier passes.
     if work.accumulation_steps > 1:
-        # With offloading, a single process or shards without replicas move their gradients to the host after
+        # With offloading, a single process, or shards without replicas, move gradients to the host after
         # every pass.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
     whole = item * params.whole
-    # Whether the parameters stay gathered for the next pass.
+    # True if the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
     kept, in_block = kept_bytes(work), _in_a_block(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
     yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
-    # Activations are freed, and gradients created, at constant rates, so the peak is near one of the ends.
+    # Activations are freed and gradients created at constant rates, so the peak is near the start or end of
+    # the backward pass.
     recomputed = max(0, block_bytes(work) - kept)
-    # Tied embeddings stay gathered, and the gradient of the head is kept until the gradient of the embedding
-    # is ready.
+    # Tied embeddings stay gathered, and the head's gradient is kept until the embedding's gradient is ready.
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
         made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
@@ -291,17 +293,17 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + item * end, 0, 0, buffers
-        if not is_tied:  # The gradient of the head is reduced before the blocks' gradients.
+        if not is_tied:  # The head's gradient is reduced before the gradients of the blocks.
             yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
-    """Yield the phases of a step with a pipeline; gradients are reduced only after all passes."""
+    """Yield the phases of a step with a pipeline, where gradients are reduced only after all passes."""
     item, layers, schedule = work.itemsize, params.layers, work.parallel.pp_schedule
     pp, passes, has_head = work.layout.pp, work.passes_per_step, params.head > 0
     is_deferred = schedule in DEFERRED_WEIGHT_GRADS
-    # Per microbatch, a stage receives one input and one gradient. If weight gradients are deferred, the
-    # gradient that is sent to the previous stage is kept too.
+    # For each microbatch, a stage receives one input and one gradient. If weight gradients are deferred, the
+    # gradient sent to the previous stage is kept too.
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
@@ -316,7 +318,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         a_logit = item if is_deferred else FLOAT32 + item
         losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
-        # Deferred weight gradients are also kept in the compute dtype, except in the first stage.
+        # Deferred weight gradients are also kept in the compute dtype, except on the first stage.
         all_have = state.summed == len(layers)
         summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
         latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])
@@ -328,15 +330,15 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
 
 
 def _head_bytes(work: StepWork) -> int:
-    """Return the bytes per pass that the final norm and the input of the head take."""
+    """Return the bytes per pass that the final norm and the head's input take."""
     return work.tokens_per_pass * (_norm_bytes(work) + work.itemsize * work.shape.dim)
 
 
 def _in_a_block(work: StepWork, params: RankParams) -> int:
-    """Return the bytes that a block's backward pass needs in addition to the activations it has kept.
+    """Return the bytes that a block's backward pass needs in addition to the saved activations.
 
-    At first, the backward pass needs gradients of activations within the SwiGLU. Later, when most activations
-    have been freed, the backward pass needs the gradients of all weights.
+    At first, the backward pass needs gradients of the SwiGLU's inner activations. Later, when most
+    activations have been freed, the backward pass needs the gradients of all weights.
     """
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
     numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
@@ -345,10 +347,10 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
 
 
 def checkpoint_bytes(work: StepWork) -> int:
-    """Return the size of a checkpoint in bytes: the float32 weights and the optimizer state."""
+    """Return the checkpoint size in bytes: the float32 weights and the optimizer state."""
     return round(num_params(work.shape) * (FLOAT32 + work.optimizer_bytes))
 
 
 def state_bytes(work: StepWork) -> int:
-    """Return the bytes of a model's unsharded weights and gradients (float32) and optimizer state."""
+    """Return the unsharded bytes of a model's weights and gradients (float32) and its optimizer state."""
     return checkpoint_bytes(work) + FLOAT32 * num_params(work.shape)

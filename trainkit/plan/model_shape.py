@@ -1,4 +1,4 @@
-"""Resolves the shape of a model from its preset and config, and counts its parameters and FLOPs."""
+"""Resolves a model's shape from its preset and config, and counts the model's parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
-"""Vocabulary sizes are rounded up to a multiple of this number to make matrix kernels faster."""
+"""Vocabulary sizes are rounded up to a multiple of this number, because matrix kernels are then faster."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches its rotary position embedding for long contexts.
+    """How Llama 3.1 scales its rotary position embedding for long contexts.
 
     Long wavelengths are stretched by `factor`; short wavelengths stay unchanged.
     """
@@ -26,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that define a Llama-style decoder."""
+    """The dimensions of a Llama-style decoder."""
 
     vocab_size: int
     dim: int
@@ -48,7 +48,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes of a predefined model."""
+    """The dimensions of a predefined model."""
 
     dim: int
     num_layers: int
@@ -56,7 +56,7 @@ class Preset:
     num_kv_heads: int
     ffn_dim: int
     vocab_size: int | None = None
-    """None for models with a small vocabulary; these models use the size of the tokenizer's vocabulary."""
+    """Vocabulary size; None for small-vocabulary models, which use the tokenizer's vocabulary size."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
 
@@ -99,9 +99,9 @@ def _padded(tokenizer_vocab_size: int) -> int:
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """Return the model shape of a config: its preset with the values that the config overrides.
+    """Return the model shape for a config: its preset with the config's overrides.
 
-    Raises ConfigError with all sizes that are incompatible with each other.
+    Raises ConfigError that lists all incompatible sizes.
     """
     preset = PRESETS[model.preset]
     scaling = {str(key): value for key, value in (model.rope_scaling or {}).items()}
@@ -143,7 +143,7 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
 
 
 def num_params(shape: ModelShape) -> int:
-    """Return the number of all parameters, including embeddings; tied embeddings are counted once."""
+    """Return the total number of parameters, including embeddings; tied embeddings are counted once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     return embeddings + num_params_between_embeddings(shape)
 
@@ -158,7 +158,7 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Return the FLOPs of training on one token, without recomputation.
+    """Return the training FLOPs per token, without recomputation.
 
     The formula is ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N includes the blocks and the
     output projection (even if tied), but not the embedding, which is only a lookup.

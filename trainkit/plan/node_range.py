@@ -1,4 +1,4 @@
-"""Plans a run whose job may get any number of nodes in a range."""
+"""Plans a run whose job may be allocated any number of nodes in a range."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import difference
 from trainkit.shipped import load
 
-if TYPE_CHECKING:  # A run on this machine needs no information about clusters.
+if TYPE_CHECKING:  # Runs on this machine do not need cluster information.
     from trainkit.cluster.model import Cluster
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
 MOST_SIZES = 1000
-"""Maximum number of node counts to plan; planning this many takes less than a second."""
+"""Maximum number of node counts to plan, which takes less than a second."""
 
 
 def plan_nodes(
     loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER, before: LaunchPlan | None = None
 ) -> LaunchPlan:
-    """Return the plan for a config; for a range of nodes, it contains a plan for each possible node count.
+    """Return the plan for a config, including a plan for each possible node count if `nodes` is a range.
 
-    The main plan is that for the largest node count. All node counts use the global batch size and learning
-    rate of the largest count (or of the plan `before`), so that the loss curve does not depend on the number
-    of nodes that the job gets. Raises ConfigError that lists all problems if no node count is possible.
+    The top-level plan is for the largest node count. Plans for all node counts use the global batch size and
+    learning rate of the largest count (or of the plan `before`), so that the loss curve does not depend on
+    how many nodes the job is allocated. Raises ConfigError with all problems if no node count is possible.
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:
@@ -61,7 +61,7 @@ def plan_nodes(
         except ConfigError as error:
             refused[num_nodes] = error
             continue
-        # This machine can simulate any number of nodes, so only the largest number is planned.
+        # This machine can simulate any number of nodes, so only the largest node count is planned.
         if facts.target.cluster is None:
             break
         if len(plans) == 1:
@@ -91,7 +91,7 @@ def _given(plan: LaunchPlan) -> list[object]:
 def _joined(
     first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], cluster: Cluster
 ) -> LaunchPlan:
-    """Return the first plan, extended by the values that differ for other node counts."""
+    """Return the first plan with the values that differ for the other node counts."""
     sizes = spans([plan.num_nodes for plan in reversed(plans)])
     note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
@@ -103,7 +103,7 @@ def _joined(
 
 
 def _alike(plan: LaunchPlan, first: LaunchPlan, least: LaunchPlan, note: str) -> LaunchPlan:
-    """Set the values shared by all node counts; `first` has the most nodes, `least` the fewest."""
+    """Set the values that all node counts share; `first` has the most nodes, `least` the fewest."""
     reasons = {"nodes": note, **plan.reasons}
     for key, of in (("lr", first), ("exclude", least)):
         if key in reasons:

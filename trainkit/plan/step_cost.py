@@ -1,7 +1,7 @@
-"""Estimates how long a step takes on a layout, and how much data its GPUs send each other.
+"""Estimates the step time of a layout, and how much data its GPUs exchange.
 
-The times are accurate enough to rank layouts, but not to predict their actual speed. All functions are
-without side effects.
+The times are accurate enough to rank layouts, but not to predict the actual step time. None of the functions
+have side effects.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ class Flow:
 
     kind: Kind
     """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients over shards,
-    and ``reduce`` the all-reduce of gradients over replicas. ``tp``, ``cp`` and ``pp`` send activations and
-    their gradients."""
+    and ``reduce`` the all-reduce of gradients over replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
+    activations and their gradients."""
     num_bytes: int
     calls: int
-    """Number of collectives."""
+    """Number of collective calls per step."""
     ranks: int
     """Number of ranks in the process group."""
     stride: int
-    """Difference between the rank numbers of neighbours in the process group."""
+    """Difference between consecutive rank numbers in the process group."""
 
     def crosses_nodes(self, node_size: int) -> bool:
         """Return whether the process group spans several nodes."""
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """Return how many ranks of the process group are on one node and share its links to other nodes."""
+        """Return how many of the process group's ranks are on one node and share its links to other nodes."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 
 def traffic(work: StepWork) -> list[Flow]:
-    """Return all communication of a GPU in one step."""
+    """Return all communication of one GPU in one optimizer step."""
     flows = [*_weights(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
 def _weights(work: StepWork) -> Iterator[Flow]:
-    """Yield all-gathers of parameters, and reductions of gradients over shards and over replicas.
+    """Yield the all-gathers of parameters, and the gradient reductions over shards and over replicas.
 
     Parameters are gathered, and gradients reduced, once per pass or, in a pipeline, once per step. ZeRO-3
     gathers parameters for the forward pass and again for the backward pass, but the head only once. ZeRO-2
@@ -75,9 +75,10 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     layout, shape, params = work.layout, work.shape, _params(work, 0)
     mode, block_passes = work.parallel.activation_checkpointing, params.num_layers * work.passes_per_step
     stream = work.tokens_per_pass * work.itemsize * shape.dim
-    # Attention and feed-forward each gather their input and reduce their output, both in the forward and in
-    # the backward pass. Recomputation gathers the inputs again. Reduced outputs are kept, so recomputation
-    # does not reduce again, except that `full` reduces the output of attention.
+    # Attention and feed-forward each gather their input and reduce their output, in both the forward and the
+    # backward pass. Recomputation gathers the inputs of attention and feed-forward again. Reduced outputs are
+    # saved, so they are not reduced again during recomputation, except that `full` reduces the attention
+    # output again.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
@@ -96,31 +97,32 @@ EFFICIENCY = 0.6
 """Fraction of a GPU's peak FLOP/s that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to
 43 % overall; single GPUs reach 58 % including overhead."""
 FILL = 128
-"""Matrix size at which efficiency is halved: about the tile size of a kernel."""
+"""Matrix size at which efficiency is halved, which is about a kernel's tile size."""
 FLOAT32_SHARE = 1 / 16
 """Peak float32 FLOP/s as a fraction of the 16-bit peak, on data-center GPUs."""
 UNKNOWN_PEAK = 300e12
-"""FLOP/s assumed for a GPU whose peak is unknown; only relative times are shown."""
+"""FLOP/s assumed for a GPU whose peak is unknown; the assumption is harmless because only relative times are
+shown."""
 INTERFERENCE = 0.1
 """Minimum fraction of communication that cannot be hidden, because communication takes SMs and memory
 bandwidth away from computation."""
 WEIGHTS_OF_A_BLOCK = 9
 """Number of weights in a block: seven matrices and two norms."""
 HOP_S = {"node": 2e-6, "network": 6e-6}
-"""Latency in seconds of a message between two ranks; in a ring, n ranks send n - 1 messages in sequence."""
+"""Latency in seconds per message between two ranks; in a ring, n ranks send n - 1 messages in sequence."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated time of an optimizer step, by cause."""
+    """The estimated time of an optimizer step, split into computation and communication."""
 
     compute_s: float
-    """Compute time of the rank with the most work, without recomputation."""
+    """Compute time in seconds of the rank with the most work, excluding recomputation."""
     recompute_s: float
     exposed_s: dict[str, float]
-    """Seconds of communication that do not overlap with computation, by kind of parallelism."""
+    """Maps each kind of parallelism to its seconds of communication that do not overlap with computation."""
     bubble: float
-    """Fraction of the step when a pipeline rank is idle."""
+    """Fraction of the step during which a pipeline rank is idle."""
     flows: tuple[Flow, ...]
 
     @cached_property
@@ -132,7 +134,7 @@ class Cost:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Return the bytes that a GPU sends per step, by kind of parallelism."""
+        """Return the bytes that a GPU sends per step, keyed by kind of parallelism."""
         sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
         for flow in self.flows:
             sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
@@ -146,7 +148,7 @@ class Cost:
 
 
 def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
-    """Estimate the cost of a step on nodes with `node_size` GPUs each."""
+    """Estimate the cost of a step on nodes that have `node_size` GPUs each."""
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)
@@ -156,10 +158,10 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
         # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
-        # it ends.
+        # it finishes.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
-        # All-gathers overlap with a whole pass, reduce-scatters with its backward pass, and the all-reduce
+        # All-gathers overlap with a whole pass, reduce-scatters with the backward pass, and the all-reduce
         # over replicas only with the last backward pass.
         passes, passes_s = work.passes_per_step, compute_s + recompute_s
         backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
@@ -216,9 +218,9 @@ def _compute_s(work: StepWork, gpu: Gpu) -> float:
 
 
 def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
-    """Return the seconds that one kind of communication takes on its slowest link."""
+    """Return the seconds that one kind of communication takes on the slowest link it uses."""
     if flow.kind == "pp":
-        # Pipeline sends are point-to-point, so the ranks of a node cannot share a transfer as in a
+        # Pipeline sends are point-to-point, so the ranks on a node cannot share a transfer as they do in a
         # collective.
         far = flow.crosses_nodes(node_size)
         return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)

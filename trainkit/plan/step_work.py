@@ -1,6 +1,6 @@
-"""Describes the work of a training step on a layout, and pipeline schedules, to estimate memory and time.
+"""Describes the work of a training step, and pipeline schedules, for estimating memory and time.
 
-All functions are without side effects.
+None of the functions have side effects.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "dualpipe_v": 2,
 }
 V_SHAPED: tuple[PipelineSchedule, ...] = ("zbv", "dualpipe_v")
-"""Schedules whose stages are ordered down the ranks and back up, so that the first rank also has the last
-stage."""
+"""Schedules that assign stages down the ranks and back up, so that the first rank also has the last stage."""
 
 SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that compute input gradients and weight gradients separately (zero bubble)."""
@@ -50,8 +49,8 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
 def stage_layers(num_layers: int, stages: int) -> list[range]:
     """Split layers over stages as evenly as possible.
 
-    The stages in the middle get the remaining layers, because the first stage also has the embedding, and the
-    last stage the head.
+    The middle stages get the remaining layers, because the first stage also has the embedding and the last
+    stage the head.
     """
     size, left = divmod(num_layers, stages)
     start = (stages - left) // 2
@@ -62,11 +61,11 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 
 
 MIN_BLOCK_HEAD_DIM = 16
-"""Smallest head dimension for which the attention kernel can compute the document mask."""
+"""Smallest head dimension for which the attention kernel can apply the document mask."""
 
 
 def attends_in_blocks(parallel: ParallelConfig, shape: ModelShape, dtype: str, device: str) -> bool:
-    """Return whether the attention kernel computes the document mask; needs a GPU and a 16-bit dtype."""
+    """Return whether the attention kernel applies the document mask; requires a GPU and a 16-bit dtype."""
     compiled = device == "cuda" and parallel.compile is not False
     return compiled and dtype != "fp32" and shape.head_dim >= MIN_BLOCK_HEAD_DIM
 
@@ -78,7 +77,7 @@ class StepWork:
     shape: ModelShape
     layout: Layout
     parallel: ParallelConfig
-    """The config section `parallel`; its degrees are replaced by the degrees of `layout`."""
+    """The config section `parallel`, except that the degrees in `layout` take precedence."""
     seq_len: int
     device_batch_size: int
     accumulation_steps: int
@@ -86,12 +85,12 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The type of device, ``cpu`` or ``cuda``. CPU kernels keep more activations; a memory tracker on a
-    machine without a GPU counts these too."""
+    """The type of device, ``cpu`` or ``cuda``. CPU kernels save more activations than GPU kernels, which a
+    memory tracker on a machine without a GPU counts too."""
     document_mask: bool = False
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
-    """True if sharded block matrices are gathered in float8."""
+    """True if the sharded weight matrices of blocks are gathered in float8."""
 
     @property
     def itemsize(self) -> int:
@@ -100,7 +99,7 @@ class StepWork:
 
     @property
     def block_itemsize(self) -> int:
-        """Return the bytes per parameter of a gathered block, ignoring its small norms."""
+        """Return the bytes per parameter of a gathered block, ignoring the block's small norms."""
         return 1 if self.float8_gather and self.shards > 1 else self.itemsize
 
     @property
@@ -110,15 +109,14 @@ class StepWork:
 
     @property
     def is_wrapped(self) -> bool:
-        """Return whether `fully_shard` or `replicate` casts the parameters of each unit on use."""
+        """Return whether `fully_shard` or `replicate` casts each unit's parameters when they are used."""
         return self.layout.world_size > 1 or self.parallel.wraps_one
 
     @property
     def keeps_gathered(self) -> bool:
         """Return whether parameters stay gathered between the forward and the backward pass.
 
-        Replicas that are not sharded have nothing to gather, and a pipeline needs the parameters for every
-        microbatch.
+        Unsharded replicas have nothing to gather, and a pipeline needs the parameters for every microbatch.
         """
         copies = self.shards == 1 and self.layout.dp_replicate > 1 and not self.parallel.offload
         return copies or self.parallel.zero == 2 or self.layout.pp > 1
@@ -150,7 +148,7 @@ class StepWork:
 
     @property
     def loss_chunks(self) -> int:
-        """Return how many chunks the loss of a pass is computed in."""
+        """Return the number of chunks that the loss of a pass is computed in."""
         return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
 
     @property
@@ -168,17 +166,17 @@ class StepWork:
 
 
 MAX_CHUNK_LOGITS = 2**28
-"""Maximum number of logits per chunk, which take 1 GiB in float32. Smaller chunks would cost time, because
-each chunk reads and writes the gradient of the head's weight."""
+"""Maximum number of logits per chunk; this many take 1 GiB in float32. Smaller chunks would be slower,
+because each chunk reads and writes the gradient of the head's weight."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Return how many chunks the loss of a pass is computed in; 1 for all tokens at once.
+    """Return the number of chunks that the loss of a pass is computed in; 1 means all tokens at once.
 
-    With chunks, the logits of a whole pass never exist at the same time. The loss is compiled for each chunk
-    length, so chunks have equal lengths unless this needs twice the minimum number of chunks or more. Chunks
-    require the head's gradient in float32, so they save memory only if there are many tokens. Tensor
-    parallelism and pipelines already split the logits.
+    With several chunks, the logits of a whole pass are never in memory at the same time. The loss is compiled
+    for each chunk length, so chunks have equal lengths unless this requires at least twice the minimum number
+    of chunks. Chunks require the head's gradient in float32, so they save memory only for large numbers of
+    tokens. Tensor parallelism and pipelines already split the logits.
     """
     if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
         return 1
@@ -187,13 +185,13 @@ def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
 
 
 MAX_BLOCK = 256
-"""Maximum number of elements that share a scale in 8-bit optimizer state."""
+"""Maximum number of elements that share one scale in 8-bit optimizer state."""
 
 
 def row_blocks(row_size: int) -> tuple[int, int]:
-    """Return the elements per chunk of a matrix row, and the blocks per chunk, for adamw_8bit.
+    """Return the number of elements per chunk of a matrix row, and of blocks per chunk, for adamw_8bit.
 
-    Both numbers depend only on the row size, so that a checkpoint does not depend on the layout.
+    Both numbers depend only on the row size, so that checkpoints do not depend on the layout.
     """
     part = row_size // math.gcd(row_size, ROW_PARTS)
     return part, -(-part // MAX_BLOCK)
@@ -202,8 +200,8 @@ def row_blocks(row_size: int) -> tuple[int, int]:
 def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
     """Return the number of bytes of optimizer state per parameter."""
     if optimizer.name == "adamw_8bit":
-        # Each of the two averages has a code per element and a float32 scale per block. Vectors and small
-        # matrices are ignored, although their averages are in float32.
+        # Each of Adam's two averages has one code per element and one float32 scale per block. Vectors and
+        # small matrices are ignored, although their averages are stored in float32.
         blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
         return 2 * (1 + 4 * max(blocks))
     return 4 if optimizer.state_dtype == "bf16" else 8
@@ -212,7 +210,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """Return the work of a config on a layout; the number of microbatches comes from `batch`."""
+    """Return the work of a config on a layout; `batch` determines the number of microbatches."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
@@ -229,31 +227,31 @@ def work_of(
     )
 
 
-# The functions below compute, for each schedule, its bubble and how many microbatches are in flight. Time is
-# measured in passes through a stage. A forward pass takes 1, and so does each half of a backward pass: one
-# half for input gradients, one for weight gradients (zero bubble, arXiv 2401.10241). The formulas match
-# torch's implementations of these schedules.
+# The functions below compute the pipeline bubble and the number of microbatches in flight for each schedule.
+# Time is measured in forward passes through one stage. A forward pass takes 1, and a backward pass takes 2: 1
+# for input gradients and 1 for weight gradients (zero bubble, arXiv 2401.10241). The formulas match torch's
+# implementations of the pipeline schedules.
 
 PASSES = 3
 """Number of passes per microbatch and stage: forward, input gradients and weight gradients."""
 DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
-"""Schedules that defer weight gradients in every pass, except in the first stage. The other schedules
-in `SPLIT_BACKWARD` defer weight gradients only at the beginning and end of a step."""
+"""Schedules that defer weight gradients in every pass, except in the first stage. The other schedules in
+`SPLIT_BACKWARD` defer weight gradients only at the start and end of a step."""
 
 
 class InFlight(NamedTuple):
-    """The passes and gradients that a pipeline rank keeps in memory at a possible memory peak."""
+    """The passes and gradients that a pipeline rank keeps in memory at a potential memory peak."""
 
     whole: int
-    """Number of forward passes, over all stages of the rank, whose gradients have not been computed yet."""
+    """Number of forward passes, over all of the rank's stages, whose gradients have not been computed yet."""
     half: int = 0
-    """Number of passes whose input gradients have been computed, but not their weight gradients."""
+    """Number of passes whose input gradients have been computed, but whose weight gradients have not."""
     summed: int = 0
     """Number of the rank's stages that have accumulated weight gradients."""
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """Return the fraction of a step that a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """Return the fraction of a step when a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)
@@ -261,7 +259,7 @@ def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) 
 
 
 def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """Return how long a rank is idle per step, measured in passes through a stage."""
+    """Return the idle time of a rank per step, in forward passes through one stage."""
     hops = pp - 1
     missing = max(0, pp - num_microbatches)
     if schedule == "interleaved_1f1b":
@@ -276,7 +274,7 @@ def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> 
 
 
 def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int) -> int:
-    """Return the maximum number of forward passes whose activations a rank keeps, over all its stages."""
+    """Return the maximum number of forward passes whose activations a rank keeps, over all of its stages."""
     if pp == 1:
         return 1
     both = 2 * num_microbatches
@@ -298,11 +296,11 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
 def worst_in_flight(
     schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
 ) -> list[InFlight]:
-    """Return a rank's states at the start of each backward pass where memory may peak."""
+    """Return a rank's in-flight passes at the start of each backward pass where memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:
-        # If there are few microbatches, the forward passes end before the earlier stage has gradients.
+        # With few microbatches, the forward passes finish before the rank's earlier stage has gradients.
         settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
         summed = stages if num_microbatches >= settled else 1
         if schedule == "interleaved_zero_bubble":
@@ -314,12 +312,12 @@ def worst_in_flight(
         return [InFlight(most, summed=summed), *at_end]
     if most < stages * num_microbatches:
         return [InFlight(most, summed=stages)]
-    # All forward passes end before the first backward pass has produced gradients.
+    # All forward passes finish before the first backward pass has produced gradients.
     return [InFlight(most), InFlight(most - 1, summed=stages)]
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """Return the maximum number of microbatches whose loss the last stage keeps for the backward pass."""
+    """Return the maximum number of microbatches whose losses the last stage keeps for backward passes."""
     if pp == 1:
         return 1
     if schedule == "gpipe":

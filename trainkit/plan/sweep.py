@@ -15,7 +15,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import shown_value
 
 MAX_TRIALS = 100_000
-"""Maximum number of trials; a larger number is taken for a typo, because no known Slurm accepts larger
+"""Maximum number of trials; more are treated as a typo, because no known Slurm cluster accepts larger
 arrays."""
 NOT_SWEPT = {
     "name": "all trials share the name of their group",
@@ -27,17 +27,17 @@ _SPAN = re.compile(
     r"(?P<first>\d+)(?:\.\.|-|:)(?P<last>\d+)"
     r"|range\((?:(?P<start>\d+), *)?(?P<end>\d+)(?:, *(?P<step>[1-9]\d*))?\)"
 )
-"""Matches a range written as in shells, Slurm, Hydra or Python. A range with a colon excludes its end, as in
-Python."""
+"""Matches a range written in shell, Slurm, Hydra or Python syntax. A range with a colon excludes its last
+number, as in Python."""
 _WRAPPED = re.compile(r"choice\(([^()]*)\)|\(([^()]*)\)|\{([^{}:]*)\}")
 _DRAWN = re.compile(r"(?:interval|uniform|log_?uniform|log|normal|tag|glob|sort|shuffle)\(.*\)")
-"""Matches Hydra functions such as ``interval(…)``, with which Hydra or a search chooses the values."""
+"""Matches Hydra functions such as ``interval(…)``, whose values Hydra or its search algorithm chooses."""
 _SEPARATED = re.compile(r"[-+\d.eE]+(?:[\s;]+[-+\d.eE]+)+")
 MAX_LISTED = 20
 
 
 def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
-    """Return the comma-separated values that a value in another notation stands for, or None."""
+    """Convert a value in another tool's syntax to comma-separated values; return None if it is unknown."""
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:
@@ -56,11 +56,11 @@ def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
 
 
 def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
-    """Parse ``--sweep a.b=1,2,3`` into a key and its values.
+    """Parse an axis such as ``--sweep a.b=1,2,3`` into a key and a list of values.
 
-    If `command` contains ``{lr}``, ``--sweep lr=1,2`` is valid too. The values are parsed as a YAML list
-    without brackets: ``"a,b"`` is one text with a comma, and ``[1,2],[3,4]`` are two lists. Raises UsageError
-    if the text is not a valid axis.
+    If `command` contains ``{lr}``, ``--sweep lr=1,2`` is valid too. The values are parsed as the items of a
+    YAML list: ``"a,b"`` is a single string with a comma, and ``[1,2],[3,4]`` are two lists. Raises UsageError
+    if `text` is not a valid axis.
     """
     origin = f"--sweep {text}"
     key, equals, raw = text.partition("=")
@@ -82,7 +82,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
             f"{origin}: {raw} is no list of values", hint=f"list the values: --sweep {key}={values_hint}"
         )
     try:
-        # The command gets the values exactly as they are written.
+        # The command receives the values exactly as the user wrote them.
         values = parse_value(f"[{raw}]", (*VARIABLES, key) if is_placeholder else path)
     except ValueError:
         values = None
@@ -111,7 +111,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
 def refuse_axis(
     key: str, values: Sequence[object], origin: str, *, is_placeholder: bool = False, hint: str = ""
 ) -> None:
-    """Raise UsageError if a key cannot be swept over these values; `hint` is used if the key is unknown."""
+    """Raise UsageError if a key cannot be swept over `values`; `hint` is used if the key is unknown."""
     if key in NOT_SWEPT:
         raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="remove it")
     path = tuple(key.split("."))
@@ -130,7 +130,7 @@ def names_key(command: Sequence[str], key: str) -> bool:
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the command of a trial, with swept values in place of their placeholders ``{key}``."""
+    """Return the command of a trial with each placeholder ``{key}`` replaced by the swept value."""
     words = []
     for word in command:
         for key, value in values.items():
@@ -140,7 +140,7 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
 
 
 def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
-    """Return all combinations of the values of all ``--sweep`` options; the last key varies fastest.
+    """Return all combinations of values from all ``--sweep`` options; the last key varies fastest.
 
     Raises UsageError for an invalid axis, a key that appears twice, and more than `MAX_TRIALS` combinations.
     """
@@ -157,7 +157,7 @@ def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict
 
 
 def key_without_seed(values: Mapping[str, object]) -> str:
-    """Return a trial's values as text that is equal for trials that differ only in the seed."""
+    """Return a trial's values as text that is the same for trials that differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
 
 

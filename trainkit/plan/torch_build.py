@@ -1,4 +1,4 @@
-"""Describes an interpreter's torch: which GPUs it supports, and whether the trainer can use it."""
+"""Describes an interpreter's torch build: the GPUs it supports, and whether the trainer can use it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from shlex import quote
 
 Version = tuple[int, int]
 BUILDS: dict[Version, tuple[Version, Version]] = {(13, 0): ((7, 5), (99, 0)), (12, 6): ((5, 0), (9, 0))}
-"""Maps the CUDA version of a build on download.pytorch.org to the lowest and highest compute capability it
-has kernels for. There is no build of torch 2.15 for CUDA 12:
-https://github.com/pytorch/pytorch/issues/190385."""
+"""Maps the CUDA version of a wheel on download.pytorch.org to its lowest and highest supported compute
+capability. There is no build of torch 2.15 for CUDA 12: https://github.com/pytorch/pytorch/issues/190385."""
 _CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
 
 
 def _version(text: str | None) -> Version | None:
-    """Return the first two numbers of a version; None if there are none, as in a build from source."""
+    """Return the first two numbers of a version, or None if it has none, as in a build from source."""
     found = re.match(r"(\d+)\.(\d+)", text or "")
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -28,21 +27,21 @@ def _dotted(version: Version) -> str:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The torch that an interpreter imports, and the hardware that it was built for."""
+    """The torch that an interpreter imports, and the hardware it was built for."""
 
     python: str
     version: str = ""
-    """Version of torch; empty if unknown."""
+    """torch version; empty if unknown."""
     cuda: str | None = ""
-    """Version of CUDA; empty if unknown, None for a build without CUDA."""
+    """CUDA version; empty if unknown, None for a build without CUDA."""
     hip: str | None = None
-    """Version of ROCm; None for a build without ROCm."""
+    """ROCm version; None for a build without ROCm."""
     oldest: Version | None = None
-    """The lowest compute capability with kernels; None if only the CUDA version is known."""
+    """The lowest compute capability that has kernels; None if only the CUDA version is known."""
 
     @classmethod
     def read(cls, python: str, file: str | None) -> TorchBuild:
-        """Read version.py of the torch that an interpreter imports; importing torch would take seconds."""
+        """Read the torch build from its version.py, because importing torch would take seconds."""
         text = ""
         with suppress(OSError, ValueError):
             text = Path(file or "").with_name("version.py").read_text(encoding="utf-8")
@@ -52,7 +51,7 @@ class TorchBuild:
     def problem(
         self, gpu: str = "", capability: Version | None = None, driver: Version | None = None
     ) -> tuple[str, str] | None:
-        """Return why this torch cannot use a GPU, and a hint; None if no such reason is known.
+        """Return why the torch build cannot use a GPU, and a hint, or None if no reason is known.
 
         `driver` is the newest CUDA version supported by the GPU's driver.
         """
@@ -79,16 +78,16 @@ class TorchBuild:
 
 
 OLDEST = (2, 11)
-"""The oldest supported release, with which `make test-oldest` tests the trainer; also set in setup.cfg."""
+"""The oldest supported torch release, which `make test-oldest` uses; also set in setup.cfg."""
 REQUIREMENT = "torch>=2.11,<2.16"
-"""The version requirement for torch, the same as in setup.cfg."""
+"""The torch version requirement, the same as in setup.cfg."""
 ELSEWHERE = "set launch.venv, conda, modules or container to an environment that has it"
 
 
 def release_problem(version: str) -> tuple[str, str] | None:
-    """Return why the trainer cannot use a version of torch, and a hint; None if it can.
+    """Return why the trainer does not support a torch version, and a hint; None if it supports it.
 
-    Versions without a release number, as in a build from source, are accepted.
+    Versions without a release number, such as builds from source, are accepted.
     """
     if (_version(version) or OLDEST) >= OLDEST:
         return None

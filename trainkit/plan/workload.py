@@ -1,6 +1,6 @@
 """Describes the program that a run's ranks execute, and how trainkit expects the program to behave.
 
-All functions are without side effects.
+None of the functions have side effects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePath
 from trainkit.formats import RESERVED_NAME
 
 PER_RANK = ("python", "lightning")
-"""Launchers for which the agent of a node starts the command once per rank."""
+"""Launchers that make each node's agent start the command once per rank."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 USED_BY_COMMANDS = (
     "extends",
@@ -29,7 +29,7 @@ USED_BY_COMMANDS = (
     "notify",
     "logging",
 )
-"""The config keys and sections that have an effect on a run of a command."""
+"""The config keys and sections that affect a run of a command."""
 WRAPPERS = (
     "env",
     "nice",
@@ -65,9 +65,9 @@ WRAPPERS = (
     "pdm",
     "rye",
 )
-"""Programs that start another program, given as their arguments, with the same standard input."""
+"""Programs that run the program given in their arguments, with the same standard input."""
 STARTERS = (*WRAPPERS, "su", "script", "make", "gmake", "ninja", "just", "task", "xargs", "parallel")
-"""Programs that do not train themselves; a stop signal is meant for the program that they start."""
+"""Programs that start the training program but do not train; stop signals are meant for that program."""
 _INTERPRETER = re.compile(
     rf"(?:python|pypy)[\d.]*|{'|'.join(SHELLS)}|fish|perl|ruby|node|julia|R|lua[\d.]*|php|cat"
 )
@@ -77,49 +77,50 @@ _NO_INPUT = re.compile(r"-(?:-version|-help|V|h)")
 
 @dataclass(frozen=True)
 class Workload:
-    """The program of a run: a command, or the built-in trainer (`TRAINER`) with any task."""
+    """The program that a run executes: a command, or the built-in trainer (`TRAINER`) for any task."""
 
     argv: tuple[str, ...] = ()
     """The command that each rank runs, or that `launcher` starts; empty for the built-in trainer."""
     launcher: str = "python"
-    """How a command is started: ``python`` and ``lightning`` once per rank, other launchers once per node."""
+    """How a command is started: once per rank for ``python`` and ``lightning``, else once per node."""
     signal: str = "auto"
-    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for whichever it handles.
+    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles.
     """
 
     @property
     def is_command(self) -> bool:
         """Return whether the workload is a command.
 
-        The ranks of a command may write no metrics, checkpoints, error records or stacks.
+        The ranks of a command might not write metrics, checkpoints, error records or stacks.
         """
         return bool(self.argv)
 
     @property
     def notice(self) -> str:
         """Return the signal that Slurm sends before the time limit, unless `requeue.signal` sets another."""
-        # A command may not expect SIGUSR2. Only the agents of a command handle SIGURG, and they send the
-        # command the signal that it handles.
+        # A command may not handle SIGUSR2. SIGURG is handled only by the agents, which then send the command
+        # the signal that it handles.
         return "URG" if self.is_command else "USR2"
 
     @property
     def has_launcher(self) -> bool:
-        """Return whether a launcher such as torchrun starts the ranks of a node."""
+        """Return whether a launcher such as torchrun starts a node's ranks."""
         return self.launcher not in PER_RANK
 
     @property
     def has_two_pythons(self) -> bool:
-        """Return whether the command begins with a Python interpreter, which its launcher already starts."""
-        # An interpreter with a path is allowed, because it selects the interpreter (see `command_python`).
+        """Return whether the command starts with `python`, although its launcher already starts Python."""
+        # An interpreter with a path is allowed, because the path selects the interpreter (see
+        # `command_python`).
         return self.has_launcher and re.fullmatch(r"python[\d.]*", self.argv[0]) is not None
 
     @property
     def reads_input(self) -> bool:
         """Return whether the command line shows that the command reads standard input.
 
-        A command reads standard input if it contains a ``-``, or an interpreter or program without a file, as
-        in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read standard input
-        as well.
+        A command reads standard input if it contains ``-``, or an interpreter or program without a file
+        argument, as in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read
+        standard input as well.
         """
         words = self.argv
         if any(word in _INPUT_FILES for word in words):
@@ -138,12 +139,12 @@ class Workload:
 
     @property
     def ignores_usr2(self) -> bool:
-        """Return whether the processes start with SIGUSR2 ignored, so that the signal cannot kill them.
+        """Return whether the processes start with SIGUSR2 ignored, so that SIGUSR2 cannot kill them.
 
-        SIGUSR2 would kill torchrun but not its ranks. With proctrack/linuxproc, Slurm sends signals to its
-        tasks and to the ranks below them, so the SIGUSR2 before a requeue would kill a script that saves on
-        SIGTERM. With ``auto``, SIGUSR2 is not ignored for a shell, because a shell cannot trap a signal that
-        was ignored when it started.
+        SIGUSR2 would kill torchrun but not the ranks that torchrun started. With proctrack/linuxproc, Slurm
+        signals its tasks and their child ranks, so the SIGUSR2 before a requeue would kill a script that
+        saves on SIGTERM. With ``auto``, a shell is started without ignoring SIGUSR2, because a shell cannot
+        trap a signal that was ignored when the shell started.
         """
         if not self.is_command:
             return False
@@ -151,18 +152,18 @@ class Workload:
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
 
     def uses(self, key: str) -> bool:
-        """Return whether a config key affects the workload; a launcher may receive additional keys."""
+        """Return whether a config key affects the workload; capabilities may pass more keys to a launcher."""
         if not self.is_command:
             return True
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
-        """Return whether ranks get a stop signal unchanged, not replaced by the signal that they handle."""
+        """Return whether ranks get a stop signal unchanged, instead of the signal that they handle."""
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
         """Return whether exit code 0 of all ranks completes the run, given whether the done file exists."""
-        # A command often exits with 0 after saving, too.
+        # A command often also exits with 0 after saving in response to a stop signal.
         return not self.is_command or is_done or not was_stopped
 
 
@@ -170,7 +171,7 @@ TRAINER = Workload()
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Return the words before the first word that is not an option."""
+    """Return the leading words that are options."""
     return list(takewhile(lambda word: word.startswith("-"), words))
 
 
@@ -183,13 +184,13 @@ _OUT_OF_REACH = {
     **dict.fromkeys(("srun", "salloc"), "it terminates its own step at once"),
     "sbatch": "it starts another job",
 }
-"""Maps a program to the reason why a signal may not reach its child processes."""
+"""Maps a program to the reason why its child processes may not receive a signal."""
 _PREFIXES = ("exec", "command", *WRAPPERS)
 _SEPARATORS = re.compile(r"\n|;|\|\|?|&&?|[(){}]")
 
 
 def out_of_reach(argv: Sequence[str]) -> str | None:
-    """Return why a stop signal may not reach the processes of a command, or None.
+    """Return why a stop signal may not reach the processes of a command, or None if no reason is known.
 
     Only the command line is examined. The contents of scripts are not read.
     """
@@ -209,7 +210,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name_of(argv: Sequence[str]) -> str | None:
-    """Return the name of a command's script or program, without its suffix; None if it is no valid name.
+    """Return the name of a command's script or program without its suffix, or None if it is not a valid name.
 
     The name is ``train`` for ``python -u src/train.py --lr 0.1``, ``python -m mine.train`` and
     ``./train.sh``.
