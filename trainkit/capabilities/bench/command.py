@@ -1,4 +1,4 @@
-"""``trainkit bench``: measures a config on several layouts or with several settings."""
+"""Implements ``trainkit bench``, which measures the speed of a config with several layouts or settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the runs of a bench: computes one summary row per run from the files in its run folder."""
+"""Measures the runs of a bench: computes one summary row per run from the files in the run folder."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def measured(records: Sequence[StepRecord], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[float]:
     for before, record in pairwise([StepRecord({"step": 0, "samples_seen": 0}), *records]):
-        # The number of samples in a step is computed by subtracting the previous step's total, which must
-        # also be logged.
+        # The number of samples in a step is the difference from the previous step's total, so the previous
+        # step must be logged too.
         if record.step in steps and record.step == before.step + 1:
             seen, earlier = record.count("samples_seen") or 0, before.count("samples_seen") or 0
             yield (seen - earlier) / (record.number("step_s") or math.inf)
@@ -215,8 +215,8 @@ def speed(row: Row) -> float | None:
 def by_speed(trials: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
     """Sort trials by speed: finished trials first, starting with the fastest.
 
-    Each trial is given as a list of the rows of its runs. Returns each trial's summary row together with the
-    rows of its runs.
+    Each item in `trials` contains the rows of one trial's runs. Returns each trial's summary row together
+    with the rows of its runs.
     """
     made = [(trial_row(rows), rows) for rows in trials]
     return sorted(made, key=lambda item: (item[0]["status"] != FINISHED, -(speed(item[0]) or 0.0)))

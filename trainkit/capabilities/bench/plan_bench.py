@@ -37,14 +37,15 @@ from trainkit.plan.step_work import work_of
 ORIGIN = "trainkit bench"
 OPTION = "--out"
 MAX_LAYOUTS = 16
-"""Maximum number of layouts to run if --layout is not given. The limit bounds the total time of a bench."""
+"""Maximum number of layouts to run if --layout is not given. The limit keeps the total time of a bench
+acceptable."""
 
 
 @dataclass(frozen=True)
 class BenchTrial(PlannedTrial):
     """A bench trial that has not started.
 
-    Its values are a layout or the values of the swept keys.
+    The `values` of a trial are its layout or its values for the swept keys.
     """
 
     settings: Mapping[str, object]
@@ -69,7 +70,7 @@ class PlannedBench:
 
     kind: Kind
     config: str
-    """The config file or name as the user typed it."""
+    """The config's file or name, as the user typed it."""
     length: BenchLength
     repeats: int
     keep_name: bool
@@ -96,9 +97,9 @@ class PlannedBench:
         shape: ModelShape,
         typed: Mapping[str, object],
     ) -> None:
-        """Plan a layout, with `typed` from ``--layout``; raise ConfigError if the layout is impossible.
+        """Plan a trial with a layout; raise ConfigError if the layout is impossible.
 
-        Without ``--layout``, only the first `MAX_LAYOUTS` layouts are run.
+        `typed` contains the values from ``--layout``; if empty, only `MAX_LAYOUTS` layouts are run.
         """
         name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (trial.name for trial in self.trials):
@@ -245,8 +246,8 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
 def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
     """Plan the runs of all trials of a sweep.
 
-    The error of a trial that cannot run is recorded. Raises UsageError if the sweep contains a key that the
-    bench sets itself.
+    The error of each trial that cannot run is stored in `planned`. Raises UsageError if the sweep contains a
+    key that the bench sets itself.
     """
     for trial in trials:
         try:

@@ -111,7 +111,7 @@ class Bench:
 
     kind: Kind
     config: str
-    """The config file or name as the user typed it."""
+    """The config's file or name, as the user typed it."""
     backend: str
     device: str
     length: BenchLength
@@ -186,7 +186,7 @@ ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
 def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
     """Return the status of each run in a bench, with the root cause as the reason for a failed run.
 
-    If submitting the job array was not confirmed by Slurm, the function searches Slurm for the array. The
+    If Slurm has not confirmed the submission of the job array, the function searches Slurm for the array. The
     function also deletes the checkpoints of runs that have ended, because a bench is never resumed.
     """
     recover_parts(bench.group)
@@ -207,7 +207,7 @@ def wait_for_runs(
 ) -> None:
     """Wait until all runs of a bench have ended.
 
-    Logs `end_line` each time a run ends, and the number of runs in each state each time it changes.
+    Logs `end_line` when a run ends, and the number of runs in each state when these numbers change.
     """
     logged, known = "", set[int]()
     while True:

@@ -69,7 +69,7 @@ class LogCurve(Companion):
     def _begin(self) -> None:
         """Read the part of the curve that earlier attempts wrote.
 
-        If this raises OSError, the next poll tries again.
+        If reading raises OSError, the next poll tries again.
         """
         previous = None
         made = (
@@ -159,7 +159,7 @@ class LogCurve(Companion):
 
     def _write(self) -> None:
         if self._metrics_size() != self._size:
-            self._is_off = True  # the script itself writes metrics.jsonl
+            self._is_off = True  # stop reading, because the script itself writes metrics.jsonl
             return
         run, number, now = self._attempt.run, self._attempt.number, utc_now()
         found = list(self._curve.records.items())
@@ -178,7 +178,7 @@ class LogCurve(Companion):
             }
             for step, values in found
         ]
-        self._curve.records = dict(found)  # so that they do not accumulate while the disk is full
+        self._curve.records = dict(found)  # do not let records accumulate while the disk is full
         if records:
             append_jsonl(self._file, *records)
             self._size = self._metrics_size()

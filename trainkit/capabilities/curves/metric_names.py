@@ -144,7 +144,7 @@ def _words(text: str) -> list[str]:
 
 
 def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tuple[str, float] | None:
-    """Return the name and value of the metric that a labelled number shows, or None if it is not a metric.
+    """Return the metric name and value of a labelled number, or None if the number is not a metric.
 
     `is_assigned` is True if the label and the number are separated by ``:`` or ``=``. A number without ``:``
     or ``=`` is considered a metric only if it is followed by a separator, another metric or the end of the

@@ -1,9 +1,9 @@
 """Extracts the curve from a COMMAND's output: steps with their loss, learning rate and other metrics.
 
 A number is named by the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
-progress bar. If several numbers could be the step, the number that grows is chosen. If the printed step
-restarts from a low value, for example in each epoch, the step of the curve continues to increase. The curve
-starts only after a step number has grown.
+progress bar. If several numbers on a line could be the step, a number that increases from line to line is
+chosen. If the printed step restarts from a low value, for example in each epoch, the step of the curve
+continues to increase. The curve starts only after the step number has increased.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _VALUES = {
     **dict.fromkeys(("tok s", "tok sec", "tokens s", "tokens sec", "tokens per sec"), "tokens_per_s"),
     **dict.fromkeys(("tokens per s", "tokens per second", "tps"), "tokens_per_s"),
 }
-"""Maps the last words before a number to the name of the number in metrics.jsonl."""
+"""Maps the last words before a number to the number's name in metrics.jsonl."""
 _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -135,8 +135,7 @@ class Reading:
     """
     val_loss: float | None = None
     values: dict[str, float] = field(default_factory=dict)
-    """Values such as the learning rate, keyed by their names in metrics.jsonl, which are the values of
-    `_VALUES`."""
+    """Values such as the learning rate, keyed by their names in metrics.jsonl."""
     metrics: dict[str, float] = field(default_factory=dict)
     """All other metrics and training losses on the line, keyed by their printed names."""
     called: dict[str, str] = field(default_factory=dict)
@@ -252,7 +251,7 @@ class _Counter:
     first: int
     last: int
     epoch: int | None
-    """The epoch in which `last` was printed, or None if unknown."""
+    """The epoch during which `last` was printed, or None if unknown."""
     interval: int = 0
     offset: int = 0
     """Number to add to the printed number: the steps counted before the printed number last restarted."""

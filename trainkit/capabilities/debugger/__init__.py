@@ -1,4 +1,4 @@
-"""Debugs ranks with `breakpoint()` in any run, `trainkit run --debug` and `trainkit debug`."""
+"""Lets users debug ranks, with `breakpoint()` in any run, `trainkit run --debug` or `trainkit debug`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class DebugPlan(Part):
 
     CAPABILITY = "debugger"
     rank: int
-    """The rank to debug. All other ranks continue."""
+    """The rank to debug. All ranks except this one run without a debugger."""
     mode: str
     """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None
-    """Port on which debugpy listens."""
+    """Port that debugpy listens on, or None for the other modes."""
 
     @property
     def words(self) -> str:

@@ -1,4 +1,4 @@
-"""Implements ``trainkit debug``, which lends this terminal to a rank that waits at breakpoint()."""
+"""Implements ``trainkit debug``, which lends this terminal to a rank that is waiting at breakpoint()."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Implements the debugger inside a rank, for `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
 
-Ranks normally have no terminal. The rank selected by `--debug` gets the terminal of `trainkit run`. Any other
-rank waits at `breakpoint()` until `trainkit debug` passes a terminal to the rank through a socket.
-`rank_start.py` loads this file even in a Python without trainkit, so the file imports only the standard
-library; a debugger is imported only when a rank stops.
+Ranks normally have no terminal. The rank selected by `trainkit run --debug` uses the terminal of that
+command. Any other rank waits at `breakpoint()` until `trainkit debug` passes a terminal to the rank through a
+socket. `rank_start.py` loads this file even in a Python without trainkit, so the file imports only the
+standard library; a debugger is imported only when a rank stops.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]
 def _lengthen_timeouts(constants: Any) -> None:
     """Set the default timeout of PyTorch process groups to one week.
 
-    A timeout that the script sets takes precedence.
+    A timeout that the user's script sets takes precedence.
     """
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(days=7)
 

@@ -1,8 +1,8 @@
 """Computes values for the placeholders in the cause and advice sentences of a signature.
 
-The values come from the config, the plan and the files of a run. The logs show which ranks the other ranks
-waited for: in a hang, at the rendezvous, or in a collective that timed out. The placeholder `suspect_rank`
-stands for the rank to inspect.
+The values come from the run's config, launch plan and files. The logs show which ranks blocked the other
+ranks: in a hang, at the rendezvous, or in a collective that timed out. The placeholder `suspect_rank` stands
+for the rank that the user should inspect.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _time_values(resources: ResourcesConfig) -> dict[str, str]:
 
 
 def host_values(host: str, named: str) -> dict[str, str]:
-    """Return a host as ``free_host``, or as ``named_host`` if ``resources.extra.nodelist`` requires it."""
+    """Return a host keyed by ``free_host``, or ``named_host`` if ``resources.extra.nodelist`` needs it."""
     hosts: list[str] = []
     with suppress(UsageError):  # the file in the run folder may be damaged
         hosts = expand_hosts(named) if named else []
@@ -129,7 +129,7 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
         none = "no trainkit checkpoint" if is_command else "no checkpoint"
         own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
-    # The run folder may be on a failing disk. In this case, the advice omits the values read from the run
+    # The files may be on a failing disk. In this case, the advice omits the values read from the run
     # folder.
     with suppress(OSError):
         folder = run.path.resolve()
@@ -180,7 +180,7 @@ _QUOTED = re.compile(r"'([^']+)'")
 
 
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """Return the folder that a command searched for a missing file, and the folder that contains the file.
+    """Return the folder where a command looked for a missing file, and the folder that contains the file.
 
     Returns an empty dict unless the failure is a missing file.
     """

@@ -40,7 +40,7 @@ RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 
 
 class AttemptFiles:
-    """Reads the files of an attempt. A missing or damaged file is treated as empty."""
+    """Reads the files that an attempt has written. A missing or damaged file is treated as empty."""
 
     def __init__(self, attempt: AttemptDir, job: JobRecord, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.job, self.slurm_job = attempt, attempt.run, job, slurm_job

@@ -1,8 +1,9 @@
 """Diagnoses an attempt: finds the first failed rank, the root cause with evidence, and what to do.
 
 A diagnosis reads the run folder but never changes it. The root cause in end.json and the ranks' failure
-records take precedence. If they do not explain the failure, because a rank was killed or only reports the
-failure of another rank, the logs are searched. Events before the failure are searched last.
+records take precedence. If the root cause and the records do not explain the failure, because a rank was
+killed or only reports the failure of another rank, the logs are searched. Events before the failure are
+searched last.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Diagnosis:
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
     """The last lines of output of the first failed rank, if the cause is unknown or an error in the user's
-    code. For a failed start, these are the last lines of the batch script."""
+    code. For a failed start, these are the last lines of the batch script's output."""
     events: list[Evidence] = field(default_factory=list)
     """The last events before the failure, if the cause is unknown or was found in an event."""
     earlier: list[str] = field(default_factory=list)
@@ -100,8 +101,8 @@ class _First:
     recorded: RankFailure = field(default_factory=RankFailure)
     """The failure as read from the record or from end.json."""
     reported: str = ""
-    """The failure time that the launcher reported. The launcher's own record has a later time, at which the
-    launcher itself exited. Empty unless the launchers of all nodes report a failure time."""
+    """The failure time that the launcher reported. The launcher's own failure record has a later time, at
+    which the launcher itself exited. Empty unless the launchers of all nodes report a failure time."""
 
     @property
     def rank(self) -> int | None:
@@ -119,14 +120,14 @@ class _First:
 
     @property
     def is_exception(self) -> bool:
-        """Return whether the record contains more than the process's exit code or signal."""
+        """Return whether the record contains more than the exit code or signal of the failed process."""
         return self.failure.type not in ("exit", "RankKilled", None)
 
     @property
     def died_silently(self) -> bool:
         """Return whether the process was killed from outside.
 
-        The output of such a process does not contain the reason.
+        The output of a process killed from outside does not contain the reason.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -161,7 +162,7 @@ class _Case:
             if self.alive:
                 return self._diverged("running") or self._nothing("the attempt is still running or pending")
             return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
-        # A rank that fails after a stop request is not the cause of the stop.
+        # A rank that fails after a stop request did not cause the stop.
         match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
         match = match or self._explain()
         if match is not None:
@@ -208,7 +209,7 @@ class _Case:
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
         if kind == "RankKilled" and failure.was_signalled:
-            return replace(first, reported=root.time)  # the agent recorded which rank was killed
+            return replace(first, reported=root.time)  # the agent already recorded which rank was killed
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
             rank = first.log_rank

@@ -42,13 +42,13 @@ class Signature:
     A placeholder is a named group of the pattern or a value from `advice.py`.
     """
     advice: tuple[Mapping[str, str], ...]
-    """Sentences of advice; the keys are ``trainer`` and ``command``. A sentence is omitted if one of its
-    placeholders has no value."""
+    """Sentences of advice, keyed by ``trainer`` for the built-in trainer and ``command`` for a COMMAND. A
+    sentence is omitted if one of its placeholders has no value."""
     role: Role
     where: tuple[Where, ...]
     confidence: Confidence
     doc: str
-    """A paragraph about the cause for the documentation."""
+    """A paragraph about the cause, which is shown in the documentation."""
 
     def advice_for(self, *, is_command: bool) -> tuple[str, ...]:
         """Return the advice for a COMMAND or for the built-in trainer."""

@@ -1,6 +1,6 @@
-"""``trainkit doctor``: finds problems on this machine or on cluster nodes that would prevent a run.
+"""Implements ``trainkit doctor``, which finds problems on this machine or on cluster nodes.
 
-This module defines the check requests and the node reports, which nodes exchange as JSON.
+This module defines the check requests sent to nodes and the reports they return, both as JSON.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Request:
     env: tuple[tuple[str, str], ...] = ()
     """Variables in `launch.env` that determine which packages the interpreter imports."""
     shared: tuple[str, str] | None = None
-    """A file below the run folder, and the host that created the file. The check fails on a node that cannot
-    see this file."""
+    """The path of a file below the run folder, and the host that created the file. The check fails on a node
+    that cannot see this file."""
 
     @property
     def peer(self) -> str | None:

@@ -30,14 +30,14 @@ class Layout:
     """Number of ranks on each host."""
     addr: str
     port: int
-    """The port on which rank 0 listens."""
+    """The port that rank 0 listens on."""
 
     @property
     def world_size(self) -> int:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return the name of each end point of a ring link, and one rank on that end point.
+        """Return each end point of a ring link by name, with one rank on that end point.
 
         The end points are the hosts, or the GPUs if there is only one host.
         """
@@ -112,8 +112,8 @@ def bandwidth_checks(
 ) -> Iterator[Finding]:
     """Yield findings about the results of `run_ranks`.
 
-    `links` contains the result of `link_gbit_s` for each host. The bandwidth is compared with the links of
-    the slowest host.
+    `links` contains the result of `link_gbit_s` for each host. The measured bandwidth is compared with the
+    link speeds of the slowest host.
     """
     if found.error:
         hint = "`trainkit diagnose` explains such an error in a run; NCCL_DEBUG=INFO shows what NCCL does"
@@ -215,7 +215,7 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         dist.recv(tensor[:1], peer)
         dist.send(tensor, peer)
 
-    # With an optimal algorithm, each rank sends and receives this fraction of the data; nccl-tests calls the
+    # With an optimal all-reduce, each rank sends and receives this fraction of the data; nccl-tests calls the
     # result "bus bandwidth".
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9

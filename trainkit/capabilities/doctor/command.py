@@ -1,4 +1,4 @@
-"""``trainkit doctor``: checks whether this machine, or the nodes of a cluster, can run a job."""
+"""Implements ``trainkit doctor``, which checks whether this machine or a cluster's nodes can run a job."""
 
 from __future__ import annotations
 

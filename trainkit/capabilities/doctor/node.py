@@ -133,7 +133,7 @@ def send(text: str) -> None:
 def received(lines: Iterable[str]) -> Iterator[str]:
     """Yield the messages of all hosts, reassembled from the lines that `send` printed.
 
-    Other lines and an incomplete last line are skipped.
+    Lines that `send` did not print, and an incomplete last line, are skipped.
     """
     parts: dict[str, str] = {}
     for line in lines:
@@ -249,11 +249,11 @@ def check_name(request: Request) -> Finding:
 def resolved(name: str) -> list[str]:
     """Return the IPv4 addresses of a host in the Slurm step.
 
-    If the host name cannot be resolved, return the addresses of the host's NodeAddr in Slurm.
+    If the host name cannot be resolved, returns the addresses in the NodeAddr that Slurm has for the host.
     """
     found = _addresses_of(name)
     if not found:
-        with contextlib.suppress(TrainkitError):  # the list of addresses is then empty
+        with contextlib.suppress(TrainkitError):  # if this fails, the list of addresses is empty
             found = _addresses_of(node_addr(name, patience_s=0.0))
     return found
 
@@ -312,8 +312,8 @@ def check_folder(request: Request) -> Iterator[Finding]:
     """Check whether checkpoints can be written and how fast, and whether all hosts see the same files."""
     existing = nearest_folder(request.folder)
     try:
-        # Begin the name like the shared file's name, so that the host that created that file can clean up
-        # after killed tasks.
+        # Begin the file name like the shared file's name, so that the host with the shared file can also
+        # remove files that killed tasks left.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
             yield _free_space(existing)

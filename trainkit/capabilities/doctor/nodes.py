@@ -64,7 +64,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
     """
     worker = module_argv("trainkit.capabilities.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.most_nodes
-    # srun's `--wait` option limits how long a node that cannot start its task delays the others.
+    # Set srun's `--wait` option, so that a node that cannot start its task does not delay the other nodes.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     shape = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     common = ["srun", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={wait_s}", *shape]
@@ -80,7 +80,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 
 
 class NodesStep:
-    """The running Slurm step that the command from `step_argv` starts."""
+    """A running Slurm job step, started with the command from `step_argv`."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         # Write the output to files, because the step would block if an output pipe were full.
@@ -129,7 +129,7 @@ class NodesStep:
     def measure(self, layout: Layout) -> list[Bandwidth]:
         """Measure the bandwidth on the nodes that have reported; if a rank fails, results are missing."""
         assert self._proc.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the step has already exited
+        with contextlib.suppress(BrokenPipeError):  # the job step has already exited
             self._proc.stdin.write(to_json(layout) + "\n")
             self._proc.stdin.flush()
         limit_s = MEASURE_TIMEOUT_S + STOP_S

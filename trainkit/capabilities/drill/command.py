@@ -1,4 +1,4 @@
-"""``trainkit drill``: starts an uninterrupted run, and then one run per scenario, one after another."""
+"""Implements ``trainkit drill``: starts an uninterrupted run, and then runs the scenarios in sequence."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from trainkit.run.rundir import RunDir
 
 DEFAULT_STEPS = 30
 MIN_STEPS = 12
-"""Minimum number of steps in each run. With fewer steps, two checkpoints would not fit before the last third
-of the run, which a drill does not interrupt."""
+"""Minimum number of steps in each run of a drill. With fewer steps, two checkpoints would not fit before the
+last third of the run, which a drill does not interrupt."""
 NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
@@ -263,7 +263,7 @@ class Drill:
         # The run's own watchdog kills hanging ranks earlier than this.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, self.config, patience_s)
-        plan = self.plan.at(self.plan.fewest_nodes)  # use only ranks that every node count has
+        plan = self.plan.at(self.plan.fewest_nodes)  # use only ranks that exist at every node count
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
@@ -305,7 +305,7 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run that have a loss, in the order in which they were computed."""
+    """Return the steps of a run that have a loss, in order of computation."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 

@@ -77,7 +77,8 @@ class Target:
     step: int | None
     """The step after which the run is interrupted, or None if no steps are recorded."""
     share: float
-    """If `step` is None, the run is interrupted after this fraction of the uninterrupted run's duration."""
+    """If no steps are recorded, the run is interrupted after this fraction of the uninterrupted run's
+    duration."""
     rank: int
     node_rank: int
     rng: random.Random
@@ -150,7 +151,7 @@ class RunWatch:
 
     @property
     def attempt(self) -> int:
-        """Return the number of the newest attempt that has started, or 0 if there is none."""
+        """Return the number of the newest attempt that has started, or 0 if no attempt has started."""
         return max(self.started_s, default=0)
 
     def until(self, reached: Callable[[], bool]) -> bool:

@@ -83,7 +83,7 @@ def command(
 
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """Return the checkpoint at `step` or, if None, the best or else the newest intact checkpoint."""
+    """Return the checkpoint at `step`, or if None, the best or else the newest intact checkpoint."""
     there = checkpoints_of(run, step)
     best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
     chosen = manifest.newest_intact(best) or manifest.newest_intact(there)

@@ -55,7 +55,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The checkpoint to export, and the format and folder for the output."""
+    """The checkpoint to export, and the output format and folder."""
 
     run: str
     config_file: str

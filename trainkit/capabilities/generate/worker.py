@@ -159,7 +159,7 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
 def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
     """Return a function that maps all tokens so far to the logits for the next token.
 
-    The function must be called once per token, because it caches keys and values. The logits are
+    Call the returned function once per token, because it caches keys and values. The logits are
     float32 [vocab] on the CPU.
     """
     cache: object = None

@@ -30,7 +30,7 @@ class GrowthPlan(Part):
 
 
 class Growth(Capability):
-    """The growth capability; imports the code that queries Slurm only inside a job."""
+    """Lets a run grow to more nodes; the code that queries Slurm is imported only in a job."""
 
     name = "growth"
 

@@ -74,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Offer:
-    """A possible resource request, and the expected start and end of a run that uses it."""
+    """A possible resource request, with the expected start and end of the run."""
 
     num_nodes: int
     partition: str
@@ -231,7 +231,7 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """Return `own`, its integer halves, and its doubles up to `most`, in ascending order."""
+    """Return `own`, its integer halves, and its repeated doubles up to `most`, in ascending order."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
@@ -243,7 +243,7 @@ def sizes_around(own: int, most: int) -> list[int]:
 def expected_work(
     base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work for each key in `base`, either measured or scaled from the nearest measurement."""
+    """Return the expected work for each key in `base`, measured or scaled from the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
         if place in measured:
@@ -437,7 +437,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # An attempt without one of this cluster's partitions ran on different nodes.
+                continue  # An attempt outside this cluster's partitions used different nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found

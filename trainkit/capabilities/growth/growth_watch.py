@@ -61,7 +61,7 @@ class Growth:
 def decide_growth(
     left_s: float, restart_s: float, num_nodes: int, waits: Mapping[int, float | None]
 ) -> Growth:
-    """Decide whether a run should restart on more nodes.
+    """Decide whether a run should be requeued to restart on more nodes.
 
     The run needs `left_s` more seconds on `num_nodes`, and speed is assumed to be proportional to the number
     of nodes. `waits` maps each possible number of nodes to the seconds until the additional nodes are
@@ -137,7 +137,7 @@ class GrowthWatch(Watch):
     def _waits(self) -> dict[int, float | None]:
         """Map each larger number of nodes to the seconds until the additional nodes are available."""
         assert self._plan.slurm is not None
-        # Exclude the run's own nodes, which may have room for another job but do not count as additional
+        # Exclude the run's own nodes, because they may have room for another job but would not be additional
         # nodes.
         others = with_excluded(self._plan.slurm, self._hosts).sbatch
         partition = os.environ.get("SLURM_JOB_PARTITION") or others.get("partition", False)

@@ -78,7 +78,7 @@ class HealthSampler(Companion):
     def _run(self) -> None:
         is_over = self._ends.wait(self._interval_s)
         if not is_over:
-            self._gpus.open()  # loading NVML earlier would slow down the start of the ranks
+            self._gpus.open()  # loading NVML earlier would slow down the starting ranks
         while not is_over:
             try:
                 ensure_folder(self.file.parent)
@@ -98,7 +98,7 @@ class HealthSampler(Companion):
         append_jsonl(self.file, {**record, **self._counters.sample(), "gpus": gpus})
 
     def _report(self, problem: str) -> None:
-        """Log each problem only once; the run continues without samples."""
+        """Log a problem unless it has been logged before; the run continues without samples."""
         if problem != self._problem:
             self._problem = problem
             log_line(f"warning: {problem}")

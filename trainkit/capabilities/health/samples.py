@@ -1,4 +1,4 @@
-"""Reads the health samples in ``health/HOST.jsonl`` of a run."""
+"""Reads a run's health samples from ``health/HOST.jsonl``."""
 
 from __future__ import annotations
 

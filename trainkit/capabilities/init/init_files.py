@@ -32,7 +32,7 @@ SHIPPED_TASK = "mine"
 
 
 def task_texts(name: str) -> dict[str, str]:
-    """Return the text of each file of a new task (the task, its config and its test), keyed by file name."""
+    """Return the text of each file in a new task (the task, its config and its test), keyed by name."""
     class_name = "".join(part.capitalize() for part in name.split("_"))
     shipped = {file: shipped_templates() / "task" / file.format(SHIPPED_TASK) for file in TASK_FILES}
     texts = {file.format(name): path.read_text(encoding="utf-8") for file, path in shipped.items()}
@@ -94,8 +94,8 @@ _SECTIONS: dict[type, tuple[type[Section], str | None]] = {
     Partition: (PartitionProfile, "max_time_s"),
     NodeKind: (NodesProfile, "count"),
 }
-"""Maps each type to its section in the profile, and to the key that is written even if it has its default
-value, or None."""
+"""Maps each type to its profile section, and to the key that is always written, even with its default value
+(None if there is no such key)."""
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
@@ -154,7 +154,7 @@ def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
 
 FIRST_RUN_TIME_S = 1800
 MIN_FIRST_RUN_TIME_S = 300
-"""Minimum time limit in seconds of a partition to choose it for the first run."""
+"""Minimum time limit in seconds that a partition must allow to be chosen for the first run."""
 
 
 def first_run_text(cluster: Cluster | None) -> str:

@@ -39,8 +39,8 @@ _LAUNCHERS = {
         "--main_process_ip={master_addr}",
         "--main_process_port={master_port}",
     ),
-    # The `deepspeed` program starts deepspeed.launcher.launch on every node, using ssh and a hostfile. The
-    # started module sets CUDA_VISIBLE_DEVICES to the GPUs of its node.
+    # The `deepspeed` program starts deepspeed.launcher.launch on every node, using ssh and a hostfile. This
+    # module sets CUDA_VISIBLE_DEVICES to the GPUs of its node.
     "deepspeed": (
         "deepspeed.launcher.launch",
         "--world_info={world_info}",

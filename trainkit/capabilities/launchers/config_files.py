@@ -1,7 +1,7 @@
 """Translates config values into a launcher's input: a config file, flags or placeholder values.
 
 Only keys that the user set are passed on, so that the launcher's own defaults apply to all other keys. The
-script itself chooses the model and the learning rate schedule.
+user's script itself chooses the model and the learning rate schedule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Job:
 
     @cached_property
     def typed(self) -> tuple[str, ...]:
-        """Return the keys that the user set and that can be passed on to a launcher, sorted."""
+        """Return a sorted tuple of the user-set keys that can be passed on to a launcher."""
         known = sorted(self.loaded.origins)
         return tuple(
             key for key in known if key.partition(".")[0] in SECTIONS and self.loaded.set_by_user(key)
@@ -202,9 +202,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         "weight_decay": optimizer.weight_decay,
     }
     if job.device == "cpu" and not parallel.offload:
-        params["torch_adam"] = (
-            True  # DeepSpeed's own Adam kernel requires a GPU for parameters on the device.
-        )
+        params["torch_adam"] = True  # without offloading, DeepSpeed's own Adam kernel requires a GPU
     value = job.only_set(
         (DEVICE, "train_micro_batch_size_per_gpu", batch.device_batch_size),
         (GLOBAL, "train_batch_size", batch.global_batch_size if is_global else None),
@@ -243,7 +241,8 @@ LIGHTNING_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixe
 def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
     """Return values for placeholders that have the names of ``lightning.Trainer`` arguments.
 
-    Because a command requests each value by name, the values include config defaults.
+    Because a command requests each value by name, values that the user did not set are included with their
+    defaults.
     """
     config, layout = job.loaded.config, Layout(dp_shard=job.world_size)
     train = config.train

@@ -105,7 +105,7 @@ def set_flags(values: dict[str, object]) -> list[str]:
 
 
 def _losses(choice: Choice) -> list[str]:
-    """Return the reasons why a step loses time, starting with the largest fraction."""
+    """Return the reasons why a step loses time, largest loss first."""
     cost, node_size = choice.cost, choice.hardware.node_size
     far = cost.crossing(node_size)
     shares = {

@@ -116,7 +116,7 @@ class Choice:
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Return a sort key that puts choices that fit first, and faster choices before slower ones."""
+        """Return a sort key: choices that fit by speed, then tight ones by speed, then others by memory."""
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
@@ -164,8 +164,8 @@ def best_on_layout(
     best: Choice | None = None
     works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
     for mode in MODES:
-        # A checkpointing mode that saves more memory is useful only with a larger batch than the batch that
-        # already fits.
+        # A mode of activation checkpointing that saves more memory is useful only with a larger batch than
+        # the batch that already fits.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
             if next(layout_problems(made), None) is not None:
@@ -182,7 +182,7 @@ def best_on_layout(
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
     """Yield possible device batch sizes for a layout, largest first, up to the requested size.
 
-    The yielded work has no activation checkpointing, because not every schedule supports it.
+    The yielded work does not use activation checkpointing, because not every schedule supports it.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
@@ -199,7 +199,7 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """Return the work with `samples` per pass and `passes` per step, or None if a rule forbids these."""
+    """Return the work with `samples` per pass and `passes` per step, or None if a config rule forbids it."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if next(layout_problems(made), None) is not None else made

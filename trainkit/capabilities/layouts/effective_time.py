@@ -42,9 +42,9 @@ class Assumed:
 def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) -> float:
     """Return the fraction of time spent on useful steps; each interval of `interval_s` ends with a save.
 
-    Without failures, an interval and its save take t seconds. If both are repeated until they succeed, the
-    average time is (exp(rate t) - 1) / rate seconds. Restarts, during which nodes can also fail, multiply
-    this average time by exp(rate restart).
+    Let t be the duration of an interval and its save in seconds, without failures. If both are repeated until
+    they succeed, they take (exp(rate t) - 1) / rate seconds on average. Restarts, during which nodes can also
+    fail, multiply this average time by exp(rate restart).
     """
     rate, wait_s = failures_per_s, interval_s + assumed.save_s
     # Use negative exponents, because they cannot overflow.

@@ -55,7 +55,7 @@ def read_items(run: RunDir) -> list[Item]:
     """Return the items of a run, sorted by step; skip damaged lines of the index file.
 
     If a newer attempt resumed from an earlier step, its items replace the items that older attempts logged
-    after that step. For each name, items are replaced from the first step at which the newer attempt logged
+    after that step. For each name, the replacement starts at the first step at which the newer attempt logged
     that name.
     """
     found: dict[str, dict[int, Item]] = {}

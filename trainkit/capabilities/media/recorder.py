@@ -155,7 +155,7 @@ class MediaRecorder(Recorder):
         data = encode_png(pixels.numpy().tobytes(), width, height, channels)
         run, number = self._attempt.run, self._attempt.number
         ensure_folder(media_dir(run), 0o700)
-        # The digest distinguishes names that are equal after characters have been replaced.
+        # The digest distinguishes item names that are equal after unsafe characters have been replaced.
         slug, digest = _NOT_IN_A_FILE_NAME.sub("_", name)[:40], hashlib.sha256(name.encode()).hexdigest()[:8]
         file = f"step-{step:08d}-{slug}-{digest}-{number:03d}.png"
         write_atomic(media_dir(run) / file, data)

@@ -106,7 +106,7 @@ def _tensor(what: str, values: object) -> Tensor:
 
 
 def _local(what: str, values: Tensor) -> Tensor:
-    # Operations on a DTensor are collectives, which would hang because the other ranks do not join.
+    # Operations on a DTensor are collectives, which would hang because only this rank calls them.
     if hasattr(values, "to_local"):
         raise UsageError(
             f"{what} is a DTensor, and this rank has only its shard",

@@ -21,7 +21,7 @@ Medium = Literal["image", "curve"]
 def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
     """Parse a line of rows; raise ValueError, without naming file and line, if the task cannot train on it.
 
-    An image file must exist in `folder`, but it is not opened.
+    The image file must exist in `folder`, but is not opened.
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
