@@ -224,7 +224,7 @@ class Attached(Terminal):
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """After a fork, stop using the terminal in the child process."""
+        """Stop using the terminal in a forked child process, leaving it to the parent."""
         self._stream = self._connection = None
 
     def is_connected(self) -> bool:
@@ -302,7 +302,7 @@ class Attached(Terminal):
     @staticmethod
     def _listen(folder: str) -> socket.socket:
         server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{folder}/socket")  # only this user can access the folder with the socket
+        server.bind(f"{folder}/socket")  # only the run's user can access the socket's folder
         Path(folder, "socket").chmod(0o600)
         server.listen(1)
         server.settimeout(POLL_S)

@@ -129,7 +129,7 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
         none = "no trainkit checkpoint" if is_command else "no checkpoint"
         own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
-    # The files may be on a failing disk. In this case, the advice omits the values read from the run
+    # The files may be on a failing disk. If so, the advice omits the values read from the run
     # folder.
     with suppress(OSError):
         folder = run.path.resolve()

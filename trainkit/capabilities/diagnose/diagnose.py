@@ -101,8 +101,8 @@ class _First:
     recorded: RankFailure = field(default_factory=RankFailure)
     """The failure as read from the record or from end.json."""
     reported: str = ""
-    """The failure time that the launcher reported. The launcher's own failure record has a later time, at
-    which the launcher itself exited. Empty unless the launchers of all nodes report a failure time."""
+    """The failure time according to the launcher's output. The launcher's own failure record has a later time,
+    at which the launcher itself exited. Empty unless the launchers of all nodes report a failure time."""
 
     @property
     def rank(self) -> int | None:
@@ -174,7 +174,7 @@ class _Case:
     # Methods that collect the texts to search
 
     def _records(self) -> list[_First]:
-        """Return the failure records of the ranks, earliest first.
+        """Return the ranks' failure records, earliest first.
 
         If launchers wrote all records, sort by the failure times that the launchers report.
         """

@@ -76,7 +76,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
     interface = None if request.peer is None else interface_to(request.peer)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     port = 0
-    with contextlib.suppress(TrainkitError):  # `check_ports` reports this error
+    with contextlib.suppress(TrainkitError):  # without a free port, `check_ports` reports the error
         port = choose_port()
     return NodeReport(
         own_host(),
@@ -253,7 +253,7 @@ def resolved(name: str) -> list[str]:
     """
     found = _addresses_of(name)
     if not found:
-        with contextlib.suppress(TrainkitError):  # if this fails, the list of addresses is empty
+        with contextlib.suppress(TrainkitError):  # without a NodeAddr, the list of addresses is empty
             found = _addresses_of(node_addr(name, patience_s=0.0))
     return found
 

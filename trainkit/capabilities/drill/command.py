@@ -260,7 +260,7 @@ class Drill:
         return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
-        # The run's own watchdog kills hanging ranks earlier than this.
+        # The run's own watchdog kills hanging ranks before `patience_s` has passed.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, self.config, patience_s)
         plan = self.plan.at(self.plan.fewest_nodes)  # use only ranks that exist at every node count
@@ -291,7 +291,7 @@ class Drill:
                 print_created(created)
             start_run(created.run, created.job, config, self.plan, "submit")
             self.running = run = created.run
-        # on Slurm, the run folder is on a shared disk, so poll it less often
+        # on Slurm, poll less often, because the run folder is on a shared disk
         poll_s = 0.002 if self.plan.is_here else 0.02
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 

@@ -167,7 +167,7 @@ def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], T
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal cache
         new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
-        if isinstance(model, Model):  # only dropout uses the sample keys, and it is disabled here
+        if isinstance(model, Model):  # the sample keys are only for dropout, which is disabled
             found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
         else:
             out = model(input_ids=new, past_key_values=cache, use_cache=True)
@@ -209,7 +209,7 @@ def main() -> int:
         generate(request)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the process that reads from the pipe, such as `head`, has closed it
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, TrainkitError) as error:
         return show_error(error, as_json=request["as_json"])
