@@ -101,7 +101,7 @@ class _First:
     recorded: RankFailure = field(default_factory=RankFailure)
     """The failure as read from the record or from end.json."""
     reported: str = ""
-    """The failure time according to the launcher's output. The launcher's own failure record has a later time,
+    """The failure time in the launcher's output. The launcher's own failure record has a later time,
     at which the launcher itself exited. Empty unless the launchers of all nodes report a failure time."""
 
     @property

@@ -179,7 +179,7 @@ class _Gpus:
         """Find the GPUs; without an NVIDIA driver, the list of GPUs stays empty."""
         with contextlib.suppress(NoDriver):
             self._nvml = driver = self._stays_open.enter_context(nvml())
-            with contextlib.suppress(driver.NVMLError):  # such as for queries that a MIG slice lacks
+            with contextlib.suppress(driver.NVMLError):  # MIG slices, for example, reject some NVML queries
                 names = range(driver.nvmlDeviceGetCount()) if self._listed is None else self._listed
                 for handle in (gpu_handle(driver, str(name)) for name in names):
                     model = str(driver.nvmlDeviceGetName(handle))
