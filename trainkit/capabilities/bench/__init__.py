@@ -1,4 +1,4 @@
-"""Benches: each runs a config with several layouts or settings, and measures the runs."""
+"""Measures how fast a config runs with different layouts or settings; such a series of runs is a bench."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainkit.capability import Capability
 
 
 class BenchCapability(Capability):
-    """The capability of `trainkit bench`. The capability adds nothing to the plan of a run."""
+    """Provides the command `trainkit bench`. The capability does not change the launch plans of runs."""
 
     name = "bench"
 

@@ -1,4 +1,4 @@
-"""``trainkit bench``: measures a config on several layouts or with several settings."""
+"""Implements ``trainkit bench``, which measures the speed of a config with several layouts or settings."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ WIDTH = 100
 
 
 class BenchGroup(Group):
-    """The two kinds of benches, of layouts and of settings.
+    """Command group for benches of layouts and benches of settings.
 
-    If no kind is given, the option `--sweep` decides which one is run.
+    If the subcommand is omitted, `settings` is run if `--sweep` is given, and `layouts` otherwise.
     """
 
     def resolve_command(
@@ -77,7 +77,7 @@ def command() -> None:
 
 
 def _columns(own: Mapping[str, str]) -> str:
-    """Return the part of a help text that describes the columns of summary.csv."""
+    """Return the part of the help text that describes the columns of summary.csv."""
     columns = {**own, **COLUMNS}
     width = max(map(len, columns)) + 4
     lines = []
@@ -88,9 +88,9 @@ def _columns(own: Mapping[str, str]) -> str:
 
 
 def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
-    """Return the options that both kinds of benches have.
+    """Return a decorator that adds the options shared by both kinds of benches.
 
-    `what` is the word for the trials in help texts, and `folder` is the default folder of the bench.
+    `what` is the noun for the trials in help texts, and `folder` is the bench's default output folder.
     """
     count = click.IntRange(min=1)
     repeats = f"Run all {what} N times, in rounds, to measure how much the results vary."
@@ -219,7 +219,7 @@ def _bench(
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the changes to the config, the trials that will run, and the trials that cannot run."""
+    """Print the common config changes, the trials that will run, and the trials that cannot run."""
     facts = [("bench", change.sentence) for change in planned.changes]
     count, repeats = len(planned.trials), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "trials"
@@ -252,7 +252,7 @@ def _list(planned: PlannedBench, as_json: bool) -> None:
 
 
 def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:
-    """Start all runs as one group.
+    """Start all runs of a bench as one group.
 
     On this machine, or with --follow, wait for the runs and write the summary.
     """
@@ -272,7 +272,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
         click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
-        if is_here and group.exists():  # remove runs that could not be started
+        if is_here and group.exists():  # remove the run folders if the runs could not be started
             cancel_group(group, now=True, wait=False)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -287,7 +287,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 def summarize(bench: Bench, as_json: bool) -> int:
     """Write and print the summary of the measurements so far.
 
-    Returns exit code 1 if nothing has been measured.
+    Returns exit code 1 if nothing has been measured yet.
     """
     rows, fastest, num_open = write_summary(bench, warn)
     plots: list[Path] = []

@@ -1,4 +1,4 @@
-"""Measures the runs of a bench: computes one row per run from the files in its run folder."""
+"""Measures the runs of a bench: computes one summary row per run from the files in the run folder."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 
 
 def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -> float | None:
-    """Return the exposed communication in a trace of torch's profiler, in seconds.
+    """Return the exposed communication time in seconds from a trace of the PyTorch profiler.
 
-    `since_s` is the Unix time where evaluation of the trace begins, and `device` is ``cpu`` or ``cuda``.
-    Returns None if the trace contains no computation, as on a GPU whose counters the user may not read.
+    Events before the Unix time `since_s` are ignored, and `device` is ``cpu`` or ``cuda``. Returns None if
+    the trace contains no computation, for example if the user may not read the GPU's counters.
     """
     begin_us = since_s * 1e6 - float(trace.get("baseTimeNanoseconds") or 0) / 1e3
     sent: list[tuple[float, float]] = []
@@ -49,19 +49,19 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
         elif name.startswith(WORK_OF_GLOO):
             sent.append(span)
         elif event.get("cat") == "cpu_op" and event.get("tid") == event.get("pid"):
-            # Training runs in the first thread of the process. Other threads that run operations belong to
+            # Training runs in the main thread of the process. Other threads that record operations belong to
             # gloo.
             (inside if name.startswith(COMMUNICATING_OPS) else computed).append(span)
     if not computed:
         return None
-    # An operation on a sharded tensor is recorded together with its communication, which is therefore
-    # exposed.
+    # The profiler records an operation on a sharded tensor together with its communication, so this
+    # communication is exposed.
     exposed_us = covered([*sent, *inside, *computed]) - covered([*inside, *computed]) + covered(inside)
     return exposed_us / 1e6
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time covered by at least one span; a span is a pair of start and end."""
+    """Return the total time covered by at least one span; a span is a (start, end) pair."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -72,7 +72,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a trace object that `trace_exposed_comm_s` needs.
 
-    The JSON parser calls this function as ``object_hook``, which saves memory.
+    The JSON parser calls this function as its ``object_hook``, so that unneeded fields use no memory.
     """
     if "ph" not in value:
         return value
@@ -81,7 +81,7 @@ def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Row = dict[str, Any]
-"""A row of summary.csv, which maps each column to a value, or None if the value is unknown."""
+"""A row of summary.csv, which maps each column to its value, or to None if the value is unknown."""
 MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s")
 MEASURED = (
     "samples_per_s",
@@ -96,7 +96,7 @@ MEASURED = (
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
-    """Return the row of a run, and the reason why its exposed communication is unknown.
+    """Return the summary row of a run, and the reason why its exposed communication is unknown.
 
     The reason is empty if the exposed communication is known.
     """
@@ -118,9 +118,9 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
 
 
 def trial_row(rows: Sequence[Row]) -> Row:
-    """Return the row of a trial: the medians of its runs' rows, and the range of their speeds.
+    """Return the summary row of a trial: the medians over its runs, and the range of their speeds.
 
-    If a run did not finish, the row has the state of that run.
+    If a run did not finish, the trial's row shows the state of that run.
     """
     known = [row for row in rows if row["step_s"] is not None]
     unfinished = [row for row in rows if row["status"] != FINISHED]
@@ -157,14 +157,15 @@ def measured(records: Sequence[StepRecord], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[float]:
     for before, record in pairwise([StepRecord({"step": 0, "samples_seen": 0}), *records]):
-        # The number of samples in a step is the difference from the previous step, which must also be logged.
+        # The number of samples in a step is the difference from the previous step's total, so the previous
+        # step must be logged too.
         if record.step in steps and record.step == before.step + 1:
             seen, earlier = record.count("samples_seen") or 0, before.count("samples_seen") or 0
             yield (seen - earlier) / (record.number("step_s") or math.inf)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Return the median, or None if any of the values is unknown."""
+    """Return the median of the values, or None if any value is unknown."""
     given = list(values)
     return None if None in given else _median_of_known(given)
 
@@ -175,12 +176,12 @@ def _median_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) -> tuple[float | None, str]:
-    """Return the exposed communication in seconds per step; if it is unknown, return None and the reason.
+    """Return the exposed communication in seconds per step, or None and the reason if it is unknown.
 
     The value is the mean over the profiled ranks.
     """
     ends = {record.step: parse_time(record.time) for record in records}
-    # On all ranks, the first profiled step begins after the last rank has started its profiler.
+    # On all ranks, the first profiled step begins only after every rank has started its profiler.
     begin = ends.get(bench.length.first_profiled)
     if begin is None or bench.length.steps not in ends:
         return None, "the run did not reach its last step"
@@ -206,16 +207,16 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
 
 
 def speed(row: Row) -> float | None:
-    """Return the tokens per second, or the samples per second if the task does not count tokens."""
+    """Return the tokens per second, or the samples per second for a task that does not count tokens."""
     value: float | None = row["samples_per_s"] if row["tokens_per_s"] is None else row["tokens_per_s"]
     return value
 
 
 def by_speed(trials: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
-    """Sort trials by speed: finished trials come first, beginning with the fastest.
+    """Sort trials by speed: finished trials first, starting with the fastest.
 
-    Each trial is given as a list of the rows of its runs. Returns each trial's own row, together with the
-    rows of its runs.
+    Each item in `trials` contains the rows of one trial's runs. Returns each trial's summary row together
+    with the rows of its runs.
     """
     made = [(trial_row(rows), rows) for rows in trials]
     return sorted(made, key=lambda item: (item[0]["status"] != FINISHED, -(speed(item[0]) or 0.0)))

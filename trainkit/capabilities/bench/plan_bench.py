@@ -1,4 +1,4 @@
-"""Plans a bench: a sweep over layouts or config keys whose trials run for a few steps each."""
+"""Plans a bench, which is a sweep over layouts or config keys whose trials run only a few steps each."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from trainkit.plan.step_work import work_of
 ORIGIN = "trainkit bench"
 OPTION = "--out"
 MAX_LAYOUTS = 16
-"""Maximum number of layouts that are run if --layout is not given. This limit keeps a bench from taking too
-long."""
+"""Maximum number of layouts to run if --layout is not given. The limit keeps the total time of a bench
+acceptable."""
 
 
 @dataclass(frozen=True)
 class BenchTrial(PlannedTrial):
-    """A trial of a bench that has not started.
+    """A bench trial that has not started.
 
-    The values of the trial are its layout, or its values of the swept keys.
+    The `values` of a trial are its layout or its values for the swept keys.
     """
 
     settings: Mapping[str, object]
     """Config values that define the trial, keyed by dotted name."""
     notes: tuple[str, ...]
-    """A sentence about each config value that was adapted to the layout."""
+    """One sentence for each config value that was adapted to the layout."""
 
     @property
     def name(self) -> str:
@@ -66,27 +66,27 @@ class BenchTrial(PlannedTrial):
 
 @dataclass
 class PlannedBench:
-    """A bench that has not started: the trials that can run, and the reasons why others cannot."""
+    """A bench that has not started: the trials that can run, and the errors of the trials that cannot."""
 
     kind: Kind
     config: str
-    """The config's file or name as the user typed it."""
+    """The config's file or name, as the user typed it."""
     length: BenchLength
     repeats: int
     keep_name: bool
-    """True if the runs keep the config's own `name`."""
+    """True if the runs keep the `name` given in the config."""
     gatherer: Gatherer = field(default_factory=Gatherer)
     trials: list[BenchTrial] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    """Config changes that are the same for all runs."""
+    """Config changes that the bench makes in all runs."""
     errors: dict[str, ConfigError] = field(default_factory=dict)
     """Maps the name of each trial that cannot run to its error."""
     left_out: list[str] = field(default_factory=list)
-    """Names of possible layouts that are omitted because of `MAX_LAYOUTS`."""
+    """Names of possible layouts that the bench omits because of `MAX_LAYOUTS`."""
 
     @property
     def impossible(self) -> dict[str, str]:
-        """Map the name of each trial that cannot run to the reason."""
+        """Map the name of each trial that cannot run to the reason why it cannot."""
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
@@ -97,9 +97,9 @@ class PlannedBench:
         shape: ModelShape,
         typed: Mapping[str, object],
     ) -> None:
-        """Plan a layout with the values `typed` for ``--layout``; raise ConfigError if it is impossible.
+        """Plan a trial with a layout; raise ConfigError if the layout is impossible.
 
-        Without ``--layout``, only the first `MAX_LAYOUTS` layouts are run.
+        `typed` contains the values from ``--layout``; if empty, only `MAX_LAYOUTS` layouts are run.
         """
         name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (trial.name for trial in self.trials):
@@ -127,7 +127,7 @@ class PlannedBench:
     def _shortened(
         self, loaded: LoadedConfig, values: Mapping[str, object]
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
-        """Return the config and the plan of a trial, and the changes that the bench makes to its config."""
+        """Return the config and launch plan of a trial, and the config changes that the bench made."""
         own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
         if self.kind == "settings":
             _refuse_set_by_bench(values, {**own, **profiler_values(self.length, 1)})
@@ -150,15 +150,16 @@ class PlannedBench:
 
     @property
     def plan(self) -> LaunchPlan:
-        """Return the plan of the first trial."""
+        """Return the launch plan of the first trial."""
         return self.trials[0].plan
 
     def submission(self, at_once: int) -> Submission:
-        """Return a submission of all runs as one job array.
+        """Return a submission that starts all runs as one job array.
 
-        The array contains all trials once, and then all of them again for each further repeat. A short
-        disturbance of the machine thus affects several trials instead of one trial alone. Raises UsageError
-        if the runs need different jobs; if no trial can run, raises the ConfigError of the first one.
+        The array contains every trial once, and then repeats the whole sequence for each further repeat. A
+        short disturbance of the machine therefore affects one repeat of several trials, not all repeats of
+        one trial. Raises UsageError if the runs need different job requests, or the ConfigError of the first
+        trial if no trial can run.
         """
         if not self.trials:
             raise next(iter(self.errors.values()))
@@ -170,11 +171,11 @@ class PlannedBench:
 
     @property
     def order(self) -> list[tuple[int, BenchTrial]]:
-        """Return the number of the repeat and the trial of every run, in the order of the runs."""
+        """Return (repeat number, trial) for every run, in the order in which the runs start."""
         return list(product(range(1, self.repeats + 1), self.trials))
 
     def to_dict(self) -> dict[str, object]:
-        """Return the trials that would run and the trials that cannot run as a JSON object."""
+        """Return a JSON object with the trials that would run and the trials that cannot run."""
         trials = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
@@ -191,7 +192,7 @@ class PlannedBench:
         }
 
     def create(self, folder: Path) -> Bench:
-        """Create the folder of the group of runs, and write bench.json into it."""
+        """Create the folder for the bench's group of runs, and write bench.json into it."""
         bench = Bench(
             folder=folder.absolute(),
             kind=self.kind,
@@ -220,13 +221,13 @@ BARE: Values = {
     "requeue.follow_ups": (0, "a failed run is not restarted"),
     "logging.tensorboard": (False, "the result is summary.csv"),
 }
-"""Config values that make runs save nothing, log less and never restart, each with a reason."""
+"""Config values that disable saves and restarts and reduce logging, each with a reason."""
 
 
 def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
-    """Return config values that a bench sets for all of its runs, each with a reason.
+    """Return the config values that a bench sets in all of its runs, each with a reason.
 
-    None of the values that a bench sets concerns the model, the data or the optimizer.
+    None of these values affect the model, the data or the optimizer.
     """
     name = f"{config.name}-{kind}"[:100], "the runs of a bench have a name of their own"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}
@@ -245,8 +246,8 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
 def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
     """Plan the runs of all trials of a sweep.
 
-    For a trial that cannot run, the error is recorded. Raises UsageError if the sweep contains a key that a
-    bench sets itself.
+    The error of each trial that cannot run is stored in `planned`. Raises UsageError if the sweep contains a
+    key that the bench sets itself.
     """
     for trial in trials:
         try:
@@ -258,7 +259,7 @@ def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
 
 
 def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[str]) -> None:
-    """Plan runs of the given layouts or, if none are given, of the first possible layouts.
+    """Plan runs for the given layouts or, if none are given, for the first `MAX_LAYOUTS` possible layouts.
 
     Raises ConfigError or UsageError if a given layout is impossible.
     """
@@ -291,7 +292,7 @@ def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[
 
 
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
-    """Return a plan that contains the number of processes, but no model, layout or batch."""
+    """Return a launch plan that contains the number of processes, but no model, layout or batch size."""
     neutral = {f"parallel.{name}": -1 if name == "dp_shard" else 1 for name in DEGREES}
     sizes = {"train.device_batch_size": 1, "train.global_batch_size": None}
     without_data = replace(facts, data=None, missing=())
@@ -299,7 +300,7 @@ def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Return a sort key: layouts with fewer kinds of parallelism first, then those with more common kinds."""
+    """Return a sort key that puts layouts with fewer, then with more common kinds of parallelism first."""
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
@@ -307,7 +308,7 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 def layout_settings(
     config: RunConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the config values of a layout, and a sentence about each value that was adapted to the layout.
+    """Return the config values for a layout, and one sentence per value that was adapted to the layout.
 
     The global batch size is the same for all layouts. `typed` contains the values given with ``--layout``.
     Raises ConfigError if the layout is impossible.

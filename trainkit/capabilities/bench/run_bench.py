@@ -1,4 +1,4 @@
-"""Defines a bench: its description in bench.json, and its runs, which form a group."""
+"""Defines a bench: its description in bench.json, and its group of runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
 
 PROFILED_STEPS = 3
-"""Number of steps at the end of each run that are profiled. Profiled steps are not measured, because the
-profiler slows them down."""
+"""Number of steps to profile at the end of each run. Profiled steps are excluded from the speed measurement,
+because the profiler slows them down."""
 COUNTED_PROFILED_STEPS = PROFILED_STEPS - 1
-"""Number of profiled steps whose profile is evaluated. The first profiled step is excluded, because ranks
-wait in it until all profilers have started."""
+"""Number of profiled steps that are used to compute the exposed communication. The first profiled step is
+excluded, because in this step ranks wait until all profilers have started."""
 PROFILED_RANKS = 4
-"""Maximum number of ranks that are profiled. Profiles of all ranks of a large job would take long to write
-and read."""
+"""Maximum number of ranks to profile. In a large job, profiles of all ranks would take too long to write and
+read."""
 
 
 @dataclass(frozen=True)
 class BenchLength:
-    """The number of steps in each run of a bench: warm-up steps, then measured steps, then profiled steps."""
+    """The numbers of warm-up, measured and profiled steps in each run of a bench."""
 
     steps: int
     warmup: int
@@ -57,7 +57,7 @@ class BenchLength:
 
     @property
     def text(self) -> str:
-        """Return the numbers of steps of each kind as text for messages."""
+        """Return the number of steps of each kind as text for messages."""
         return (
             f"{self.steps} per run: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
@@ -65,31 +65,31 @@ class BenchLength:
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """Return the ranks to profile: all ranks of a small job, or evenly spaced ranks of a larger one."""
+    """Return the ranks to profile: all ranks in a small job, or evenly spaced ranks in a larger one."""
     count = min(world_size, PROFILED_RANKS)
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
 Kind = Literal["layouts", "settings"]
 BENCH_FILE = "bench.json"
-"""File in the folder of a bench that describes the bench."""
+"""Name of the file that describes a bench, in the folder of the bench."""
 BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""The name of the value that differs between the trials of a layout bench."""
+"""Name of the value that differs between the trials in a layout bench."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """A run of a bench: a single measurement of a trial."""
+    """A run in a bench, which measures a trial once."""
 
     run: str
-    """The folder of the run, relative to the folder of the bench."""
+    """The path of the run folder, relative to the bench folder."""
     values: dict[str, object]
-    """The values of the trial: its layout, or its values of the swept keys."""
+    """The trial's layout, or its values for the swept keys."""
     repeat: int
-    """The number of the repeat, counted from 1."""
+    """The number of the repeat, starting from 1."""
     degrees: dict[str, int]
     device_batch_size: int | None
     pp_microbatches: int | None
@@ -101,17 +101,17 @@ class BenchRun:
 
 
 def trial_name(values: Mapping[str, object]) -> str:
-    """Return the name of a trial, which consists of its layout or its values."""
+    """Return the name of a trial, which is made from its layout or its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench as described in bench.json. The folder of the bench is also the folder of its group of runs."""
+    """A bench as described in its bench.json. The bench folder is also the folder of its run group."""
 
     kind: Kind
     config: str
-    """The config's file or name as the user typed it."""
+    """The config's file or name, as the user typed it."""
     backend: str
     device: str
     length: BenchLength
@@ -120,7 +120,7 @@ class Bench:
     """The names of the values that define a trial."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """The runs: all trials once, and then all of them again for each further repeat."""
+    """The runs: every trial once, and then the whole sequence again for each further repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)
@@ -152,8 +152,8 @@ class Bench:
 def read_bench(folder: Path) -> Bench:
     """Read the description of the bench in a folder.
 
-    Raises UsageError if the folder contains no bench, or if its bench.json cannot be read or was written by a
-    trainkit version with another format.
+    Raises UsageError if the folder contains no bench, or if its bench.json cannot be read or has the format
+    of another trainkit version.
     """
     file = folder / BENCH_FILE
     hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each run of the bench"
@@ -180,14 +180,14 @@ def read_bench(folder: Path) -> Bench:
 
 FINISHED = "finished"
 ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
-"""States of a bench's runs that have ended for good, because such runs are never restarted."""
+"""States in which a run of a bench has ended permanently, because benches never restart runs."""
 
 
 def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
-    """Return the status of each run of a bench, with the root cause as the reason of a failed run.
+    """Return the status of each run in a bench, with the root cause as the reason for a failed run.
 
-    If Slurm has not acknowledged the job array, this function looks it up. The function also removes
-    checkpoints of runs that have ended, because a bench is never resumed.
+    If Slurm has not confirmed the submission of the job array, the function searches Slurm for the array. The
+    function also deletes the checkpoints of runs that have ended, because a bench is never resumed.
     """
     recover_parts(bench.group)
     files = GroupFiles(bench.group)
@@ -207,7 +207,7 @@ def wait_for_runs(
 ) -> None:
     """Wait until all runs of a bench have ended.
 
-    Each time a run ends, logs its `end_line`; each time the counts of states change, logs the counts.
+    Logs `end_line` when a run ends, and the number of runs in each state when these numbers change.
     """
     logged, known = "", set[int]()
     while True:
@@ -221,8 +221,8 @@ def wait_for_runs(
         text = state_counts(states)
         if text != logged:
             log_line(text)
-        # A run may briefly look dead, because Slurm removes a job before this host sees that the run has
-        # ended.
+        # A run may briefly appear to have died, because Slurm removes a job before this host sees the
+        # recorded end.
         is_sure = text == logged or "died" not in states
         logged = text
         if is_sure and ENDED.issuperset(states):

@@ -1,4 +1,4 @@
-"""Makes the summary of a bench: summary.csv, a table for the terminal, plots, and the fastest trial."""
+"""Writes the summary of a bench: summary.csv, a terminal table, plots, and the fastest trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainkit.run.files import write_atomic
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest of the trials that finished, compared with the second fastest."""
+    """The fastest of the finished trials, compared with the second fastest."""
 
     name: str
     speed: float
@@ -36,7 +36,8 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """True if every repeat was faster than every repeat of the second fastest trial; None without repeats."""
+    """True if every repeat of the fastest trial was faster than every repeat of the second fastest; None
+    without repeats."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1
@@ -47,7 +48,7 @@ class Fastest:
 
 
 def end_line(bench: Bench, trial: TrialStatus) -> str:
-    """Return a line that says how a run ended."""
+    """Return a line that describes how a run ended."""
     item = bench.runs[trial.index]
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
@@ -77,7 +78,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row],
 
 
 def measured_speeds(bench: Bench) -> dict[int, float | None]:
-    """Return the tokens per second of each run for `trainkit report`, keyed by the index in the group."""
+    """Return each run's tokens per second for `trainkit report`, keyed by the run's index in the group."""
     return {
         index: measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
         for index, item in enumerate(bench.runs)
@@ -85,7 +86,7 @@ def measured_speeds(bench: Bench) -> dict[int, float | None]:
 
 
 def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """Return the first of the sorted trials with a comparison to the second."""
+    """Return the fastest trial compared with the second fastest, or None if fewer than two finished."""
     finished = [(row, runs) for row, runs in trials if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None
@@ -99,7 +100,7 @@ def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """Return the name of the trial that a row belongs to."""
+    """Return the name of the trial in a row."""
     return trial_name({key: row[key] for key in keys})
 
 
@@ -135,7 +136,7 @@ COLUMNS = {
 }
 
 
-# Each entry is a column, its heading and the format of its values.
+# Each entry consists of a column, its heading and the format for its values.
 _SHOWN = (
     ("device_batch_size", "BATCH", ""),
     ("samples_per_s", "SAMPLES/S", ",.1f"),
@@ -153,11 +154,11 @@ _SHOWN = (
     ("status", "STATUS", ""),
 )
 _OPTIONAL = ("tokens_per_s_min", "tokens_per_s_max", "mfu")
-"""Columns that the table omits if no row has a value for them."""
+"""Columns that the table omits if none of its rows has a value for them."""
 
 
 def csv_text(keys: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the content of summary.csv. Numbers have six digits; the cells of unknown values are empty."""
+    """Return the content of summary.csv, with six significant digits and empty cells for unknown values."""
     names = [*keys, *COLUMNS]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -175,7 +176,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """Return a table with a line per trial, followed by the failures."""
+    """Return a table with one row per trial, followed by the reasons of failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item
@@ -201,7 +202,7 @@ PLOTS = {
     "data_wait_s": "wait for data, seconds per step",
     "exposed_comm_s": "exposed communication, seconds per step",
 }
-"""Maps the columns that are plotted to axis labels."""
+"""Maps each plotted column to its axis label."""
 INSTALL_HINT = install_line("plot")
 
 
@@ -211,16 +212,17 @@ def can_plot() -> bool:
 
 
 def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
-    """Plot each column that has values.
+    """Plot each column of the summary that has values.
 
-    Returns the files written, and the columns without values. Raises OSError if the files cannot be written.
+    Returns the paths of the plots, and the columns without values. Raises OSError if a plot cannot be
+    written.
     """
     ensure_folder(folder)
     written, empty = [], []
     for column, label in PLOTS.items():
         file = folder / f"{column}.png"
         if all(row[column] is None for row in rows):
-            file.unlink(missing_ok=True)  # delete a plot that an earlier summary left
+            file.unlink(missing_ok=True)  # delete a plot from an earlier summary
             empty.append(column)
             continue
         _draw(keys, rows, column, label, file)
@@ -233,7 +235,7 @@ def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, fil
 
     figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    bars = list(reversed(rows))  # bars are drawn from the bottom, so the first row must come last
+    bars = list(reversed(rows))  # bars are drawn from the bottom, so reverse the rows
     drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
     axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
     axes.margins(x=0.15)

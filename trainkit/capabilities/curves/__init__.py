@@ -1,4 +1,4 @@
-"""Finds the curve of a COMMAND: the agent of rank 0 reads the steps and metrics that rank 0 prints."""
+"""Extracts a COMMAND's curve: the agent of rank 0 reads the steps and metrics that rank 0 prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CurvesPlan(Part):
-    """The part of a launch plan that says how to find the curve of a COMMAND."""
+    """Part of the launch plan that describes how to extract a COMMAND's curve."""
 
     CAPABILITY = "curves"
     pattern: str
@@ -25,7 +25,7 @@ class CurvesPlan(Part):
 
 
 class Curves(Capability):
-    """A capability that reads the log of rank 0 and writes metrics.jsonl."""
+    """Reads the log of rank 0 and writes the metrics found there to metrics.jsonl."""
 
     name = "curves"
 

@@ -1,4 +1,4 @@
-"""Writes the metrics that rank 0 of a COMMAND prints to metrics.jsonl, as `trainkit.loop` does."""
+"""Extracts metrics from the output of a COMMAND's rank 0, and writes them to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from trainkit.run.files import append_jsonl, read_jsonl_reversed, utc_now
 from trainkit.run.rundir import AttemptDir
 
 SOURCE = "log"
-"""Value of ``source`` in those metrics.jsonl records that were found in a log."""
+"""Value of ``source`` in metrics.jsonl records that were extracted from a log."""
 READ_BYTES = 2**17
-"""Maximum number of bytes read per poll. If the log has grown by more than this, only its end is read."""
+"""Maximum number of bytes read per poll. If the log has grown by more than this number of bytes, only its
+last part is read."""
 MAX_RECORDS = 100
-"""Number of records written per poll. If a poll found more steps, evenly spaced ones are written.
+"""Maximum number of regular records written per poll. If more steps were found in a poll, evenly spaced steps
+are written.
 
-Steps with a rare metric are written in addition to these.
+Steps with a rare metric are written in addition to these records.
 """
 RARE = 10
-"""A metric is rare if at most this number of the steps in a poll have it."""
+"""A metric is considered rare if at most this many steps in a poll have it."""
 FEW_LOSSES = 20
-"""Number of lines with a loss but without a step after which an event says that no curve was found."""
+"""Number of lines with a loss but without a step after which an event reports that no curve was found."""
 MATCH_S = 1.0
-"""Seconds that a user's pattern may take to match the lines of one poll."""
+"""Maximum time in seconds for a user's pattern to match the lines of one poll."""
 
 
 class LogCurve(Companion):
-    """Follows the log of rank 0, and writes the curve in it to metrics.jsonl.
+    """Follows the log of rank 0, and writes the curve found in the log to metrics.jsonl.
 
-    Each `poll` reads a limited number of bytes. Reading stops as soon as the script itself writes
-    metrics.jsonl.
+    Each `poll` reads a limited number of bytes. Reading stops when the script itself writes metrics.jsonl.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, pattern: str) -> None:
-        """Prepare to follow the log of `attempt`; `pattern` is ``auto`` or a regular expression."""
+        """Prepare to follow an attempt's log; `pattern` is ``auto`` or a regular expression."""
         self._attempt, self._file = attempt, attempt.run.metrics_file
         self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
         self._pattern = None if pattern == "auto" else re.compile(pattern)
@@ -61,12 +62,12 @@ class LogCurve(Companion):
         self._names: tuple[str, ...] = ()
         self._announced: tuple[object, ...] | None = None
         self._step: int | None = None
-        """The newest step found by a user's pattern."""
+        """The newest step matched by a user's pattern."""
         self._has_warned = False
         self._is_off, self._size = False, 0
 
     def _begin(self) -> None:
-        """Read the part of the curve that earlier attempts found.
+        """Read the part of the curve that earlier attempts wrote.
 
         If reading raises OSError, the next poll tries again.
         """
@@ -85,11 +86,11 @@ class LogCurve(Companion):
         self._has_begun = True
 
     def poll(self) -> None:
-        """Read the output written since the last call. Raises OSError if a file cannot be read or written."""
+        """Read the output written since the last call; raise OSError if a file cannot be read or written."""
         self._read(is_over=False)
 
     def end(self, *, is_finished: bool) -> None:
-        """Read the remaining output of an attempt that has ended.
+        """Read the remaining output of an attempt that has exited.
 
         Raises OSError if a file cannot be read or written.
         """
@@ -140,7 +141,7 @@ class LogCurve(Companion):
             log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 
     def _add_match(self, groups: Mapping[str, str | None]) -> None:
-        """Add the numbers in the groups that a user's pattern has matched."""
+        """Add the numbers from the named groups of a user's pattern to the curve."""
         values = {name: _number(text) for name, text in groups.items() if text is not None}
         step, val_loss = values.pop("step", None), values.pop("val_loss", None)
         known = {name: value for name, value in values.items() if value is not None}
@@ -158,7 +159,7 @@ class LogCurve(Companion):
 
     def _write(self) -> None:
         if self._metrics_size() != self._size:
-            self._is_off = True  # the script itself writes metrics.jsonl
+            self._is_off = True  # stop reading, because the script itself writes metrics.jsonl
             return
         run, number, now = self._attempt.run, self._attempt.number, utc_now()
         found = list(self._curve.records.items())
@@ -177,7 +178,7 @@ class LogCurve(Companion):
             }
             for step, values in found
         ]
-        self._curve.records = dict(found)  # otherwise, records would accumulate while the disk is full
+        self._curve.records = dict(found)  # do not let records accumulate while the disk is full
         if records:
             append_jsonl(self._file, *records)
             self._size = self._metrics_size()
@@ -188,7 +189,7 @@ class LogCurve(Companion):
         self._curve.evaluations.clear()
 
     def _announce(self, is_over: bool) -> None:
-        """Record an event with the source of the curve, or why there is none; skip repetitions."""
+        """Record an event with the curve's source or why there is none; skip repeated events."""
         found, values = self._curve.found, dict[str, object]()
         said: tuple[object, ...]
         if self._is_off:
@@ -217,7 +218,7 @@ class LogCurve(Companion):
             log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
 
     def _warn_of_names(self) -> None:
-        """Warn, only once, that the script prints more metrics than a curve can contain."""
+        """Warn only once that the script prints more metrics than a curve can contain."""
         name = self._curve.left_out
         if name is None or self._has_warned:
             return
@@ -232,20 +233,20 @@ class LogCurve(Companion):
 
 
 def _number(text: str) -> float | None:
-    """Return the number in a text such as ``1,024`` or ``91.2%``; None if the text is not a number."""
+    """Return the number in a text such as ``1,024`` or ``91.2%``, or None if the text is not a number."""
     try:
         return float(text.rstrip("%").replace(",", ""))
     except ValueError:
-        return None  # the group of a user's pattern can match any text
+        return None  # a group in a user's pattern can match any text
 
 
 class _TooSlow(Exception):
-    """Raised if matching a user's pattern takes too long."""
+    """Raised if matching a user's pattern takes longer than `MATCH_S`."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooSlow in a block that takes more than some seconds, even during a regular expression match.
+    """Raise _TooSlow if a `with` block takes longer than `seconds`, even during a regular expression match.
 
     The time limit works only in the main thread.
     """

@@ -1,7 +1,7 @@
-"""Decides which numbers on a progress line are metrics, and derives metric names from the printed text.
+"""Decides which numbers on a line of output are metrics, and derives metric names from the printed text.
 
-Names are lower case, and their words are joined with ``_``. The characters ``/``, ``.``, ``-`` and ``@`` are
-kept. Times, dates, memory sizes, versions, counts and positions are not metrics.
+Metric names are lower case, with words joined by ``_``. The characters ``/``, ``.``, ``-`` and ``@`` are kept
+in names. Times, dates, memory sizes, versions, counts and step positions are not considered metrics.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from functools import lru_cache
 from itertools import dropwhile
 
 MAX_NAME = 64
-"""Maximum number of characters in a metric name. If the text before a number is longer, it is not a metric
+"""Maximum number of characters in a metric name. Longer text before a number is not considered a metric
 name."""
 MAX_WORDS = 3
-"""Maximum number of words in a metric name. If more words precede a number, they are prose."""
+"""Maximum number of words in a metric name. If a number is preceded by more words, the text is considered
+prose."""
 OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
 """Words that mark a metric as a validation metric."""
 
@@ -31,18 +32,18 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words that rarely occur outside training output. A line that contains such a word can begin a curve."""
+"""Words that rarely occur outside training output. A line with such a word can begin a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
-"""Words next to ``loss`` which indicate that the number is not the loss of a training step."""
+"""Words next to ``loss`` that indicate that a number is not the loss of a training step."""
 _NEVER = _set(
     """
     time times timestamp ts eta elapsed remaining runtime duration date wall walltime memory mem ram vram
     version port pid seed best lowest highest packet frame stop py cpp cu cc
     """
 )
-"""Words that never occur in the name of a metric."""
+"""Words that never occur in metric names."""
 _SELDOM = _set(
     """
     day days hour hours minute minutes min sec secs second seconds ms us dt mib gib mb gb
@@ -55,20 +56,21 @@ _SELDOM = _set(
     in on to for by with from after at of and or than about over under until within since this that the a an
     """
 )
-"""Words that usually belong to counts or to prose. The name of a metric contains such a word only together
-with a word in `TELLING`."""
+"""Words that usually appear with counts or in prose. A metric name contains such a word only together with a
+word from `TELLING`."""
 _PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
-"""Words with which no metric name begins."""
+"""Words that no metric name begins with."""
 _UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})
-"""Texts that may follow a metric's number without a space. Units of time and memory are excluded."""
+"""Units that may follow a metric's number without a space. Units of time and memory are excluded, because
+times and memory sizes are not metrics."""
 _FACTORS = {"k": 1_000, "m": 1_000_000}
 _OTHER = re.compile(
     r"[:/.-]\d|\|[^A-Za-z]|\s(?:[kmgt]i?b|ms|us|s|secs?|seconds?|mins?|minutes?|h|hours?|it/s|days?)\b(?!\s?[:=])",
     re.I,
 )
-"""Matches text that follows a number only if the number is not a metric.
+"""Matches text after a number that shows that the number is not a metric.
 
-The number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
+Such a number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
 """
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(
@@ -85,22 +87,22 @@ _SENTENCE = re.compile(r"[.!?]\s+|[:=]")
 
 @dataclass(frozen=True)
 class Label:
-    """The text that precedes a number."""
+    """The text that precedes a number in a line of output."""
 
     words: tuple[str, ...]
-    """The words of the text, without trailing fillers such as ``is``."""
+    """The words in the text, excluding trailing fillers such as ``is``."""
     parts: tuple[str, ...]
-    """The letter sequences in the last three words."""
+    """The letter sequences in the last three words of the text."""
     own: tuple[str, ...]
-    """The letter sequences in the last word."""
+    """The letter sequences in the last word of the text."""
     name: str | None
-    """The metric name derived from the label; None if the label does not belong to a metric."""
+    """The metric name derived from the text, or None if the text does not name a metric."""
     is_telling: bool
-    """True if the name shows that the line is training output."""
+    """True if the metric name shows that the line is training output."""
     is_tensor: bool
     """True if the number is part of a printed tensor, such as ``tensor(0.5)``."""
     has_colon: bool
-    """True if the text contains ``:``; another ``:`` right before the number then indicates a line of
+    """True if the text contains ``:``; if another ``:`` directly precedes the number, the line is probably
     code."""
 
 
@@ -108,7 +110,7 @@ class Label:
 def read_label(text: str) -> Label:
     """Parse the lower-case text that precedes a number.
 
-    The parsed label is cached, because a training loop repeats its labels.
+    Parsed labels are cached, because a training loop prints the same labels repeatedly.
     """
     words, own = _words(text), _words(_SENTENCE.split(text)[-1])
     own = list(dropwhile(_PROSE.__contains__, own))
@@ -120,7 +122,7 @@ def read_label(text: str) -> Label:
         1 <= len(own) <= MAX_WORDS
         and _NEVER.isdisjoint(of_name)
         and (is_telling or _SELDOM.isdisjoint(of_name))
-        and not (of_name and _OF_A_PART.issuperset(of_name))  # such as "Train: 0 [50/1251]"
+        and not (of_name and _OF_A_PART.issuperset(of_name))  # excludes lines such as "Train: 0 [50/1251]"
     )
     name = "_".join(own).strip("./-")
     return Label(
@@ -142,10 +144,11 @@ def _words(text: str) -> list[str]:
 
 
 def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tuple[str, float] | None:
-    """Return the metric name and the value of a labelled number; None if the number is not a metric.
+    """Return the metric name and value of a labelled number, or None if the number is not a metric.
 
     `is_assigned` is True if the label and the number are separated by ``:`` or ``=``. A number without ``:``
-    or ``=`` is a metric only if a separator, another metric or the end of the line follows.
+    or ``=`` is considered a metric only if it is followed by a separator, another metric or the end of the
+    line.
     """
     name, unit, end = label.name, number["unit"].lower(), number.end()
     if name is None or unit not in _UNITS or _OTHER.match(number.string, end):
@@ -172,10 +175,10 @@ def _value(name: str, number: re.Match[str], unit: str, *, is_telling: bool) -> 
 
 
 def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
-    """Return the metrics of a validation or test line, with the prefix ``val_`` or ``test_``."""
+    """Return the metrics of a validation or test line, with names prefixed by ``val_`` or ``test_``."""
     return {name if is_of_part(name) else f"{part}_{name}": value for name, value in metrics.items()}
 
 
 def is_of_part(name: str) -> bool:
-    """Return whether a metric belongs to a validation or a test."""
+    """Return whether a metric name belongs to validation or test metrics."""
     return not {*_PART.findall(name)}.isdisjoint(OF_VALIDATION | {"test"})

@@ -1,9 +1,9 @@
-"""Finds the curve in the output of a COMMAND: steps with their loss, learning rate and other metrics.
+"""Extracts the curve from a COMMAND's output: steps with their loss, learning rate and other metrics.
 
-A number belongs to the words that precede it, as in ``step 10/100 | train loss: 2.31``, or is the position of
-a progress bar. If several numbers could be the step, the number that grows is chosen. If the printed step
-restarts, for example in each epoch, the step of the curve keeps counting. The curve begins only once a step
-has grown.
+A number is named by the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
+progress bar. If several numbers on a line could be the step, a number that increases from line to line is
+chosen. If the printed step restarts from a low value, for example in each epoch, the step of the curve
+continues to increase. The curve starts only after the step number has increased.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trainkit.capabilities.curves.metric_names import (
 )
 
 MAX_LINE = 1000
-"""Maximum number of characters that are read of a line. If a line is longer, only its end is read."""
+"""Maximum number of characters to read from a line. Only the last part of a longer line is read."""
 KINDS = ("global step", "step", "iteration", "batch", "progress bar", "epoch")
-"""Kinds of positions that can count the steps, in order of preference."""
+"""Kinds of position that can serve as the step, in order of preference."""
 _COUNTS = {
     **dict.fromkeys(("update", "updates"), "global step"),
     **dict.fromkeys(("step", "steps"), "step"),
@@ -57,7 +57,7 @@ _NOT_OF_A_STEP = OF_VALIDATION | {
     "test",
     "nan",
 }
-"""Words before ``step`` which indicate that the number is not a training step."""
+"""Words before ``step`` that indicate that a number is not a training step."""
 _PLAIN = frozenset(
     {
         "train",
@@ -76,35 +76,35 @@ _PLAIN = frozenset(
         "the",
     }
 )
-"""Words next to ``loss`` that do not distinguish this loss from other losses."""
+"""Words next to ``loss`` that do not distinguish one loss from other losses on the line."""
 _VALUES = {
     **dict.fromkeys(("lr", "learning rate"), "lr"),
     **dict.fromkeys(("grad norm", "gradient norm", "gnorm"), "grad_norm"),
     **dict.fromkeys(("tok s", "tok sec", "tokens s", "tokens sec", "tokens per sec"), "tokens_per_s"),
     **dict.fromkeys(("tokens per s", "tokens per second", "tps"), "tokens_per_s"),
 }
-"""Maps the last words before a number to the name of the value in metrics.jsonl."""
+"""Maps the last words before a number to the number's name in metrics.jsonl."""
 _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _OF_TWO = re.compile(r"\d/\s*\d")
 _RANK = re.compile(r"\s*\[(?:rank|default|Rank )(\d+)\]")
-"""Matches the prefix that torchrun and DeepSpeed add to the lines of a rank."""
+"""Matches the rank prefix that torchrun and DeepSpeed add to output lines."""
 _NUMBER = re.compile(
     r"(?<![\w.@])(?<!\w-)(?P<value>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?\.\d+(?:e[-+]?\d+)?"
     r"|[-+]?(?:nan|inf)\b)(?:\s{0,9}/\s{0,9}(?P<total>\d+)(?![\d/.]))?(?P<unit>%|[a-z]*)",
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r",\d")
-"""Matches the remainder of a number with a decimal comma, as in ``loss 1,45``."""
+"""Matches the rest of a number with a decimal comma, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
-"""Matches a separator between metrics. Words before the separator belong to the previous number."""
+"""Matches a separator between two metrics. Words before the separator belong to the number before them."""
 NO_LABEL = read_label("")
 _BEFORE_A_NUMBER = " \t:=\"'[(#"
 _IN_A_LIST = re.compile(r"[\[(#]")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
-"""Patterns for the text before and after a position.
+"""Patterns for the text before and after a step position.
 
 `_BAR` matches progress bars of tqdm and rich; `_POSITION` matches Keras bars, and positions in brackets.
 """
@@ -118,39 +118,39 @@ _EPOCH_AND_BATCH = re.compile(r"\s*\[\s*(\d+),\s*(\d+)\]")
 
 @dataclass
 class Reading:
-    """The positions and values found in one line."""
+    """The positions and values found on one line of output."""
 
     positions: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    """Maps a kind of position to the position and the total; the total is None if it is not printed."""
+    """Maps each kind of position to the position and the total, which is None if no total is printed."""
     has_part_of_epoch: bool = False
-    """True if the line contains a fraction of an epoch, such as ``epoch: 0.1``."""
+    """True if the line contains a fractional epoch, such as ``epoch: 0.1``."""
     is_validation: bool = False
     """True if the line is validation output. Losses on such a line are validation losses."""
     is_part: bool = False
-    """True if the line is about a single batch of a validation."""
+    """True if the line describes a single validation batch."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Maps the word next to ``loss`` to the value of this training loss.
+    """Maps the word next to ``loss`` to the value of that training loss.
 
-    The word is ``""`` if there is none, and ``train`` if it is one of `_PLAIN`.
+    The word is ``""`` if there is none, and ``train`` if it is in `_PLAIN`.
     """
     val_loss: float | None = None
     values: dict[str, float] = field(default_factory=dict)
-    """Values named in `_VALUES`, such as the learning rate, keyed by their names in metrics.jsonl."""
+    """Values such as the learning rate, keyed by their names in metrics.jsonl."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """All other metrics and training losses, keyed by their printed names."""
+    """All other metrics and training losses on the line, keyed by their printed names."""
     called: dict[str, str] = field(default_factory=dict)
-    """Maps a key of `losses` to the name of the same loss in `metrics`."""
+    """Maps each key in `losses` to the name of the same loss in `metrics`."""
     is_telling: bool = False
-    """True if the name of a metric shows that the line is training output."""
+    """True if a metric name shows that the line is training output."""
 
 
 def read_line(line: str) -> Reading:
-    """Return the positions and values found in a line.
+    """Return the positions and values found on a line.
 
-    For a line with the prefix of a rank other than 0, nothing is returned.
+    Lines prefixed with a rank other than 0 give an empty result.
     """
     found, text = Reading(), line.lower()
-    # A chain of substring searches is several times as fast as a regular expression with alternatives.
+    # A chain of substring searches is several times faster than a regular expression with alternatives.
     says_something = "loss" in text or "step" in text or "epoch" in text or "iter" in text or "val" in text
     if not (says_something or "test" in text or _OF_TWO.search(text)):
         return found
@@ -172,7 +172,7 @@ def read_line(line: str) -> Reading:
         is_nan = number["value"].lower() == "nan"
         is_in_row = bool(found.metrics) and before.lower().split() == [*words]
         if is_nan and not (words and (is_assigned or is_in_row or words[-1].endswith(("loss", "norm")))):
-            continue  # "nan" is a word in this line, as in "number of nan iterations: 0"
+            continue  # "nan" is part of the text here, not a value, as in "number of nan iterations: 0"
         end = number.end()
         begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
         is_position = number["total"] is not None and number["value"].isdigit()
@@ -213,8 +213,8 @@ def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
             return False
         context = {*parts[: -len(own)]}
         found.is_validation |= bool(OF_VALIDATION & context)
-        # Megatron prints "validation loss at iteration 100 | lm loss value: 2.31", where the iteration is a
-        # step.
+        # Megatron prints "validation loss at iteration 100 | lm loss value: 2.31", where the iteration is the
+        # training step.
         if not _NOT_OF_A_STEP & context or (found.is_validation and "loss" in context):
             kind = "global step" if kind == "step" and "global" in parts else kind
             total = None if number["total"] is None else int(number["total"])
@@ -246,17 +246,17 @@ def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
 
 @dataclass
 class _Counter:
-    """Keeps count of a number that may be the step."""
+    """Tracks a printed number that may be the step."""
 
     first: int
     last: int
     epoch: int | None
-    """The epoch during which `last` was printed."""
+    """The epoch during which `last` was printed, or None if unknown."""
     interval: int = 0
     offset: int = 0
-    """Number of steps counted before the number restarted, which is added to the number."""
+    """Number to add to the printed number: the steps counted before the printed number last restarted."""
     length: int | None = None
-    """The number restarts after this many steps; None if it has never restarted."""
+    """Number of steps after which the printed number restarts, or None if it has never restarted."""
     has_grown: bool = False
 
     @property
@@ -265,13 +265,13 @@ class _Counter:
 
 
 _Key = tuple[str, int, int | None]
-"""The kind of a position, the rank of its loss as returned by `_loss_of`, and the total."""
+"""Key of a possible source: the kind of position, the loss rank that `_loss_of` returned, and the total."""
 _WITHOUT_LOSS = 3
-"""Rank of the loss in a `_Key` for lines with other metrics but without a loss."""
+"""Loss rank in a `_Key` for lines that have other metrics but no loss."""
 MAX_NAMES = 64
-"""Maximum number of metrics in a curve. Further metrics are omitted."""
+"""Maximum number of different metrics in a curve. Additional metrics are omitted."""
 MAX_ROWS = 256
-"""Number of newest steps to which later lines can still add values."""
+"""Number of newest steps whose values are kept in memory, so that later lines can add values to them."""
 
 
 @dataclass
@@ -279,51 +279,53 @@ class _Source:
     """A possible source of the curve: all lines with the same kind of position and the same kind of loss."""
 
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Records of the source, which are kept until its step has grown."""
+    """Records from the source, kept until its step number has grown."""
     is_curve: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """Describes the source of a log's curve; recorded in an event for the user and for the next attempt."""
+    """The source of a log's curve, recorded in an event for the user and for the next attempt."""
 
     kind: str
     names: tuple[str, ...]
     total_steps: int | None
     length: int | None
-    """Number of steps per epoch if the printed step restarts in each epoch, else None."""
+    """Number of steps per epoch if the printed step restarts in each epoch, or None otherwise."""
     first_epoch: int | None
     metrics: tuple[str, ...] = ()
-    """The printed names of the other metrics."""
+    """The printed names of metrics other than the loss."""
 
 
 class PrintedCurve:
-    """Reads output line by line, and collects the records for metrics.jsonl."""
+    """Reads output line by line, and collects records for metrics.jsonl."""
 
     def __init__(self, *, is_shared: bool = False, previous: Found | None = None) -> None:
-        """Begin without a curve.
+        """Start without a curve.
 
-        `is_shared` is True if several ranks print to the same log. In a shared log, the values of the rank
-        that prints a step first are used. `previous` describes the curve of an earlier attempt, whose count
-        of epochs is continued.
+        `is_shared` is True if several ranks print to the same log. In a shared log, the values from the rank
+        that prints a step first are used. `previous` describes the curve of an earlier attempt, whose epoch
+        count is continued.
         """
         self.records: dict[int, dict[str, float]] = {}
-        """Maps a step to its values. Whoever writes the records to a file also removes them from this
-        mapping."""
+        """Maps each step to its values. The caller removes records from this mapping after writing them to a
+        file."""
         self.evaluations: list[tuple[int, float]] = []
-        """The steps at which a validation loss was printed, with this loss."""
+        """The steps at which a validation loss was printed, with the value of the validation loss."""
         self.left_out: str | None = None
-        """The first metric omitted because of `MAX_NAMES`; None if none was omitted."""
+        """The first metric omitted because of `MAX_NAMES`, or None if no metric was omitted."""
         self._names: dict[str, None] = {}
         self._rows: dict[int, dict[str, float]] = {}
-        """The newest steps with all values found so far."""
+        """Maps each of the newest steps to the values found for it so far."""
         self._val_loss: float | None = None
-        """The newest validation loss. A progress bar repeats this loss until the next validation."""
+        """The newest validation loss. It is stored because a progress bar repeats the loss until the next
+        validation."""
         self.found: Found | None = None
         self.ambiguous: tuple[str, ...] = ()
-        """Names of the losses on a line that has several, if none is clearly the training loss."""
+        """Names of the losses on a line with several losses, if none of these is clearly the training
+        loss."""
         self.num_losses = 0
-        """Number of lines with a loss, whether or not they have a step."""
+        """Number of lines with a loss, with or without a step."""
         self._is_shared = is_shared
         self._previous = previous
         self._counters: dict[tuple[str, int | None], _Counter] = {}
@@ -334,13 +336,12 @@ class PrintedCurve:
         self._first_epoch = None if previous is None else previous.first_epoch
         self._ignores_epochs = False
         self._waiting: Reading | None = None
-        """A line with a loss but without a position; the next redraw of the progress bar supplies the
-        position."""
+        """A line with a loss but no position; the next redraw of the progress bar provides the position."""
         self._repeated = 0
         self._step: int | None = None
 
     def read(self, line: str) -> None:
-        """Read a line as a terminal shows it."""
+        """Read a line of output in the form that a terminal shows."""
         reading = read_line(line)
         self._ignores_epochs |= reading.has_part_of_epoch
         if self._ignores_epochs:
@@ -364,13 +365,13 @@ class PrintedCurve:
                 self._add_evaluation(reading)
 
     def finish(self) -> None:
-        """Add the values of a line that is still waiting for a redraw of the progress bar."""
+        """Process the line that is still waiting for a redraw of the progress bar."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self._primary is not None and self._primary[0] == "progress bar":
             self._add_evaluation(waiting)
 
     def _add_evaluation(self, reading: Reading) -> None:
-        """Add validation or test values of a line without a position to the newest step."""
+        """Add validation or test values from a line without a position to the newest step."""
         self._add_validation(reading, self._step)
         self.join(self._step, self._own({n: v for n, v in reading.metrics.items() if is_of_part(n)}))
 
@@ -389,7 +390,7 @@ class PrintedCurve:
             return
         counters = {kind: self._counters[kind, reading.positions[kind][1]] for kind in kinds}
         own = [kind for kind in kinds if kind != "epoch"] or kinds
-        # Prefer numbers that grow, and among them numbers that have never restarted.
+        # Prefer numbers that grow and, among those, numbers that have never restarted.
         kind = min(own, key=lambda kind: (not counters[kind].has_grown, counters[kind].length is not None))
         counter = counters[kind]
         is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
@@ -400,7 +401,8 @@ class PrintedCurve:
         else:
             rank, value, called = loss
             if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
-                # The number that was used as the step has restarted, and the number of this kind has not.
+                # The number that has served as the step has restarted, but the number of the kind `kind` has
+                # not.
                 self._primary = kind, rank, total
                 self._sources[self._primary] = _Source(is_curve=True)
             values = {
@@ -411,7 +413,7 @@ class PrintedCurve:
             self._add((kind, rank, total), counter, values)
 
     def _add_without_loss(self, reading: Reading, kind: str, counter: _Counter) -> None:
-        """Add the metrics of a line to the step printed on it or, after an epoch, to the newest step."""
+        """Add a line's metrics to the step printed on it or, at the end of an epoch, to the newest step."""
         values = {**reading.values, **self._own(reading.metrics)}
         primary, key = self._primary, (kind, _WITHOUT_LOSS, reading.positions[kind][1])
         if primary is None or key == primary or _order(key) < _order(primary):
@@ -425,7 +427,7 @@ class PrintedCurve:
             self.join(self._step, values)
 
     def _own(self, metrics: Mapping[str, float], loss: str | None = None) -> dict[str, float]:
-        """Return the metrics for which the curve has room, without the one that is used as its loss."""
+        """Return the metrics that still fit into the curve, excluding the metric that serves as its loss."""
         for name in metrics:
             if name in self._names or name in (loss, "loss", "val_loss"):
                 continue
@@ -436,7 +438,7 @@ class PrintedCurve:
         return {name: value for name, value in metrics.items() if name != loss and name in self._names}
 
     def join(self, step: int | None, values: Mapping[str, float]) -> None:
-        """Add values to the record of a step; do nothing if `step` is None."""
+        """Add values to the record of a step, or do nothing if `step` is None."""
         if step is None or not values:
             return
         row = self._rows.get(step)
@@ -444,15 +446,15 @@ class PrintedCurve:
             if len(self._rows) == MAX_ROWS:
                 oldest = next(iter(self._rows))
                 if step < oldest:
-                    return  # the other values of this step are no longer in memory
+                    return  # the step's other values are no longer in memory
                 del self._rows[oldest]
             row = {}
-        # If several ranks print the same value, keep the first.
+        # If several ranks print the same value, keep the value printed first.
         row = {**values, **row} if self._is_shared else {**row, **values}
         self._rows[step] = self.records[step] = row
 
     def _continue_epochs(self, reading: Reading) -> None:
-        """Continue counting steps in an epoch that is longer or shorter than the previous epoch."""
+        """Continue counting steps if the epoch is longer or shorter than the previous epoch."""
         if self._primary is None or self._primary[0] not in reading.positions:
             return
         kind, rank, length = self._primary
@@ -473,10 +475,10 @@ class PrintedCurve:
             self.join(step, {"val_loss": reading.val_loss})
 
     def _loss_of(self, reading: Reading) -> tuple[int, float, str] | None:
-        """Return the rank, the value and the key of the training loss; None if it is unclear which it is.
+        """Return the rank, value and key of the training loss, or None if the line is ambiguous.
 
-        The rank is 0 for plain ``loss``, 1 for a word in `_PLAIN`, and 2 for any other word. The key is a key
-        of `Reading.losses`.
+        The rank is 0 for ``loss`` alone, 1 for a word in `_PLAIN` next to ``loss``, and 2 for any other word.
+        The key is a key of `Reading.losses`.
         """
         losses = reading.losses
         for rank, called in enumerate(("", "train")):
@@ -488,7 +490,7 @@ class PrintedCurve:
         return (2, losses[called], called) if len(losses) == 1 else None
 
     def _count(self, kind: str, value: int, total: int | None) -> int | None:
-        """Count a number and return the step that it means; None if another rank printed an older step."""
+        """Return the step for a printed number, or None if a different rank printed an older step."""
         key, epoch = (kind, total), None if kind == "epoch" else self._epoch
         counter = self._counters.get(key)
         if counter is None:
@@ -543,9 +545,9 @@ class PrintedCurve:
         if self._repeated and self._is_shared and not is_bar:
             return
         if self._repeated > 1 and is_bar:
-            return  # `for … in tqdm` redraws ten times a second, so the values belong to a later step
+            return  # `for … in tqdm` redraws its bar ten times a second, so the values belong to a later step
         if self._step is not None and step < self._step:
-            # The script has resumed from a checkpoint, so forget later steps.
+            # The script has resumed from a checkpoint, so discard later steps.
             self._rows = {other: row for other, row in self._rows.items() if other < step}
         self._step = step
         self.join(step, values)
@@ -562,26 +564,26 @@ class PrintedCurve:
 
 
 def _order(key: _Key) -> tuple[bool, bool, int, int]:
-    """Return the sort key of a source; the first source in this order becomes the curve.
+    """Return the sort key of a possible source; the first source in sorted order provides the curve.
 
-    Sources with a loss come first, then sources counted in steps before those counted in epochs, then a loss
-    that is simply named `loss`.
+    Sources with a loss come first, then sources counted in steps rather than epochs, then sources whose loss
+    is simply named `loss`.
     """
     kind, rank, _ = key
     return rank == _WITHOUT_LOSS, kind == "epoch", rank, KINDS.index(kind)
 
 
 def _is_one_count(total: int | None, other: int | None) -> bool:
-    """Return whether two numbers of the same kind have the same total; a missing total matches any."""
+    """Return whether two numbers of the same kind have the same total, where None matches any total."""
     return total == other or None in (total, other)
 
 
 _ENDS = re.compile(rb"[\r\n]|\x08+")
-"""Matches the end of a line on the terminal. A progress bar returns to the beginning of its line to overwrite
-it."""
+"""Matches the end of a line as shown on a terminal. A progress bar moves the cursor to the beginning of the
+line to overwrite it."""
 
 
 def shown_lines(data: bytes) -> tuple[list[str], bytes]:
-    """Return the lines of some output as a terminal shows them, and the remaining incomplete line."""
+    """Return the lines of some output as shown on a terminal, and the remaining incomplete line."""
     *lines, rest = _ENDS.split(data)
     return [line.decode("utf-8", errors="replace") for line in lines if line.strip()], rest

@@ -1,4 +1,4 @@
-"""Debugs ranks: `breakpoint()` in every run, `trainkit run --debug` and `trainkit debug`."""
+"""Lets users debug ranks, with `breakpoint()` in any run, `trainkit run --debug` or `trainkit debug`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DebugPlan(Part):
-    """The part of the plan for a run with ``--debug``."""
+    """Part of the launch plan for a run with ``--debug``."""
 
     CAPABILITY = "debugger"
     rank: int
-    """The rank that is debugged. All other ranks continue."""
+    """The rank to debug. All ranks except this one run without a debugger."""
     mode: str
     """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None
-    """Port on which debugpy listens."""
+    """Port that debugpy listens on, or None for the other modes."""
 
     @property
     def words(self) -> str:
-        """Return the plan in the form of an environment variable: `RANK MODE [PORT]`."""
+        """Return the plan as the value of an environment variable: `RANK MODE [PORT]`."""
         return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
 
 
 class Debugger(Capability):
-    """The debugger capability. Only runs with ``--debug`` have its part, a `DebugPlan`."""
+    """Provides the debugger for ranks. Only the launch plans of runs with ``--debug`` have a `DebugPlan`."""
 
     name = "debugger"
     at_start = f"{Path(__file__).parent}/rank_start.py"

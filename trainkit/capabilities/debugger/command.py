@@ -1,4 +1,4 @@
-"""Implements ``trainkit debug``, which lends this terminal to a rank that waits at breakpoint()."""
+"""Implements ``trainkit debug``, which lends this terminal to a rank that is waiting at breakpoint()."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def command(run_name: str, rank: int) -> None:
 
 
 def attach(attempt: AttemptDir, rank: int) -> None:
-    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends the session.
+    """Lend this terminal to a rank waiting at breakpoint(), until the rank or the user ends the session.
 
-    If the rank is on another host, run the command again on that host. Raises UsageError if the rank does not
-    wait at breakpoint().
+    If the rank is on another host, the command is run again on that host. Raises UsageError if the rank is
+    not waiting at breakpoint().
     """
     from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job
 

@@ -1,9 +1,9 @@
 """Implements the debugger inside a rank, for `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
 
-Ranks normally have no terminal. The rank selected by `--debug` gets the terminal of `trainkit run`. Any other
-rank waits at `breakpoint()` until `trainkit debug` passes it a terminal through a socket. `rank_start.py`
-loads this file even in a Python without trainkit, so it imports only the standard library, and a debugger
-only when a rank stops.
+Ranks normally have no terminal. The rank selected by `trainkit run --debug` uses the terminal of that
+command. Any other rank waits at `breakpoint()` until `trainkit debug` passes a terminal to the rank through a
+socket. `rank_start.py` loads this file even in a Python without trainkit, so the file imports only the
+standard library; a debugger is imported only when a rank stops.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from types import FrameType, TracebackType
 from typing import Any
 
 DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
-"""Environment variable with the `DebugPlan`: the rank, then ``pdb``, ``post-mortem`` or ``debugpy``, then
-debugpy's port."""
+"""Environment variable that contains the `DebugPlan`: the rank, then ``pdb``, ``post-mortem`` or ``debugpy``,
+then debugpy's port."""
 FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
-"""Environment variable with the folder where each waiting or debugged process records itself as
+"""Environment variable with the path of the folder where each waiting or debugged process writes a file
 ``rank-0005-PID.json``."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""Environment variable with the terminal of `trainkit run`; `trainkit.job.rank_env` defines the same name."""
+"""Environment variable with the path of the terminal of `trainkit run`; `trainkit.job.rank_env` defines the
+same name."""
 CHOSEN_FILE = "rank"
-"""File in the folder of `FOLDER_VARIABLE` that contains the rank that a user debugs. Once the file exists, no
-other rank waits at a breakpoint."""
+"""File in the folder of `FOLDER_VARIABLE` that contains the number of the rank that a user debugs. Once this
+file exists, no other rank waits at a breakpoint."""
 AT_PROMPT, RUNNING = b"p", b"r"
-"""Messages from a rank to `trainkit debug`: the debugger reads from the terminal, or the program runs."""
+"""Messages from a rank to `trainkit debug`: the debugger waits for input, or the program is running."""
 POLL_S = 1.0
 LONGEST_FOLDER = 70
-"""Maximum length of the path of a socket's folder. Linux limits the path of a socket to 107 characters."""
+"""Maximum length of the path of the folder that contains a socket. Linux limits the path of a socket to 107
+characters."""
 TORCH_CONSTANTS = "torch.distributed.constants"
 
 
 def mode_of_rank() -> str | None:
     """Return the debug mode of this rank, or ``off`` if ``--debug`` selects another rank.
 
-    Return None in a run without ``--debug``.
+    Returns None in a run without ``--debug``.
     """
     words = os.environ.get(DEBUG_VARIABLE, "").split()
     if not words:
@@ -57,14 +59,14 @@ def mode_of_rank() -> str | None:
 
 
 def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
-    """Prepare a rank of a run with ``--debug``, or one of its child processes, before any other code runs."""
+    """Prepare a rank in a run with ``--debug``, or one of its child processes, before any other code runs."""
     mode, (rank, _, *port) = mode_of_rank(), os.environ[DEBUG_VARIABLE].split()
     after_import(TORCH_CONSTANTS, _lengthen_timeouts)
     if mode == "off":
         sys.breakpointhook = lambda *args, **kwargs: None
     elif mode == "debugpy":
         if not is_rank:
-            return  # debugpy attaches to child processes of a rank by itself
+            return  # debugpy itself attaches to the child processes of a rank
         import debugpy
 
         debugpy.listen(("127.0.0.1", int(port[0])))
@@ -81,9 +83,9 @@ def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]
 
 
 def _lengthen_timeouts(constants: Any) -> None:
-    """Set the default timeout of torch's process groups to one week.
+    """Set the default timeout of PyTorch process groups to one week.
 
-    A timeout that the script sets takes precedence.
+    A timeout that the user's script sets takes precedence.
     """
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(days=7)
 
@@ -91,7 +93,7 @@ def _lengthen_timeouts(constants: Any) -> None:
 def _uncaught(
     log: int, stops: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the exception that ends a rank to its terminal and to its log file, which the agent reads."""
+    """Print the exception that terminates a rank to the terminal, and to the log file for the agent."""
     import bdb
     import traceback
 
@@ -110,11 +112,11 @@ def stop_at(
     terminal: str | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Start the debugger at a frame, or at the place where an exception was raised.
+    """Start the debugger at a frame, or at the frame where an exception was raised.
 
-    If `terminal` (a path) is given, the debugger reads from it. Otherwise, the rank selected by `--debug`
-    reads from standard input, and any other rank from the terminal of `trainkit debug`. The context manager
-    `around` is entered while the debugger reads.
+    If `terminal` (a path) is given, the debugger reads from that terminal. Otherwise, the rank selected by
+    `--debug` reads from standard input, and any other rank from the terminal that `trainkit debug` lends. The
+    context manager `around` is active while the debugger reads.
     """
     import pdb
 
@@ -122,7 +124,7 @@ def stop_at(
     where = "an exception" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     own: Any = None
     if terminal is None and DEBUG_VARIABLE in os.environ:
-        # in a worker process of a DataLoader, standard input is not a terminal
+        # in a DataLoader worker process, standard input is not a terminal
         if sys.stdin is None or not sys.stdin.isatty():
             terminal = os.environ[TERMINAL_VARIABLE]
     elif terminal is None:
@@ -138,7 +140,7 @@ def stop_at(
             with around(), nullcontext() if own is None else own.at_prompt(where):
                 super().interaction(*args, **kwargs)
 
-    if own is not attached:  # `trainkit debug` has already recorded the rank
+    if own is not attached:  # `trainkit debug` has already recorded that the rank is being debugged
         with suppress(FileExistsError):
             Path(os.environ[FOLDER_VARIABLE]).mkdir()
         Path(os.environ[FOLDER_VARIABLE], CHOSEN_FILE).write_text(os.environ.get("RANK", "0"))
@@ -153,7 +155,7 @@ def stop_at(
 class Terminal:
     """Reads from and writes to a terminal.
 
-    If the terminal is closed, reading returns the end of file, and writes are ignored.
+    If the terminal is closed, reads return an empty string (end of file) and writes are ignored.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -161,7 +163,7 @@ class Terminal:
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
-        """Lock the terminal while the debugger reads from it, so that only one process reads at a time."""
+        """Lock the terminal while the debugger reads input, so that only one process reads at a time."""
         fcntl.flock(self._stream, fcntl.LOCK_EX)
         try:
             yield
@@ -184,7 +186,7 @@ class Terminal:
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """Collect the stop signals that arrive during the block.
+    """Collect the stop signals that arrive during the `with` block.
 
     The program's own signal handlers are still called.
     """
@@ -199,7 +201,7 @@ def _stop_requests() -> Iterator[list[int]]:
 
     handled = [number for number, handler in own.items() if callable(handler)]
     if threading.current_thread() is not threading.main_thread():
-        handled = []  # Python allows only the main thread to set handlers
+        handled = []  # Python allows only the main thread to set signal handlers
     for number in handled:
         signal.signal(number, note)
     try:
@@ -212,7 +214,7 @@ def _stop_requests() -> Iterator[list[int]]:
 class Attached(Terminal):
     """A terminal that `trainkit debug` lends to this process.
 
-    When one `trainkit debug` ends, the next one can lend its terminal.
+    When a `trainkit debug` command exits, another `trainkit debug` can lend its terminal.
     """
 
     def __init__(self) -> None:
@@ -222,7 +224,7 @@ class Attached(Terminal):
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """After a fork, leave the terminal to the parent process."""
+        """Stop using the terminal in a forked child process, leaving it to the parent."""
         self._stream = self._connection = None
 
     def is_connected(self) -> bool:
@@ -236,13 +238,13 @@ class Attached(Terminal):
     def readline(self) -> str:
         """Return the next line that the user types.
 
-        If the terminal is gone, wait for another one and return ``w``, so that the debugger prints the
-        current position there.
+        If the terminal is closed, wait for another terminal and return ``w``, so that the debugger prints the
+        current position in the new terminal.
         """
         if self.is_connected():
             either = poll()
             either.register(self._stream, POLLIN)
-            either.register(self._connection, POLLIN)  # `trainkit debug` closes the connection when it ends
+            either.register(self._connection, POLLIN)  # `trainkit debug` closes the connection when it exits
             either.poll()
             if self.is_connected():
                 return super().readline()
@@ -254,7 +256,7 @@ class Attached(Terminal):
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
-        """Record that the debugger reads from the terminal, so that this time does not count as a hang."""
+        """Record that the debugger is waiting for input, so that the wait is not considered a hang."""
         self._where = where
         self._record(where, "")
         self._send_state(AT_PROMPT)
@@ -300,7 +302,7 @@ class Attached(Terminal):
     @staticmethod
     def _listen(folder: str) -> socket.socket:
         server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{folder}/socket")  # only this user can access the folder
+        server.bind(f"{folder}/socket")  # only the run's user can access the socket's folder
         Path(folder, "socket").chmod(0o600)
         server.listen(1)
         server.settimeout(POLL_S)

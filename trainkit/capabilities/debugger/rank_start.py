@@ -1,7 +1,7 @@
 """Prepares the Python interpreter of a rank for `breakpoint()`.
 
-`trainkit.job.python_start` loads this file. The interpreter may lack trainkit, so only the standard library
-is imported.
+`trainkit.job.python_start` loads this module. The interpreter may not have trainkit installed, so only the
+standard library is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = __file__.rpartition("/")[0]
 
 
 def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
-    """Make `breakpoint()` wait for a terminal in a rank and in its child processes."""
+    """Make `breakpoint()` wait for a terminal in a rank and its child processes."""
     if "TRAINKIT_JOB_DEBUG" in os.environ:
         debugger = load("rank_debugger", FOLDER)
         debugger.install(is_rank=is_rank, after_import=load("spare_children").after_import)
@@ -35,7 +35,7 @@ def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
 
 
 def has_input() -> bool:
-    """Return whether standard input can be read because it is a pipe or a terminal, not /dev/null."""
+    """Return whether standard input is a pipe or a terminal that can be read, not /dev/null."""
     try:
         own, null = os.fstat(0), os.stat(os.devnull)  # noqa: PTH116
     except OSError:

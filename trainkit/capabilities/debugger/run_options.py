@@ -1,4 +1,4 @@
-"""Implements ``trainkit run --debug`` and ``--post-mortem``: debug one rank in the terminal or an editor."""
+"""Implements ``trainkit run --debug`` and ``--post-mortem``: debugs one rank in the terminal or an editor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import user_name
 from trainkit.formats import there_are
 
-if TYPE_CHECKING:  # `trainkit run --help` imports this module, so it avoids slow imports
+if TYPE_CHECKING:  # `trainkit run --help` imports this module, so slow imports are avoided
     from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
@@ -31,7 +31,7 @@ EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
 
 
 def run_options(function: Callable[..., int]) -> Callable[..., int]:
-    """Add the debugger's options to a command."""
+    """Add the debugger options to a command."""
 
     @functools.wraps(function)
     def command(
@@ -57,10 +57,10 @@ def run_options(function: Callable[..., int]) -> Callable[..., int]:
 
 
 class Debugging(Choice):
-    """The choice to debug one rank of a run."""
+    """The user's choice to debug one rank of a run."""
 
     plan: DebugPlan
-    """The plan that `check` derives from the options."""
+    """The debug plan, which `check` creates from the options."""
 
     def __init__(self, text: str, post_mortem: bool) -> None:
         self.text, self.post_mortem = text, post_mortem
@@ -104,7 +104,7 @@ class Debugging(Choice):
         return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
-        """Describe where the rank's debugger can be used; raise UsageError if debugpy is missing."""
+        """Describe how to access the rank's debugger; raise UsageError if debugpy is not installed."""
         from trainkit.launch.packages import NoAnswer, find_packages
 
         debug = self.plan

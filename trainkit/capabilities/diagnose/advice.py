@@ -1,8 +1,8 @@
-"""Computes the values of the placeholders in a signature's sentences.
+"""Computes values for the placeholders in the cause and advice sentences of a signature.
 
-The values come from the config, the plan and the files of a run. The logs show which ranks the other ranks
-waited for: in a hang, at the rendezvous, or in a collective that timed out. The placeholder `suspect_rank`
-stands for the rank to inspect.
+The values come from the run's config, launch plan and files. The logs show which ranks blocked the other
+ranks: in a hang, at the rendezvous, or in a collective that timed out. The placeholder `suspect_rank` stands
+for the rank that the user should inspect.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MEM = re.compile(r"(\d+)([KMGT]?)")
 
 
 def run_values(files: AttemptFiles) -> dict[str, str]:
-    """Return the values for an attempt, keyed by placeholder.
+    """Return the placeholder values for an attempt, keyed by placeholder name.
 
-    Values that are unknown are empty or missing.
+    Placeholders whose values are unknown map to an empty string or are missing.
     """
     run, attempt = files.run, files.attempt
     plan = files.plan if files.plan.values else read_plan(run)
@@ -58,7 +58,7 @@ def run_values(files: AttemptFiles) -> dict[str, str]:
 
 
 def _batch_values(batch: Record) -> dict[str, str]:
-    """Return the batch sizes, and the next smaller device batch with the same global batch."""
+    """Return the batch sizes, and the next smaller device batch size with the same global batch size."""
     own, steps = batch.count("device_batch_size"), batch.count("accumulation_steps")
     whole = batch.count("global_batch_size")
     if own is None or steps is None or whole is None:
@@ -98,10 +98,10 @@ def _config_values(config: RunConfig, plan: PlanRecord, file: str) -> dict[str, 
 
 
 def _time_values(resources: ResourcesConfig) -> dict[str, str]:
-    """Return the shortest of the job's time limits that can be doubled, and its double.
+    """Return the shortest of the job's time limits that can be doubled, and the doubled limit.
 
-    The job may have had the time limit ``time_min``, ``slice`` or ``time``, all in the section `resources`. A
-    doubled limit must not exceed the next longer one.
+    The job's time limit may be ``time_min``, ``slice`` or ``time`` from the config section `resources`. A
+    doubled limit must not exceed the next longer of these three limits.
     """
     limits = {key: getattr(resources, key) for key in ("time_min", "slice", "time")}
     given = [(key, text, time_limit_s(text)) for key, text in limits.items() if text is not None]
@@ -114,9 +114,9 @@ def _time_values(resources: ResourcesConfig) -> dict[str, str]:
 
 
 def host_values(host: str, named: str) -> dict[str, str]:
-    """Return a host as ``free_host``, or as ``named_host`` if ``resources.extra.nodelist`` requires it."""
+    """Return a host keyed by ``free_host``, or ``named_host`` if ``resources.extra.nodelist`` needs it."""
     hosts: list[str] = []
-    with suppress(UsageError):  # the file may be damaged
+    with suppress(UsageError):  # the file in the run folder may be damaged
         hosts = expand_hosts(named) if named else []
     return {"host": host, "named_host" if host in hosts else "free_host": host}
 
@@ -129,7 +129,8 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
         none = "no trainkit checkpoint" if is_command else "no checkpoint"
         own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
-    # The folder may be on a failing disk. The advice then omits these values.
+    # The files may be on a failing disk. If so, the advice omits the values read from the run
+    # folder.
     with suppress(OSError):
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
@@ -145,15 +146,16 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
 WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)"
 )
-"""Matches the message of a rank whose collective timed out, with the collective's sequence number."""
+"""Matches the NCCL watchdog's message that a collective timed out, which contains the collective's sequence
+number."""
 
 
 def hang_values(
     files: AttemptFiles, match: Match, blocking: int | None
 ) -> tuple[dict[str, str], list[Evidence]]:
-    """Return the ranks that wait for the blocking rank, and the lines of their hang reports as evidence.
+    """Return the ranks that wait for the blocking rank, and evidence lines from their hang reports.
 
-    The returned values and lines are empty unless the failure is a hang.
+    Both are empty unless the failure is a hang.
     """
     waiting, lines = [], []
     if match.signature.name != "hang":
@@ -162,13 +164,13 @@ def hang_values(
         report = Record(read_object(path))
         rank, stack = report.count("rank"), report.texts("stack")
         if rank is None:
-            continue  # the file was truncated by a crash
+            continue  # a crash truncated the hang report
         if rank != blocking:
             waiting.append(rank)
-        if stack:  # a COMMAND reports no stack
+        if stack:  # hang reports of a COMMAND contain no stack
             text = clean(f"rank {rank} on {report.text('host')}, in {report.text('phase')}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
-    # The records of the collectives, if there are any, already name the waiting ranks.
+    # If there are records of collectives, they already name the waiting ranks.
     known = waiting if blocking is not None and "whole" not in match.groups else []
     hangs_dir = str(files.attempt.hangs_dir) if lines else ""
     return {"waiting": rank_list(known) if known else "", "hangs_dir": hangs_dir}, lines
@@ -180,7 +182,7 @@ _QUOTED = re.compile(r"'([^']+)'")
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
     """Return the folder where a command looked for a missing file, and the folder that contains the file.
 
-    Returns nothing unless the failure is a missing file.
+    Returns an empty dict unless the failure is a missing file.
     """
     if match.signature.name != "missing-file" or not files.plan.is_command:
         return {}
@@ -198,7 +200,7 @@ def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
 
 
 def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """Return the ranks that did not reach the rendezvous, with their hosts."""
+    """Return the ranks that did not join the rendezvous, and their hosts."""
     ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
     if match.groups.get("joined", "").isdigit():
         ranks = _ranks_not_joined(files, int(match.groups["joined"]))
@@ -210,7 +212,7 @@ def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
 
 
 def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
-    """Return the ranks that did not connect to rank 0's store; empty if unknown."""
+    """Return the ranks that did not connect to rank 0's store, or an empty list if they are unknown."""
     others = list(range(1, files.world_size))
     if num_joined == 1:
         return others
@@ -220,7 +222,7 @@ def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
 
 
 def collective_values(files: AttemptFiles, match: Match, logs: Iterable[Text]) -> dict[str, str]:
-    """Return the rank that did not take part in the collective that timed out."""
+    """Return the rank that did not join the collective that timed out."""
     if match.signature.name != "collective-timeout":
         return {}
     cascades = [signature for signature in load_signatures() if signature.role == "cascade"]

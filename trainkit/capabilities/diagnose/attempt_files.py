@@ -1,4 +1,4 @@
-"""Reads the texts that the diagnosis of an attempt searches: files, Slurm messages and events."""
+"""Reads the texts that are searched to diagnose an attempt: files, Slurm messages and events."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from trainkit.scheduler import JobInfo, JobState
 from trainkit.shipped import ask_each, owner_of
 
 MAX_LOGS = 256
-"""Maximum number of log files that are searched if no record says which rank failed first."""
+"""Maximum number of log files to search if no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
 RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 
 
 class AttemptFiles:
-    """Reads the files of an attempt. A missing or damaged file is treated as empty."""
+    """Reads the files that an attempt has written. A missing or damaged file is treated as empty."""
 
     def __init__(self, attempt: AttemptDir, job: JobRecord, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.job, self.slurm_job = attempt, attempt.run, job, slurm_job
@@ -67,7 +67,7 @@ class AttemptFiles:
 
     @cached_property
     def _failed_start(self) -> FailedStart | None:
-        """Return the newest attempt's last start if that start failed for a reason unknown to Slurm."""
+        """Return the newest attempt's last start if it failed for a reason that Slurm does not know."""
         job = self.slurm_job
         is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
         entry = None if is_explained else self.job.newest
@@ -84,7 +84,7 @@ class AttemptFiles:
             yield Text(shown, "start", [f"{start.host}: {start.how}"], host=start.host)
 
     def batch_log(self) -> Text | None:
-        """Return the output that the batch script wrote in the last failed start."""
+        """Return the batch script's output from the last failed start."""
         if (start := self._failed_start) is None:
             return None
         return read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
@@ -102,21 +102,20 @@ class AttemptFiles:
                 yield text
 
     def of_slurm(self) -> Iterator[Text]:
-        """Yield messages of srun and slurmstepd, then the job's state in Slurm.
+        """Yield messages of srun and slurmstepd, then the job's Slurm state.
 
-        The messages of srun and slurmstepd come first because they contain the reason, which Slurm's job
-        state may lack.
+        The messages come first because they contain the reason for a failure, which the Slurm state may lack.
         """
         yield from slurm_messages(self.attempt, self.job, is_recorded=self.has_ended and not self.end.guessed)
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
-        """Yield texts of Slurm, the supervisor and the agents, which no user program can write."""
+        """Yield texts that no user program can write to: from Slurm, the supervisor and the agents."""
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
     def advice(self, host: str | None, lasting: Sequence[Event]) -> dict[str, str]:
-        """Return values that capabilities add to the advice; the first failed rank was on `host`."""
+        """Return values that capabilities add to the advice. `host` is the host of the first failed rank."""
         found = ask_each(
             self.plan.parts,
             lambda one: one.advice(self.attempt, host, lasting),
@@ -140,17 +139,17 @@ class AttemptFiles:
         return self.nodes[-1].stop if self.nodes else 0
 
     def ranks_next_to(self, rank: int | None) -> range:
-        """Return the ranks on the same node as a rank; empty if unknown."""
+        """Return the ranks on the same node as `rank`, or an empty range if they are unknown."""
         return next((ranks for ranks in self.nodes if rank in ranks), range(0))
 
     @cached_property
     def nodes(self) -> list[range]:
-        """Return the ranks of each node; empty if unknown."""
+        """Return the ranks of each node, or an empty list if they are unknown."""
         return ranks_of_nodes(self.plan)
 
     @cached_property
     def hosts(self) -> list[str]:
-        """Return the host names, indexed by node rank; empty if unknown."""
+        """Return the host names, indexed by node rank, or an empty list if they are unknown."""
         return read_rendezvous(self.attempt).hosts
 
     def host_of(self, rank: int | None) -> str | None:
@@ -163,15 +162,15 @@ class AttemptFiles:
 
 _END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")
 _RESOLUTION = timedelta(seconds=1)
-"""Precision of times in Slurm's messages, which omit fractions of a second."""
+"""Resolution of timestamps in Slurm's messages, which omit fractions of a second."""
 
 
 def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) -> Iterator[Text]:
     """Yield messages that srun and slurmstepd wrote about an attempt.
 
-    `is_recorded` is True if the attempt has recorded its own end. At the end of a job, slurmstepd writes to
-    the log file with which the job began. After a requeue or a restart inside the allocation, this file is
-    the log of an earlier attempt.
+    `is_recorded` is True if end.json exists for the attempt. slurmstepd writes its last messages to the log
+    file that the job opened at its start. After a requeue or a restart inside the allocation, that log file
+    belongs to an earlier attempt.
     """
     entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)
@@ -188,7 +187,7 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
         kept = list(takewhile(lambda line: not is_of_a_later_one(line), lines))
         yield own.part(0, len(kept), "srun")
     if start is None or is_recorded:
-        return  # the recorded end already includes Slurm's reason
+        return  # end.json already includes Slurm's reason
     earlier = [
         other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id
     ]
@@ -204,7 +203,7 @@ def _log(attempt: AttemptDir) -> Text | None:
 
 
 def _end_of_the_job(line: str) -> datetime | None:
-    """Return the time at which slurmstepd ended the job; None if the line does not report this."""
+    """Return the time at which slurmstepd terminated the job, or None if the line does not report this."""
     found = _END_OF_THE_JOB.search(line)
     time = None if found is None else parse_time(found[1])
     # Slurm writes the local time of the host without a time zone.
@@ -214,23 +213,25 @@ def _end_of_the_job(line: str) -> datetime | None:
 MAX_EVENTS = 400
 MAX_SHOWN = 8
 END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
-"""Events that the supervisor writes after an attempt has ended. These events repeat the content of
-end.json."""
+"""Events that the supervisor writes after an attempt has exited. The diagnosis skips these events because
+end.json has the same content."""
 
 
 class AttemptEvents:
-    """The last events of an attempt before the first failure."""
+    """The last events of an attempt that precede the first failure."""
 
     def __init__(self, attempt: AttemptDir, failed_at: str | None) -> None:
-        """Read the events.
+        """Read the events of an attempt.
 
-        `failed_at` is the time of the first failure; later events cannot be its cause.
+        `failed_at` is the time of the first failure; later events are skipped, because they cannot be its
+        cause.
         """
         self._attempt, self._failed_at = attempt, failed_at
         self._numbered: deque[tuple[int | None, Event]] = deque(maxlen=MAX_EVENTS)
-        """The last events with their line numbers, which are None if the file is large."""
+        """The last events with their line numbers; a line number is None if the file is too large to count
+        its lines."""
         self._seen, self._owned = Attempt(attempt.number), OwnedEvents()
-        # The file may be missing or on a failing disk.
+        # The events file may be missing or on a failing disk.
         with contextlib.suppress(OSError), open_file(self._attempt.run.events_file) as stream:
             size = os.fstat(stream.fileno()).st_size
             numbers_of_lines: Iterator[int | None] = count(1) if size <= WHOLE_BYTES else repeat(None)
@@ -247,13 +248,13 @@ class AttemptEvents:
 
     @property
     def lasting(self) -> list[Event]:
-        """Return capability events that are still in effect when the attempt ends."""
+        """Return capability events that are still in effect at the end of the attempt."""
         return self._owned.lasting(self._attempt.number)
 
     def texts(self, *, only_lasting: bool = False) -> Iterator[Text]:
-        """Yield each event as one line, newest first.
+        """Yield each event as a one-line text, newest first.
 
-        Events of capabilities are included only if they are still in effect when the attempt ends.
+        Events from capabilities are included only if they are still in effect at the end of the attempt.
         """
         lasting = list(map(id, self.lasting))
         for number, event in reversed(self._numbered):
@@ -269,9 +270,9 @@ class AttemptEvents:
             )
 
     def shown(self) -> list[Evidence]:
-        """Return the last events with the time of day of each.
+        """Return the last events, each with its time of day.
 
-        The events of a completed save are combined into one.
+        The events of a completed save are merged into one.
         """
         file, found = self._attempt.run.events_file.name, []
         saved: set[int | None] = set()
@@ -285,9 +286,9 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """Return values for the advice that describe an incomplete save, keyed by placeholder."""
+        """Return placeholder values that describe an incomplete save."""
         save = self._seen.open_save
-        # The event of a commit is written shortly after the checkpoint has become visible.
+        # The commit event is written shortly after the checkpoint has become visible.
         if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
             return {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
         return {}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLUMNS = 80
 MAX_EVIDENCE_LINES = 4
 _UNBROKEN = "\0"
-"""Stands for a space at which a line must not be wrapped."""
+"""Stands for a space at which a line must not break."""
 
 
 @as_command(
@@ -82,7 +82,7 @@ def diagnosis_lines(found: Diagnosis) -> list[str]:
 
 
 def _place(found: Diagnosis) -> str:
-    """Return the first failed rank with its host and step, as far as these are known."""
+    """Return the first failed rank with its host and step, as far as they are known."""
     rank = "" if found.rank is None else f"rank {found.rank}"
     parts = [" on ".join(filter(None, (rank, found.host)))]
     parts += [] if found.step is None else [f"at step {found.step}"]
@@ -94,14 +94,14 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _evidence(item: Evidence) -> list[str]:
-    """Return the location of a piece of evidence, in a form that editors can open, and its first lines."""
+    """Return the location of a piece of evidence as FILE:LINE for editors, and its first lines."""
     lines = _wrapped(item.text, "  ", "  ")
     more = [*lines[: MAX_EVIDENCE_LINES - 1], "  …"] if len(lines) > MAX_EVIDENCE_LINES else lines
     return [item.place, *more]
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Wrap a sentence. Commands in backquotes are kept on one line, so that they can be copied."""
+    """Wrap a sentence to the terminal width, keeping commands in backquotes on one line for copying."""
     whole = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", _UNBROKEN), text)
     lines = wrap(
         whole,

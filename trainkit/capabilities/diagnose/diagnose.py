@@ -1,8 +1,9 @@
 """Diagnoses an attempt: finds the first failed rank, the root cause with evidence, and what to do.
 
-A diagnosis reads the run folder but never changes it. The root cause in end.json and the records of the ranks
-take precedence. If these leave the cause open, because a rank was killed or only reports the failure of
-another rank, the logs are searched. Events before the failure are considered last.
+A diagnosis reads the run folder but never changes it. The root cause in end.json and the ranks' failure
+records take precedence. If the root cause and the records do not explain the failure, because a rank was
+killed or only reports the failure of another rank, the logs are searched. Events before the failure are
+searched last.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from trainkit.scheduler import JobInfo, JobState
 
 MAX_EVIDENCE = 6
 MAX_START = 200
-"""Number of characters of an exception's first line that are compared to find the line in a log file."""
+"""Number of leading characters of an exception's first line that are used to find the line in a log file."""
 TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
-"""Commands that start a run again. A run that was not started by trainkit needs its own command."""
+"""Commands that restart a run. ``by_hand`` is for runs that trainkit did not start."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals that a process raises itself, so that its output may contain the reason. All other signals come
-from outside the process."""
+"""Signals that a crashing process raises itself; its output may contain the reason. All other signals are
+sent by other processes."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why one attempt ended. Values that do not exist or are unknown are None."""
+    """Describes why an attempt failed or stopped. Fields that do not apply or are unknown are None."""
 
     run_dir: str
     attempt: int
     state: str
-    """``failed`` or ``stopped``; ``running`` or ``finished`` if the attempt has a problem nevertheless;
-    ``nothing failed``; or ``unknown`` if this host cannot tell."""
+    """``failed`` or ``stopped``; ``running`` or ``finished`` if there was a problem without a failure;
+    ``nothing failed``; or ``unknown`` if this host cannot determine the state."""
     name: str | None = None
     """The name of the signature, or ``exception`` for an error in the user's code; None if no known cause
     matches."""
@@ -71,11 +72,11 @@ class Diagnosis:
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
     """The last lines of output of the first failed rank, if the cause is unknown or an error in the user's
-    code. For a failed start, these are the last lines of the batch script."""
+    code. For a failed start, these are the last lines of the batch script's output."""
     events: list[Evidence] = field(default_factory=list)
-    """The last events before the failure, if the cause is unknown or shown by an event."""
+    """The last events before the failure, if the cause is unknown or was found in an event."""
     earlier: list[str] = field(default_factory=list)
-    """One line about each earlier attempt that failed."""
+    """One line per earlier attempt that failed."""
 
 
 def diagnose(
@@ -90,18 +91,18 @@ def diagnose(
 
 @dataclass
 class _First:
-    """The first failure, taken from the record of a rank or from the root cause in end.json."""
+    """The first failure, read from the record of a rank or from the root cause in end.json."""
 
     failure: RankFailure
     text: Text
     log_rank: int | None = None
-    """The rank whose log file contains the output of the failed rank. A launcher such as torchrun writes one
+    """The rank whose log file contains the failed rank's output. A launcher such as torchrun writes one
     log file for all ranks of a node."""
     recorded: RankFailure = field(default_factory=RankFailure)
-    """The failure as recorded in the file."""
+    """The failure as read from the record or from end.json."""
     reported: str = ""
-    """The time of the failure as reported by the launcher. The record of a launcher itself has a later time,
-    at which the launcher ended. The value is empty unless the launchers of all nodes report a time."""
+    """The failure time in the launcher's output. The launcher's own failure record has a later time,
+    at which the launcher itself exited. Empty unless the launchers of all nodes report a failure time."""
 
     @property
     def rank(self) -> int | None:
@@ -119,14 +120,14 @@ class _First:
 
     @property
     def is_exception(self) -> bool:
-        """Return whether the record contains more than the exit code or signal of the process."""
+        """Return whether the record contains more than the exit code or signal of the failed process."""
         return self.failure.type not in ("exit", "RankKilled", None)
 
     @property
     def died_silently(self) -> bool:
         """Return whether the process was killed from outside.
 
-        The output of a process that was killed in this way does not contain the reason.
+        The output of a process killed from outside does not contain the reason.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -152,7 +153,7 @@ class _Case:
         if self.end.state == "finished":
             return self._diverged("finished") or self._nothing("the run finished")
         job = self.slurm_job
-        # If the job waits for its next start, the attempt was interrupted.
+        # If the job is pending again, the attempt was interrupted.
         is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
         if not (self.has_ended or self.records or is_over or self.alive is False):
             silence = self._best(self.events.texts(only_lasting=True)) if self.alive else None
@@ -161,7 +162,7 @@ class _Case:
             if self.alive:
                 return self._diverged("running") or self._nothing("the attempt is still running or pending")
             return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
-        # A rank that fails after a stop was requested is not the cause of the stop.
+        # A rank that fails after a stop request did not cause the stop.
         match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
         match = match or self._explain()
         if match is not None:
@@ -170,17 +171,17 @@ class _Case:
             return self._nothing(f"the run stopped: {self.end.reason}")
         return self._unknown()
 
-    # The following methods collect the texts to search.
+    # Methods that collect the texts to search
 
     def _records(self) -> list[_First]:
-        """Return the records of the ranks, earliest first.
+        """Return the ranks' failure records, earliest first.
 
-        If all records come from launchers, they are sorted by the times that the launchers report.
+        If launchers wrote all records, sort by the failure times that the launchers report.
         """
         found = list[_First]()
         for path, recorded in rank_failures(self.attempt, self.files.job):
             failure, log = recorded, RANK_FILE.fullmatch(path.stem)
-            # An earlier version did not record the line of code, and an exception may have no traceback.
+            # Old trainkit versions did not record the line of code, and an exception may have no traceback.
             if failure.code is None:
                 lines = str(failure.more.get("traceback") or "").splitlines()
                 if not lines and failure.type not in ("exit", "RankKilled", None):
@@ -194,20 +195,21 @@ class _Case:
         return sorted(found, key=lambda one: one.reported)
 
     def _of_launcher(self, first: _First) -> _First:
-        """Complete a launcher's record with the first failed rank that the launcher printed.
+        """Complete a launcher's record with the first failed rank, which the launcher printed in its output.
 
-        Current agents already record this rank.
+        Current agents already record this rank; agents of old trainkit versions did not.
         """
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
         if first.log_rank is None or not self.files.plan.is_command:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
-        # If the launcher prints no times and names this rank, the record already has the same content.
+        # If the launcher prints no times and names the rank in the record, its output adds nothing to the
+        # record.
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
         if kind == "RankKilled" and failure.was_signalled:
-            return replace(first, reported=root.time)  # the agent recorded which rank was killed
+            return replace(first, reported=root.time)  # the agent already recorded which rank was killed
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
             rank = first.log_rank
@@ -226,39 +228,39 @@ class _Case:
         return replace(first, failure=failure, text=line, reported=root.time)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
-        """Return a line of a traceback if it is in the folder with the run's code, else None."""
+        """Return a line of a traceback if it is in the folder with the run's code, or None otherwise."""
         code = None if code is None else code.in_tree(self.files.job)
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
         """Return the record that the root cause was copied from, or else the root cause itself.
 
-        If there is no root cause, return the earliest record. If launchers report the times of failures, the
-        earliest reported time counts.
+        If there is no root cause, return the earliest record. If launchers report failure times, the earliest
+        reported time determines this record.
         """
         verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
-            verdict = replace(verdict, host=None)  # this is the supervisor's host, which did not fail
+            verdict = replace(verdict, host=None)  # `host` is the supervisor's host, which did not fail
         own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
         if verdict is None or (own is not None and own.reported):
             times = [(one, one.reported or one.failure.time) for one in self.records]
             found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
-            # A rank that ended after a stop was requested has not failed, even if its agent learned of the
-            # request too late.
+            # A rank that exited after a stop request has not failed, even if its agent received the request
+            # too late.
             is_stop = verdict is None and self.end.state in ("stopped", "cancelled")
             return None if found is None or (is_stop and found[1].died_of_notice) else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return own or self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
-        """Yield the output of all ranks, starting with the first failed rank."""
+        """Yield the output of all ranks, first failed rank first."""
         paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
         if self.first is not None and self.first.log_rank is not None:
             own = self.attempt.rank_log(self.first.log_rank)
             paths.sort(key=lambda path: path != own)
         yield from self.files.logs("log", paths[:MAX_LOGS])
 
-    # The following methods find the cause.
+    # Methods that find the cause
 
     def _explain(self) -> Match | None:
         own = None
@@ -284,9 +286,9 @@ class _Case:
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
-        """Yield the remaining lines of an exception's message.
+        """Yield the remaining lines of the message of an exception.
 
-        The record of a COMMAND contains only the first line.
+        A COMMAND's record contains only the first line.
         """
         if first.log_rank is None or not first.is_exception:
             return
@@ -297,12 +299,12 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Treat the earliest record that is no cascade as the first failure, and return its explanation."""
+        """Return the match for the earliest record that is not a cascade, making it the first failure."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            # If a launcher reports a killed rank, the launcher outlived the rank, so the rank was not killed
-            # with the whole job step.
+            # If a launcher reports a killed rank, the launcher survived, so the whole job step was not
+            # killed.
             counts = not first.died_silently or first.failure.type == "RankKilled"
             if match is None or match.signature.role == "cause" or (is_exit and counts):
                 self.first = first
@@ -310,7 +312,7 @@ class _Case:
         return None
 
     def _in_users_code(self) -> Match | None:
-        """Return the exception of the first failure as an error in the user's code.
+        """Return a match for the first failure's exception as an error in the user's code.
 
         Returns None if the exception was not raised in the user's code.
         """
@@ -321,7 +323,7 @@ class _Case:
         return self._best([first.text], ("fallback",)) if is_of_user else None
 
     def _from_logs(self, own: Match | None) -> Match | None:
-        """Return a cause found in the output of the first failed rank.
+        """Return a cause found in the output of the first failed rank, or None.
 
         If it is uncertain which rank failed first, the output of all ranks is searched.
         """
@@ -333,14 +335,14 @@ class _Case:
             texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
-            # The output that a rank wrote before it aborted explains more than the abort itself.
+            # What a rank printed before it aborted explains more than the abort itself.
             found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
         return found
 
     def _best(
         self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
     ) -> Match | None:
-        """Return the best match: matches are ranked by role, then by text, then by signature."""
+        """Return the best match; matches are ranked by role, then by text, then by signature."""
         texts = list(texts)
         for role in roles:
             for text in texts:
@@ -351,7 +353,7 @@ class _Case:
                             return match
         return None
 
-    # The following methods build the diagnosis.
+    # Methods that build the diagnosis
 
     def _found(self, match: Match) -> Diagnosis:
         signature, first = match.signature, self.first
@@ -421,12 +423,12 @@ class _Case:
         )
 
     def _diverged(self, state: str) -> Diagnosis | None:
-        """Return a diagnosis of a diverged loss in an attempt without a failure, or None."""
+        """Return a diagnosis of a loss that diverged in an attempt without a failure, or None."""
         match = self._best(self.files.curve_text())
         return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
-        """Return the rank, the host and the step given by a match, or else by the first failure."""
+        """Return the rank, the host and the step, each taken from a match or else from the first failure."""
         first = RankFailure() if self.first is None else self.first.failure
         step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():
@@ -443,9 +445,9 @@ class _Case:
         return own, host or match.text.host, step
 
     def _silent_rank_values(self, match: Match) -> dict[str, str]:
-        """Return ranks of a hand-written training loop that left no record although other ranks did.
+        """Return the ranks in a hand-written training loop that left no record although other ranks did.
 
-        The ranks of such a loop are not watched by agents.
+        No agents watch the ranks of a hand-written loop.
         """
         if match.signature.name != "network" or not self.run.was_started_by_hand:
             return {}
@@ -454,7 +456,7 @@ class _Case:
         return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
 
     def _host_values(self, match: Match) -> dict[str, str]:
-        """Return the hosts whose ranks reported this cause, unless all hosts of the run did."""
+        """Return the hosts whose ranks reported this cause, or nothing if all hosts of the run did."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
         if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
@@ -488,7 +490,7 @@ class _Case:
         )
 
     def _own_log(self) -> Text | None:
-        """Return the output of the first failed rank; None if only other ranks have output."""
+        """Return the output of the first failed rank, or None if only other ranks have output."""
         log = next(self._rank_logs(), None)
         return None if log and self.first and log.rank != self.first.log_rank else log
 
@@ -502,7 +504,7 @@ class _Case:
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 
     def _tail(self, text: Text) -> list[Evidence]:
-        """Return a log's last lines, but no lines after the exception of the first failure."""
+        """Return a log's last lines, excluding lines after the exception of the first failure."""
         end, first = len(text.lines), None if self.first is None else self.first.text
         if first is not None and first.file == text.file and first.first_line and text.first_line:
             index = first.first_line - text.first_line
@@ -525,7 +527,7 @@ class _Case:
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:
-    """Return a line about the failure of each attempt before the given one, oldest first."""
+    """Return one line for each failed attempt before attempt `before`, oldest first."""
     found = []
     for number in run.attempt_numbers():
         end = read_end(run.attempt(number)) if number < before else None

@@ -17,8 +17,8 @@ FILE = Path(__file__).with_name("signatures.yaml")
 
 Role = Literal["cause", "symptom", "cascade", "fallback"]
 """The role of a signature in a diagnosis. A `cause` explains a failure. A `symptom`, such as `killed by
-SIGKILL`, says how a rank ended and needs an explanation. A `cascade` is an error that ranks report because
-another rank failed. A `fallback` is an exception in the user's code that no other signature explains."""
+SIGKILL`, says how a rank exited and needs an explanation. A `cascade` is an error that ranks report because a
+different rank failed. A `fallback` is an exception in the user's code that no other signature explains."""
 Where = Literal["record", "log", "agent", "srun", "slurm", "start", "end", "event"]
 """The kind of text that a signature searches: `record` is the record of a rank or the root cause, `log` the
 output of a rank, `agent` the log of an agent, `srun` the output of srun, `slurm` the job's state in Slurm,
@@ -29,7 +29,7 @@ Confidence = Literal["certain", "likely"]
 
 @dataclass(frozen=True)
 class Signature:
-    """Describes how a cause shows in the files of a run, and what to do about it."""
+    """Describes how to recognise a cause in the files of a run, and what to do about it."""
 
     name: str
     title: str
@@ -42,13 +42,13 @@ class Signature:
     A placeholder is a named group of the pattern or a value from `advice.py`.
     """
     advice: tuple[Mapping[str, str], ...]
-    """Sentences of advice; the keys are ``trainer`` and ``command``. A sentence is omitted if one of its
-    placeholders has no value."""
+    """Sentences of advice, keyed by ``trainer`` for the built-in trainer and ``command`` for a COMMAND. A
+    sentence is omitted if one of its placeholders has no value."""
     role: Role
     where: tuple[Where, ...]
     confidence: Confidence
     doc: str
-    """A paragraph about the cause for the documentation."""
+    """A paragraph about the cause, which is shown in the documentation."""
 
     def advice_for(self, *, is_command: bool) -> tuple[str, ...]:
         """Return the advice for a COMMAND or for the built-in trainer."""
@@ -57,14 +57,14 @@ class Signature:
 
     @property
     def is_of_a_rank(self) -> bool:
-        """Return whether the signature describes the failure of a rank rather than of the whole job."""
+        """Return whether the signature describes a failure of one rank instead of the whole job."""
         names = {name for cause in self.causes for name in placeholders(cause)}
         return not names.isdisjoint({"subject", "rank"})
 
 
 @cache
 def load_signatures() -> tuple[Signature, ...]:
-    """Return all signatures in the order they are tried."""
+    """Return all signatures in the order in which they are tried."""
     entries = read_yaml_file(FILE, FILE.name).plain()
     return tuple(_signature(name, entry) for name, entry in entries.items())
 
@@ -96,7 +96,7 @@ def placeholders(template: str) -> list[str]:
 
 
 def fill(template: str, values: Mapping[str, str]) -> str | None:
-    """Fill in a template; return None if a placeholder has no value."""
+    """Fill in a template, or return None if a placeholder has no value."""
     if any(not values.get(name) for name in placeholders(template)):
         return None
     return template.format_map(values)

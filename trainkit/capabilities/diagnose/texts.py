@@ -1,4 +1,4 @@
-"""The texts that a diagnosis searches: the last lines of log files, and records as single lines."""
+"""The texts that a diagnosis searches: the last lines of log files, and failure records as single lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.run.end import RankFailure
 from trainkit.run.files import forward_lines, open_file
 
 MAX_LINES_AFTER = 20
-"""If more lines of ordinary output than this follow an error, the program has handled the error."""
+"""If an error is followed by more lines of ordinary output than this, the program has handled the error."""
 _REST_OF_AN_ERROR = re.compile(
     r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:"
     r"|slurmstepd:|Exception raised|During handling|The above exception|=+$|-+$|\*+$"
@@ -28,17 +28,18 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 _NEXT_MESSAGE = re.compile(
     r"Traceback|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |srun:|slurmstepd:|terminate called|=+$|-+$"
 )
-"""Matches the first line of another message, such as one from a launcher or from Slurm, or a traceback."""
+"""Matches the first line of a traceback or of another message, such as a launcher or Slurm message."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line in a file of the run that supports a diagnosis."""
+    """A line in one of the run's files that supports a diagnosis."""
 
     file: str
-    """The path relative to the run folder."""
+    """The file's path relative to the run folder."""
     line: int | None
-    """The line number, counted from 1; None if there is no file, or it is too large to count its lines."""
+    """The line number, counted from 1; None if there is no file or the file is too large to count its
+    lines."""
     text: str
 
     @property
@@ -48,7 +49,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Text:
-    """Consecutive lines of a file, with the rank or host that wrote them if known."""
+    """Consecutive lines of a file, and the rank or host that wrote them if known."""
 
     file: str
     kind: Where
@@ -56,7 +57,7 @@ class Text:
     rank: int | None = None
     host: str | None = None
     first_line: int | None = 1
-    """The line number of the first line; None if unknown."""
+    """The number of the first line in the file, or None if it is unknown."""
 
     @cached_property
     def _joined(self) -> tuple[str, list[int]]:
@@ -69,8 +70,8 @@ class Text:
     def find(self, signature: Signature) -> Match | None:
         """Return the last line that matches a signature and reports an error, or None.
 
-        Matches in quoted text and in errors that the program survived do not count. Lines that contain a rank
-        or a host take precedence.
+        Matches in quoted text, and in errors that the program survived, are ignored. Matching lines that
+        contain a rank or a host take precedence.
         """
         text, starts = self._joined
         found: tuple[tuple[bool, int], dict[str, str]] | None = None
@@ -90,30 +91,30 @@ class Text:
 
     @cached_property
     def _num_survived(self) -> int:
-        """Return how many lines precede the point at which ordinary output shows that errors were handled."""
+        """Return how many leading lines come before enough ordinary output to prove their errors handled."""
         if self.kind != "log":
             return 0
         ordinary = [index for index, line in enumerate(self.lines) if not _REST_OF_AN_ERROR.match(line)]
         return ordinary[-1 - MAX_LINES_AFTER] if len(ordinary) > MAX_LINES_AFTER else 0
 
     def _is_quoted(self, text: str, start: int, end: int) -> bool:
-        """Return whether the match is part of data that the program printed, such as a training sample."""
+        """Return whether a match is part of data that the program printed, such as a training sample."""
         return self.kind == "log" and text.count('"', start, end) % 2 == 1
 
     def part(self, start: int, count: int, kind: Where) -> Text:
-        """Return a range of the lines as a text of another kind."""
+        """Return a range of the lines as a text of kind `kind`."""
         number = None if self.first_line is None else self.first_line + start
         return replace(self, kind=kind, lines=self.lines[start : start + count], first_line=number)
 
     def evidence(self, index: int) -> Evidence:
-        """Return the line at an index as evidence."""
+        """Return the line at `index` as evidence."""
         number = None if self.first_line is None else self.first_line + index
         return Evidence(self.file, number, self.lines[index])
 
 
 @dataclass(frozen=True)
 class Match:
-    """A line that matches a signature."""
+    """A line that matches a signature, and the matched values."""
 
     signature: Signature
     text: Text
@@ -122,7 +123,7 @@ class Match:
 
 
 def num_lines_of_message(lines: Sequence[str]) -> int:
-    """Return how many lines belong to the exception that begins in the first line."""
+    """Return the number of lines in the exception message that begins on the first line."""
     prefix = _RANK_PREFIX.match(lines[0])
     for index, line in enumerate(lines[1:MAX_LINES_AFTER], 1):
         own = _RANK_PREFIX.match(line)
@@ -134,7 +135,7 @@ def num_lines_of_message(lines: Sequence[str]) -> int:
 def read_log(
     path: Path, root: Path, kind: Where, rank: int | None = None, host: str | None = None
 ) -> Text | None:
-    """Return the last lines of a log file; None if the file is empty, missing or unreadable."""
+    """Return the last lines of a log file, or None if it is empty, missing or unreadable."""
     lines, first = last_lines(path)
     return Text(str(path.relative_to(root)), kind, lines, rank, host, first) if lines else None
 
@@ -142,7 +143,7 @@ def read_log(
 def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
     """Return a failure as a line ``Type: message``, with the message's line number in the JSON file."""
     message = f"{failure.type}: {failure.message}"
-    # The message of an exception may have several lines; join them.
+    # Join the message, because an exception message may have several lines.
     line = clean(" ".join(message.split()))
     return Text(
         str(path.relative_to(root)), "record", [line], failure.rank, failure.host, json_line(path, "message")
@@ -150,7 +151,7 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
 
 
 def json_line(path: Path, key: str) -> int | None:
-    """Return the number of the first line of an indented JSON file that has a key; None if no line has it."""
+    """Return the number of the first line with a key in an indented JSON file, or None if there is none."""
     try:
         with open_file(path) as stream:
             marker = f"{json.dumps(key)}:".encode()

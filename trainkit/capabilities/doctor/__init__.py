@@ -1,6 +1,6 @@
-"""``trainkit doctor``: finds problems of this machine or of cluster nodes that would prevent a run.
+"""Implements ``trainkit doctor``, which finds problems on this machine or on cluster nodes.
 
-This module defines the requests for checks and the reports of nodes, which are exchanged as JSON.
+This module defines the check requests sent to nodes and the reports they return, both as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_json(value: Any) -> str:
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """Return a dataclass of type `kind` from the text that `to_json` made of it."""
+    """Return the dataclass of type `kind` that `to_json` converted to `text`."""
     return TypeAdapter(kind).validate_json(text)
 
 
@@ -40,11 +40,12 @@ class Request:
     """The other hosts of the job."""
     quick: bool = False
     python: tuple[str, ...] = (sys.executable,)
-    """The Python interpreter of the ranks, with its options."""
+    """The command that starts the ranks' Python interpreter, including interpreter options."""
     env: tuple[tuple[str, str], ...] = ()
-    """Variables of `launch.env` that determine which packages the interpreter imports."""
+    """Variables in `launch.env` that determine which packages the interpreter imports."""
     shared: tuple[str, str] | None = None
-    """A file below the run folder, and the host that created it. Every node must be able to see this file."""
+    """The path of a file below the run folder, and the host that created the file. The check fails on a node
+    that cannot see this file."""
 
     @property
     def peer(self) -> str | None:
@@ -54,16 +55,16 @@ class Request:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The findings of a node, and its values for comparing nodes and for measuring the bandwidth."""
+    """The findings of one node, and the values needed to compare nodes and to measure the bandwidth."""
 
     host: str
     num_gpus: int
     port: int
-    """A port on which rank 0 of a measurement can listen."""
+    """A free port on which rank 0 of a bandwidth measurement can listen."""
     peers: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     links: dict[str, float] = field(default_factory=dict)
     """The link speeds that `link_gbit_s` returned."""
     findings: tuple[Finding, ...] = ()
     step: str = ""
-    """The job step of the checks, as an argument for `scancel`."""
+    """The Slurm job step that runs the checks, as an argument for `scancel`."""

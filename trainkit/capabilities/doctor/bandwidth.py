@@ -1,4 +1,4 @@
-"""Measures the bandwidth between ranks with an all-reduce and in a ring, and compares it with the links."""
+"""Measures the bandwidth of an all-reduce and a ring between ranks, and compares it with the link speeds."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Layout:
-    """The hosts and ranks of a measurement. The ranks on one host have consecutive numbers."""
+    """The hosts and ranks of a bandwidth measurement. The ranks on one host have consecutive numbers."""
 
     hosts: tuple[str, ...]
     num_ranks: tuple[int, ...]
     """Number of ranks on each host."""
     addr: str
     port: int
-    """The port on which rank 0 listens."""
+    """The port that rank 0 listens on."""
 
     @property
     def world_size(self) -> int:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return the name of each end point of a link, and one rank of the end point.
+        """Return each end point of a ring link by name, with one rank on that end point.
 
         The end points are the hosts, or the GPUs if there is only one host.
         """
@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The result of one host: measurements if the host has rank 0, else nothing; or the error of a rank."""
+    """The result of one host: measurements if rank 0 runs there, otherwise nothing; or a rank's error."""
 
     error: str = ""
     backend: str = ""
@@ -61,7 +61,7 @@ class Bandwidth:
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
     """Yield the links (from, to) of a ring, divided into rounds.
 
-    Within a round, no end point has more than one link.
+    Within a round, no end point is part of more than one link.
     """
     links = [(index, (index + 1) % num_points) for index in range(num_points)]
     last = [links.pop()] if num_points % 2 else []
@@ -72,10 +72,10 @@ def link_gbit_s(interface: str | None) -> dict[str, float]:
     """Return the nominal speeds of this host's network links in Gbit/s.
 
     ``ethernet`` is the speed of the network interface, and ``infiniband`` the total speed of all active
-    ports. Links that do not report their speed are omitted.
+    ports. Links that do not report a speed are omitted.
     """
     found = {}
-    # the kernel refuses to read the speed while a link is down
+    # the kernel does not report a link's speed while the link is down
     with contextlib.suppress(OSError, ValueError):
         speed = int((NET / str(interface) / "speed").read_text())
         if interface is not None and speed > 0:
@@ -91,7 +91,7 @@ def link_gbit_s(interface: str | None) -> dict[str, float]:
 
 
 def run_ranks(layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str]) -> Bandwidth:
-    """Run the ranks of one host with the given Python interpreter, and wait for them."""
+    """Run one host's ranks with the given Python interpreter, and wait for them to exit."""
     variables = {**environ, "OMP_NUM_THREADS": "1"}
     try:
         return Bandwidth(**ask(python, RANKS, (host, to_json(layout)), variables, timeout_s=TIMEOUT_S))
@@ -104,7 +104,7 @@ SLOW_SHARE = 0.25
 ODD_SHARE = 0.5
 """A link whose bandwidth is below this fraction of the median of all links causes a warning."""
 GLOO_GBIT_S = 10.0
-"""Maximum speed that can be expected of gloo, which copies and adds data on CPUs."""
+"""Maximum speed in Gbit/s to expect from gloo, which copies and sums data on CPUs."""
 
 
 def bandwidth_checks(
@@ -112,8 +112,8 @@ def bandwidth_checks(
 ) -> Iterator[Finding]:
     """Yield findings about the results of `run_ranks`.
 
-    `links` contains the result of `link_gbit_s` for each host. The bandwidth is compared with the links of
-    the slowest host.
+    `links` contains the result of `link_gbit_s` for each host. The measured bandwidth is compared with the
+    link speeds of the slowest host.
     """
     if found.error:
         hint = "`trainkit diagnose` explains such an error in a run; NCCL_DEBUG=INFO shows what NCCL does"
@@ -143,7 +143,7 @@ def bandwidth_checks(
 
 
 def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:
-    """Return the nominal speed of the slowest host's link in Gbit/s, and the name of that link."""
+    """Return the slowest host's nominal link speed in Gbit/s, or None if unknown, and the link's name."""
     kind = "infiniband" if backend == "nccl" and all("infiniband" in link for link in links) else "ethernet"
     speeds = [link[kind] for link in links if kind in link]
     if len(speeds) < len(links) or not speeds:
@@ -158,7 +158,7 @@ NUM_WARMUPS, NUM_REPEATS = 1, 5
 
 
 def main() -> None:
-    """Start the ranks of one host. The command-line arguments are the parameters of `run_ranks`."""
+    """Start the ranks on one host. The command-line arguments are the parameters of `run_ranks`."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     mark, host, text = sys.argv[1:]
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
-    """Measure the bandwidth as one rank of a host; `first` is the host's first rank.
+    """Measure the bandwidth as one rank of a host; `first` is the lowest rank on the host.
 
     Rank 0 prints the result as JSON.
     """
@@ -215,7 +215,7 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         dist.recv(tensor[:1], peer)
         dist.send(tensor, peer)
 
-    # With the best algorithm, a rank sends and receives this fraction of every byte; nccl-tests calls the
+    # With an optimal all-reduce, each rank sends and receives this fraction of the data; nccl-tests calls the
     # result "bus bandwidth".
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
@@ -226,8 +226,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         for source, target in links:
             (_, sender), (_, receiver) = points[source], points[target]
             if rank == sender:
-                # The receiver requests each transfer, so that the time before the sender is ready is not
-                # measured.
+                # The receiver requests each transfer, so that the measured time excludes waiting for the
+                # sender.
                 median_s(partial(answer, receiver))
             elif rank == receiver:
                 speeds[source] = num_bits / median_s(partial(ask, sender)) / 1e9

@@ -17,7 +17,7 @@ from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages, tra
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
-"""The oldest and the newest Python version with which trainkit is tested."""
+"""The oldest and the newest Python version that trainkit is tested with."""
 TIMEOUT_S = 120.0
 COMPARED = (
     "trainkit",
@@ -38,7 +38,7 @@ COMPARED = (
 )
 """Packages whose versions must be the same on all nodes."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Variables in `launch.env` that determine what an interpreter imports."""
+"""Variables in `launch.env` that determine which packages an interpreter imports."""
 _TORCH = """
 import json, sys, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
@@ -48,12 +48,13 @@ print(sys.argv[1], json.dumps({
     "distributed": torch.distributed.is_available(),
 }))
 """
-"""Runs in a separate process, because importing torch takes seconds and a broken torch may crash."""
+"""The script runs in a separate process, because importing torch takes seconds and a broken torch may
+crash."""
 
 
 @lru_cache
 def _packages(request: Request) -> Packages | NoAnswer:
-    """Return the packages of `COMPARED` that the ranks' environment contains. The result is cached."""
+    """Return the `COMPARED` packages installed in the ranks' environment; the result is cached."""
     try:
         return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
     except NoAnswer as error:
@@ -62,7 +63,7 @@ def _packages(request: Request) -> Packages | NoAnswer:
 
 @dataclass(frozen=True)
 class Torch:
-    """Properties of an installed torch. `cuda` and `nccl` are ``none`` if torch was built without them."""
+    """The installed torch; `cuda` and `nccl` are ``none`` if torch was built without CUDA or NCCL."""
 
     version: str
     cuda: str
@@ -73,7 +74,7 @@ class Torch:
 
 @lru_cache
 def _torch(request: Request) -> Torch | NoAnswer:
-    """Return the properties of the torch that the ranks use.
+    """Return the properties of the torch package that the ranks use.
 
     The first call takes several seconds; the result is cached.
     """
@@ -84,16 +85,16 @@ def _torch(request: Request) -> Torch | NoAnswer:
 
 
 def num_gpus(request: Request) -> int:
-    """Return the number of GPUs that the ranks' torch can use.
+    """Return the number of GPUs that the ranks' torch package can use.
 
-    A quick check does not start torch, so the function returns 0.
+    Returns 0 for a quick check, which does not start torch.
     """
     found = None if request.quick else _torch(request)
     return found.gpus if isinstance(found, Torch) else 0
 
 
 def check_python(request: Request) -> Finding:
-    """Check whether the interpreter of the ranks runs, and whether trainkit is tested with its version."""
+    """Check whether the ranks' interpreter runs, and whether trainkit is tested with its Python version."""
     found = _packages(request)
     if isinstance(found, NoAnswer):
         hint = "the environment, which launch.venv or launch.python selects, must be on a shared filesystem"
@@ -137,9 +138,9 @@ def check_torch(request: Request) -> Finding:
 
 
 def versions(request: Request) -> dict[str, str]:
-    """Return the versions of Python and of packages, which must be the same on all nodes.
+    """Return the Python version and package versions that must be the same on all nodes.
 
-    If the interpreter or torch does not run, its versions are omitted, and `check_python` or `check_torch`
+    If the interpreter or torch does not run, its versions are omitted; `check_python` or `check_torch`
     reports the problem.
     """
     values = {}
@@ -154,9 +155,9 @@ def versions(request: Request) -> dict[str, str]:
 def with_interpreter(
     request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
 ) -> tuple[Request, list[Finding]]:
-    """Add a job's interpreter to a request, and check the settings that select the interpreter.
+    """Add a job's interpreter to a request, and check the settings that select this interpreter.
 
-    A run without a batch script ignores the settings for containers, conda, modules and setup lines.
+    A run without a batch script ignores the settings for containers, conda, modules and setup commands.
     """
     launch = loaded.config.launch
     if not on_slurm:

@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def node_findings(request: Request) -> Iterator[Finding]:
-    """Yield the findings about this host, fast checks first."""
+    """Yield the findings about this host, starting with the fastest checks."""
     yield check_python(request)
     yield check_cpus()
     yield from check_gpus()
@@ -72,11 +72,11 @@ def node_findings(request: Request) -> Iterator[Finding]:
 
 
 def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
-    """Return the report of this host with the given findings."""
+    """Return a report about this host that contains the given findings."""
     interface = None if request.peer is None else interface_to(request.peer)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     port = 0
-    with contextlib.suppress(TrainkitError):  # `check_ports` reports this error
+    with contextlib.suppress(TrainkitError):  # without a free port, `check_ports` reports the error
         port = choose_port()
     return NodeReport(
         own_host(),
@@ -91,7 +91,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
 
 
 def measure(request: Request, layout: Layout) -> Bandwidth:
-    """Measure the bandwidth with ranks on this host."""
+    """Measure the bandwidth using ranks on this host."""
     try:
         environ, _ = network_environ(request.network, request.peer)
     except TrainkitError as error:
@@ -100,9 +100,9 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 
 
 def main() -> int:
-    """Check this node as requested on the command line, and print a report that `received` can read.
+    """Check this node as the command-line argument requests, and print a report for `received` to read.
 
-    After that, measure and print the bandwidth for each `Layout` received on standard input.
+    Then measure and print the bandwidth for each `Layout` read from standard input.
     """
     request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
@@ -113,16 +113,17 @@ def main() -> int:
     send(to_json(report))
     for line in sys.stdin:
         layout = from_json(Layout, line)
-        # Each node resolves the name of the first host itself, because the result may differ between nodes.
+        # Each node resolves the first host's name itself, because name resolution may differ between nodes.
         addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
         send(to_json(measure(request, replace(layout, addr=addr))))
     return 0
 
 
 def send(text: str) -> None:
-    """Print a message in short lines.
+    """Print a message split into short lines.
 
-    After every 1,024 bytes, srun may interleave the output of tasks.
+    srun may interleave the output of different tasks after every 1,024 bytes, so longer lines could be mixed
+    up.
     """
     chunks = [text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS)]
     for index, chunk in enumerate(chunks, 1):
@@ -132,7 +133,7 @@ def send(text: str) -> None:
 def received(lines: Iterable[str]) -> Iterator[str]:
     """Yield the messages of all hosts, reassembled from the lines that `send` printed.
 
-    Other lines and an incomplete last line are skipped.
+    Lines that `send` did not print, and an incomplete last line, are skipped.
     """
     parts: dict[str, str] = {}
     for line in lines:
@@ -162,7 +163,7 @@ BUSY_SHARE = 0.05
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check the driver, and each GPU that a process on this host would use."""
+    """Check the NVIDIA driver, and each GPU that a process on this host would use."""
     if not NVIDIA_DRIVER.exists():
         yield Finding("GPU", "ok", "none: there is no NVIDIA driver, so runs use CPUs")
         return
@@ -172,7 +173,7 @@ def check_gpus() -> Iterator[Finding]:
             supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
             yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
             listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            # A MIG slice does not report its health, so check whole GPUs.
+            # A MIG slice does not report its health, so check the whole GPUs instead.
             if listed is None or any(not name.isdigit() for name in listed):
                 listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
             for name in listed:
@@ -183,7 +184,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def gpu_finding(nvml: Any, gpu: str) -> Finding:
-    """Check a GPU: its errors, its temperature, its free memory and other processes that use it."""
+    """Check a GPU's errors, temperature and free memory, and whether other processes use it."""
     checked = check_gpu(nvml, gpu)
     if checked.state == "failure":
         return checked
@@ -209,7 +210,7 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
-    """Return NVML's answer; None if there is none, for example for a MIG slice or without permission."""
+    """Return the result of an NVML query, or None if unavailable, as for MIG slices or without permission."""
     try:
         return query()
     except nvml.NVMLError:
@@ -248,11 +249,11 @@ def check_name(request: Request) -> Finding:
 def resolved(name: str) -> list[str]:
     """Return the IPv4 addresses of a host in the Slurm step.
 
-    If the name of the host cannot be resolved, these are the addresses of its NodeAddr in Slurm.
+    If the host name cannot be resolved, returns the addresses in the NodeAddr that Slurm has for the host.
     """
     found = _addresses_of(name)
     if not found:
-        with contextlib.suppress(TrainkitError):  # the host then has no address
+        with contextlib.suppress(TrainkitError):  # without a NodeAddr, the list of addresses is empty
             found = _addresses_of(node_addr(name, patience_s=0.0))
     return found
 
@@ -293,17 +294,17 @@ def check_ports() -> Finding:
 
 
 MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
-"""Free disk space in GiB below which a check fails, and below which it warns."""
+"""Free disk space in GiB: the check fails below the first value, and warns below the second."""
 PROBE_MIB = 32
 SLOW_MIB_S = 50.0
 VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
-"""Seconds within which a file created on another host must be visible, and seconds between two checks. An NFS
-client may have cached the old content of the folder."""
+"""Timeout in seconds for a file created on another host to become visible, and the polling interval in
+seconds. The wait is necessary because an NFS client may have cached the folder's old content."""
 FOLDER_PREFIX = ".doctor-"
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder if it exists, or else its nearest existing parent, which may be a file."""
+    """Return the folder if it exists, or else its nearest existing parent path, which may be a file."""
     return next(item for item in (folder, *folder.parents) if os.path.lexists(item))
 
 
@@ -311,8 +312,8 @@ def check_folder(request: Request) -> Iterator[Finding]:
     """Check whether checkpoints can be written and how fast, and whether all hosts see the same files."""
     existing = nearest_folder(request.folder)
     try:
-        # Begin the name like the shared file's, so that the host that created it can remove files of
-        # killed tasks.
+        # Begin the file name like the shared file's name, so that the host with the shared file can also
+        # remove files that killed tasks left.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
             yield _free_space(existing)
@@ -336,9 +337,9 @@ def _unwritable(folder: Path, error: OSError) -> Finding:
 
 @contextlib.contextmanager
 def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
-    """Create the file for `Request.shared` below the run folder, or yield a finding that says why it failed.
+    """Create the file for `Request.shared` below the run folder, or yield a finding with the error.
 
-    At the end, remove the file and any files that killed tasks left.
+    On exit, remove the created file and any files that killed tasks left.
     """
     existing = nearest_folder(folder)
     try:
@@ -356,7 +357,7 @@ def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
 
 
 def _is_shared(name: str, host: str) -> Finding:
-    """Check whether a file that another host created is visible on this host."""
+    """Check whether a file that was created on another host is visible on this host."""
     path = Path(name)
     deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():

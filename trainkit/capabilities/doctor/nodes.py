@@ -1,4 +1,4 @@
-"""Checks a cluster: all nodes at once in a Slurm step, differences between nodes, and Slurm's settings."""
+"""Checks a cluster: all nodes in one Slurm step, differences between the nodes, and Slurm's settings."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from trainkit.slurm.environment import scrubbed
 
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
 WAIT_S, QUICK_WAIT_S = 150, 15
-"""Seconds to wait for the other nodes after the first node has reported, or after its task has ended."""
+"""Seconds to wait for the other nodes after the first node has reported or its task has exited; the second
+value is for quick checks."""
 POLL_S = 0.1
 STOP_S = 10.0
-"""Seconds that srun may take to end its job step."""
+"""Seconds to wait for srun to terminate its job step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
-"""Checks that must pass before the bandwidth is measured, because ranks could otherwise not start or find
-each other. The names of GPU checks also contain a number."""
+"""Checks that must pass before the bandwidth is measured; otherwise, ranks could not start or connect to each
+other. The names of GPU checks are followed by a GPU number."""
 NOT_FOR_SRUN = (
     "signal",
     "requeue",
@@ -56,14 +57,14 @@ NOT_FOR_SRUN = (
 
 
 def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[str]:
-    """Return the srun command that checks the nodes requested by a config, with one task per node.
+    """Return the srun command that checks the nodes a config requests, with one task per node.
 
-    Inside an allocation, the command uses the allocated nodes. Raises ConfigError with every problem
-    of the config.
+    Inside an allocation, the command checks the allocated nodes. Raises ConfigError that lists all problems
+    in the config.
     """
     worker = module_argv("trainkit.capabilities.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.most_nodes
-    # With `--wait`, a node that cannot start its task does not delay the others.
+    # Set srun's `--wait` option, so that a node that cannot start its task does not delay the other nodes.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     shape = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     common = ["srun", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={wait_s}", *shape]
@@ -79,12 +80,12 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 
 
 class NodesStep:
-    """The running Slurm step of the command from `step_argv`."""
+    """A running Slurm job step, started with the command from `step_argv`."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        # Write the output to files, because a step whose output pipe is full would block.
+        # Write the output to files, because the step would block if an output pipe were full.
         self._out, self._errors = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
-        # Start the step in a session of its own, so that Ctrl-C ends it through `__exit__`; srun itself would
+        # Start srun in a new session, so that Ctrl-C stops the step through `__exit__`; otherwise, srun would
         # ask for a second Ctrl-C.
         self._proc = subprocess.Popen(
             argv,
@@ -110,7 +111,7 @@ class NodesStep:
             self._proc.wait(STOP_S)
         except subprocess.TimeoutExpired:  # a node does not respond to Slurm
             if self._step:
-                with contextlib.suppress(TrainkitError):  # srun is killed in any case
+                with contextlib.suppress(TrainkitError):  # srun is killed even if cancelling the step fails
                     run_slurm(["scancel", self._step], STOP_S)
             self._proc.kill()
             self._proc.wait()
@@ -118,7 +119,7 @@ class NodesStep:
         self._errors.close()
 
     def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
-        """Return the reports of `count` nodes, sorted by host; `_received` says when there are fewer."""
+        """Return up to `count` node reports, sorted by host; see `_received` for the time limits."""
         found = []
         for text in self._received(count, timeout_s, wait_s):
             found.append(from_json(NodeReport, text))
@@ -126,9 +127,9 @@ class NodesStep:
         return sorted(found, key=lambda item: item.host)
 
     def measure(self, layout: Layout) -> list[Bandwidth]:
-        """Measure the bandwidth with the nodes that have reported; return fewer results if a rank fails."""
+        """Measure the bandwidth on the nodes that have reported; if a rank fails, results are missing."""
         assert self._proc.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the step has ended
+        with contextlib.suppress(BrokenPipeError):  # the job step has already exited
             self._proc.stdin.write(to_json(layout) + "\n")
             self._proc.stdin.flush()
         limit_s = MEASURE_TIMEOUT_S + STOP_S
@@ -142,7 +143,8 @@ class NodesStep:
     def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
         """Yield the next `count` messages.
 
-        Yields fewer messages if the step ends, after `timeout_s`, or `wait_s` after the first message.
+        Yields fewer messages if the step exits, `timeout_s` passes, or `wait_s` passes after the first
+        message.
         """
         deadline_s, last = time.monotonic() + timeout_s, self._num_received + count
         while self._num_received < last:
@@ -157,14 +159,14 @@ class NodesStep:
             time.sleep(0.0 if new else POLL_S)
 
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
-        """Return srun's reason why the given hosts, or all hosts if `hosts` is empty, have not reported."""
+        """Return srun's reason why `hosts`, or all hosts if `hosts` is empty, have not reported."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._proc.wait(1.0)
         said = [line.strip() for line in _lines_of(self._errors.name) if line.strip()]
         of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
-            # The line "node2: task 1: Exited with exit code 2" follows another line with the reason, which
-            # may not contain the host.
+            # The line "node2: task 1: Exited with exit code 2" follows a line with the actual reason, which
+            # may not name the host.
             reasons = [line for line in (*of_hosts, *said) if ": task " not in line]
             return (reasons or of_hosts)[0]
         if self._proc.returncode is None:
@@ -177,9 +179,9 @@ def _lines_of(file: str) -> list[str]:
 
 
 def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Finding]:
-    """Run a Slurm step on the nodes of a config, and yield the findings.
+    """Run a Slurm step on the nodes that a config requests, and yield the findings.
 
-    The findings are the checks of each node, the differences between nodes, and the bandwidth. Waits at most
+    The findings cover the checks of each node, the differences between nodes, and the bandwidth. Waits up to
     `timeout_s` for nodes to become available. Raises SlurmError if Slurm does not respond.
     """
     require_controller()
@@ -216,20 +218,20 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
 
 
 def can_measure(findings: Iterable[Finding]) -> bool:
-    """Return whether all checks passed without which ranks cannot start or find each other."""
+    """Return whether all checks passed that ranks need to start and to connect to each other."""
     failed = {item.name.split()[0] for item in findings if item.state == "failure"}
     return not failed & NEEDED_TO_MEASURE
 
 
 def local_bandwidth(request: Request) -> Iterator[Finding]:
-    """Yield findings about the bandwidth between this host's GPUs; none if it has fewer than two GPUs."""
+    """Yield findings about the bandwidth between this host's GPUs, or nothing with fewer than two GPUs."""
     yield from _bandwidth([node_report(request)], lambda layout: [measure(request, layout)])
 
 
 def _bandwidth(
     reports: Sequence[NodeReport], measured: Callable[[Layout], Sequence[Bandwidth]]
 ) -> Iterator[Finding]:
-    """Measure the bandwidth with one rank per GPU, or one rank per host if there are no GPUs."""
+    """Measure the bandwidth with one rank per GPU, or one rank per host without GPUs."""
     hosts, num_ranks = tuple(item.host for item in reports), tuple(max(1, item.num_gpus) for item in reports)
     layout = Layout(hosts, num_ranks, LOCAL_ADDR, reports[0].port)
     if layout.world_size < 2:
@@ -242,7 +244,7 @@ def _bandwidth(
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Compare package versions on all nodes; each finding lists the nodes that differ from the majority."""
+    """Compare package versions across nodes; each finding lists the nodes that differ from the majority."""
     hint = "use one environment on a shared filesystem, or install the same versions on all nodes"
     is_same = True
     for name in sorted({name for report in reports for name in report.versions}):
@@ -264,7 +266,7 @@ def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _names(values: Mapping[str, object], value: object) -> str:
-    """Return the names of the first hosts that have a value, as text."""
+    """Return the names of the first few hosts that have `value`, joined as text."""
     hosts = sorted(host for host, found in values.items() if found == value)
     more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
     return f"{', '.join(hosts[:3])}{more}"
@@ -276,7 +278,7 @@ MIN_JOB_AGE_S = 120
 
 
 def slurm_checks() -> Iterator[Finding]:
-    """Check the version of Slurm, and the settings that decide whether a run survives interruptions."""
+    """Check Slurm's version, and the Slurm settings that decide whether a run survives interruptions."""
     try:
         config = show_config()
         partitions = query(["scontrol", "show", "partition", "--oneliner"])
@@ -335,6 +337,6 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
 
 
 def _seconds(text: str, unknown: int) -> int:
-    """Return the number of seconds in a text such as `30 sec`."""
+    """Return the number of seconds in a text such as `30 sec`, or `unknown` if there is no number."""
     first = text.partition(" ")[0]
     return int(first) if first.isdigit() else unknown

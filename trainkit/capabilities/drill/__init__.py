@@ -1,1 +1,1 @@
-"""Interrupts short runs on purpose, and compares their losses with an uninterrupted run's."""
+"""Interrupts short runs on purpose, and compares their losses with the losses of an uninterrupted run."""

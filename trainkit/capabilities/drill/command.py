@@ -1,4 +1,4 @@
-"""``trainkit drill``: starts an uninterrupted run, and then one run per scenario, one after another."""
+"""Implements ``trainkit drill``: starts an uninterrupted run, and then runs the scenarios in sequence."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from trainkit.run.rundir import RunDir
 
 DEFAULT_STEPS = 30
 MIN_STEPS = 12
-"""Minimum number of steps in each run. With fewer steps, there is no room for two checkpoints before the last
-third, which a drill does not interrupt."""
+"""Minimum number of steps in each run of a drill. With fewer steps, two checkpoints would not fit before the
+last third of the run, which a drill does not interrupt."""
 NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
@@ -107,7 +107,7 @@ def command(
         )
     loaded = request.load_to_plan(workload)
     if loaded.config.logging.pattern == "auto":
-        # A script may print rounded losses, or the losses of another rank, which cannot be compared exactly.
+        # A script may print rounded losses or another rank's losses, which cannot be compared exactly.
         loaded = with_values(loaded, {"logging.pattern": None}, "trainkit drill")
     facts = gather(loaded, workload)
     plan = plan_run(loaded, facts, workload)
@@ -179,27 +179,27 @@ def _drill(
 
 @dataclass
 class Drill:
-    """A drill of one config, in a folder of its own."""
+    """A drill of one config, which writes its runs to a separate folder."""
 
     folder: Path
     config: RunConfig
     plan: LaunchPlan
     seed: int
     interval: int | None
-    """Number of steps between two saves; None for a COMMAND, whose saves are unknown."""
+    """Number of steps between two saves, or None for a COMMAND, whose save interval is unknown."""
     log_line: Callable[[str], None]
     reference: list[StepRecord] = field(default_factory=list)
     usual_s: float = 0.0
     """Duration of the uninterrupted run in seconds."""
     difference: float | None = None
-    """The `largest_difference` between the uninterrupted run and a run without deterministic kernels; None on
-    CPUs, whose kernels are always deterministic."""
+    """The `largest_difference` between the losses of the uninterrupted run and of a run without deterministic
+    kernels; None on CPUs, where kernels are always deterministic."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """Yield the result of each scenario as soon as it is known.
+        """Yield the result of each scenario as soon as the scenario has finished.
 
-        When the generator ends, no run is left running. Raises TrainkitError if the uninterrupted run does
+        When the generator exits, no run is left running. Raises TrainkitError if the uninterrupted run does
         not finish.
         """
         try:
@@ -213,12 +213,12 @@ class Drill:
             self._kill_running()
 
     def _compare_kernels(self) -> None:
-        """Measure how much the losses differ if the run uses kernels that are not deterministic."""
+        """Measure how much the losses differ in a run that uses nondeterministic kernels."""
         train = self.config.train.model_copy(update={"deterministic": False})
         config = self.config.model_copy(update={"train": train})
         try:
             steps, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
-        except TrainkitError as error:  # a failure of this additional run says nothing about interruptions
+        except TrainkitError as error:  # a failure of this additional run is unrelated to interruptions
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
@@ -228,7 +228,7 @@ class Drill:
         self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")
 
     def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
-        """Start a run and wait until it ends; return its steps, and its duration in seconds."""
+        """Start a run and wait until it ends; return its recorded steps and its duration in seconds."""
         run, watch = self._start(name, config, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
@@ -256,14 +256,14 @@ class Drill:
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
         last = plural(steps[-1].step, "step") if steps else "no steps in metrics.jsonl"
         self.log_line(f"{name}: {last}, {duration_s:.1f} s")
-        remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model could fill the disk
+        remove_all(run.checkpoints_dir)  # for a large model, the checkpoints of all runs could fill the disk
         return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
-        # The run's own watchdog ends hanging ranks before this time.
+        # The run's own watchdog kills hanging ranks before `patience_s` has passed.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, self.config, patience_s)
-        plan = self.plan.at(self.plan.fewest_nodes)  # every possible number of nodes has at least these ranks
+        plan = self.plan.at(self.plan.fewest_nodes)  # use only ranks that exist at every node count
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
@@ -291,7 +291,7 @@ class Drill:
                 print_created(created)
             start_run(created.run, created.job, config, self.plan, "submit")
             self.running = run = created.run
-        # the run folder is on a shared disk, which is polled less often
+        # on Slurm, poll less often, because the run folder is on a shared disk
         poll_s = 0.002 if self.plan.is_here else 0.02
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 
@@ -305,7 +305,7 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run that have a loss, in the order they were computed."""
+    """Return the steps of a run that have a loss, in order of computation."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 

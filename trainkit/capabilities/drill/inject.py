@@ -23,8 +23,8 @@ GONE_WITHIN_S = 120.0
 POLL_S = 1.0
 FLIPPED_BYTES = 8
 
-# This script kills every process whose environment contains all given assignments; processes that have
-# already ended are ignored.
+# The script kills every process whose environment contains all given assignments, and skips processes that
+# have already exited.
 _KILL_BY_ENVIRONMENT = """
 files=$(ls -d /proc/[0-9]*/environ)
 for word; do files=$(grep -lzsFx -e "$word" $files); [ -n "$files" ] || exit 0; done
@@ -35,7 +35,7 @@ exit 0
 
 @dataclass
 class FaultInjector:
-    """Kills processes of a run on this machine. Each method returns False if there was no process to kill."""
+    """Kills processes of a run on this machine. Methods return False if they found no process to kill."""
 
     run: RunDir
 
@@ -52,9 +52,9 @@ class FaultInjector:
 
     @property
     def _supervisor(self) -> int:
-        """Return the process id of the supervisor, or -1 if it has ended.
+        """Return the process id of the supervisor, or -1 if the supervisor has exited.
 
-        No process has the parent process id -1.
+        No process has -1 as its parent process id.
         """
         entry = newest(self.run)
         return entry.pid if entry.pid is not None and entry.alive() else -1
@@ -67,16 +67,16 @@ def _kill(pids: list[int]) -> bool:
 
 @dataclass
 class SlurmFaultInjector(FaultInjector):
-    """Kills processes of a run's job by means of a Slurm step.
+    """Kills processes of a run's Slurm job by starting a job step on its nodes.
 
-    Slurm permits this only for the user's own jobs.
+    Slurm allows such steps only in the user's own jobs.
     """
 
     def kill_rank(self, rank: int) -> bool:
         return self._kill_where(f"RANK={rank}")
 
     def kill_node(self, node_rank: int) -> bool:
-        # Checking for a step id excludes the shell of the batch script, whose SLURM_NODEID has no meaning.
+        # Requiring a step id excludes the batch script's shell, where SLURM_NODEID is not meaningful.
         step_id = step_of(self.run, newest(self.run))
         words = f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
         return step_id is not None and self._kill_where(*words)
@@ -106,14 +106,14 @@ def newest(run: RunDir) -> AttemptRecord:
 
 
 def kill_job(run: RunDir) -> bool:
-    """Kill a run like `trainkit cancel --now`, and wait until its processes are gone.
+    """Kill a run as `trainkit cancel --now` does, and wait until its processes have exited.
 
     Returns False if the run had already ended.
     """
     entry = newest(run)
     if cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
         return False
-    # The end of the run is recorded at once, but Slurm needs some time to clean up the nodes.
+    # The end of the run is recorded immediately, but Slurm needs some time to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while backend_of(entry).alive(run, entry) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Handles the results of a drill: compares the losses of runs, checks how runs ended, and formats a table."""
+"""Processes the results of a drill: compares losses, checks how runs ended, and formats a table."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trainkit.run.events import Event, StepRecord
 
 
 def num_recomputed(steps: Sequence[StepRecord]) -> int:
-    """Return how many of the steps were recomputed."""
+    """Return the number of steps that were computed more than once."""
     return len(steps) - len({one.step for one in steps})
 
 
 SIZES_TOLERANCE = 1e-5
-"""Relative tolerance for losses computed by different numbers of ranks, which round sums differently."""
+"""Relative tolerance for comparing losses from different numbers of ranks, which round sums differently."""
 
 
 def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
-    """Return the first difference from the uninterrupted run as text, or an empty text if there is none."""
+    """Return the first difference from the uninterrupted run as text, or an empty string if none."""
     expected = {one.step: one for one in reference}
     for one in steps:
         known = expected.get(one.step)
         if known is None:
             return f"step {one.step} is not in the uninterrupted run"
-        # JSON contains all digits of a loss.
+        # JSON preserves all digits of a loss.
         loss, usual = (json.dumps(record.values["loss"]) for record in (one, known))
         losses = (json.loads(text) or math.nan for text in (loss, usual))
         if loss != usual and not math.isclose(*losses, rel_tol=tolerance):
@@ -42,7 +42,7 @@ def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolera
 
 
 def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> float | None:
-    """Return the largest relative difference between losses of the same step in two runs.
+    """Return the largest relative difference between the losses that two runs have for the same step.
 
     Returns None if a step has a loss in only one of the runs.
     """
@@ -56,8 +56,7 @@ def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepReco
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
     """Return the number of steps that were computed during saves that an interruption aborted.
 
-    Because training continues during an asynchronous save, these steps are lost in addition to one save
-    interval.
+    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
     """
     total = 0
     for start in events:
@@ -73,7 +72,7 @@ def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> 
 
 
 def sentence(result: Result) -> str:
-    """Return a result as one line for the log of the drill."""
+    """Return a result as one line for the drill's log."""
     if result.state != "passed":
         return f"{result.state}: {result.message}"
     restart = ""
@@ -85,15 +84,15 @@ def sentence(result: Result) -> str:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended, according to the files in its folder."""
+    """How a run ended, according to the files in its run folder."""
 
     end: AttemptEnd
-    """The content of end.json of the newest attempt; empty if there is no such file."""
+    """The content of end.json for the newest attempt; empty if there is no end.json."""
     steps: Sequence[StepRecord]
     """The computed steps with their losses, including repeated steps."""
     events: Sequence[Event]
     damages: Sequence[str]
-    """A description of the damage for each complete checkpoint that is not intact."""
+    """One description of the damage for each complete checkpoint that is damaged."""
     run_dir: str
 
 
@@ -106,11 +105,11 @@ def evaluate(
     requeue_on: Sequence[str],
     tolerance: float = 0.0,
 ) -> Result:
-    """Check one interrupted run, and return its completed result.
+    """Check one interrupted run, and return its result with all fields filled in.
 
-    `reference` contains the steps of the uninterrupted run; it is empty if no steps are recorded.
-    `interval` is the number of steps between two saves, or None if it is unknown. `requeue_on` is the value
-    of `requeue.on`, and `tolerance` is passed to `compare`.
+    `reference` contains the steps of the uninterrupted run, and is empty if no steps are recorded. `interval`
+    is the number of steps between two saves, or None if it is unknown. `requeue_on` is the config value of
+    `requeue.on`, and `tolerance` is passed to `compare`.
     """
     result = replace(result, run_dir=outcome.run_dir)
     if result.refused:
@@ -155,9 +154,9 @@ def _problems(
 def _too_many_recomputed(
     scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
-    """Return a problem if too many steps were recomputed, else nothing.
+    """Return a problem if too many steps were recomputed, or an empty list otherwise.
 
-    After a graceful stop, no step may be recomputed; after a kill, only steps since the last save.
+    No step may be recomputed after a graceful stop, and only steps since the last save after a kill.
     """
     if scenario.graceful:
         return [f"{recomputed(again)} after a graceful stop"] if again else []
@@ -170,7 +169,7 @@ def _too_many_recomputed(
 
 
 def recomputed(num_steps: int) -> str:
-    """Return how many steps were recomputed, as the first words of a message."""
+    """Return text for the number of recomputed steps, to begin a message with."""
     return f"{plural(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} recomputed"
 
 
@@ -178,7 +177,7 @@ HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSS
 
 
 def result_table(results: Sequence[Result], fit: int | None = None) -> str:
-    """Return a table with one row per scenario, including skipped ones, followed by their messages."""
+    """Return a table with one row per scenario, including skipped scenarios, followed by the messages."""
     lines = [table([HEADING, *map(_row, results)], fit=fit)]
     lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
     return "\n".join(lines)
@@ -208,5 +207,5 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def all_passed(results: Sequence[Result]) -> bool:
-    """Return whether at least one scenario was tried and all scenarios that were tried passed."""
+    """Return whether at least one scenario was tried and every scenario tried has passed."""
     return {result.state for result in results} - {"skipped"} == {"passed"}

@@ -1,4 +1,4 @@
-"""Defines the scenarios of a drill: which are possible, what they hit, and how they interrupt a run."""
+"""Defines a drill's scenarios: which ones are possible, what they hit, and how they interrupt a run."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class Scenario:
     name: str
     description: str
     graceful: bool = False
-    """True if the run receives a stop signal early enough to save, so that no step may be computed twice."""
+    """True if the run receives a stop signal in time to save a checkpoint, so that no step is recomputed."""
     cause: str | None = None
-    """The value in `requeue.on` that permits the restart; None if the run restarts with any config."""
+    """The value that `requeue.on` must include for an automatic restart; None if the run restarts with any
+    config."""
     by_hand: bool = False
-    """True if the drill itself must resume the run, because the scenario ends the whole job."""
+    """True if the drill must resume the run itself, because the scenario terminates the whole job."""
     needs_slurm: bool = False
     needs_checkpoints: bool = False
-    """True if the scenario requires knowledge of when and where the trainer saves."""
+    """True if the drill must know when and where the run saves checkpoints."""
 
 
 SCENARIOS = (
@@ -59,7 +60,7 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
-    """Return why a scenario cannot be tried here with this config, or an empty text if it can."""
+    """Return why a scenario cannot be tried with this config, or an empty string if it can."""
     if scenario.needs_slurm and plan.is_here:
         return "the run would start on this machine, without Slurm"
     if scenario.needs_checkpoints and plan.workload.is_command:
@@ -71,16 +72,17 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """The time at which a scenario interrupts the run, and the rank or node that it hits."""
+    """When a scenario interrupts the run, and which rank or node it hits."""
 
     step: int | None
-    """The run is interrupted after this step; None if no steps are recorded."""
+    """The step after which the run is interrupted, or None if no steps are recorded."""
     share: float
-    """If `step` is None, the run is interrupted after this fraction of the uninterrupted run's duration."""
+    """If no steps are recorded, the run is interrupted after this fraction of the uninterrupted run's
+    duration."""
     rank: int
     node_rank: int
     rng: random.Random
-    """Random number generator for further choices."""
+    """Random number generator for all further random choices of the scenario."""
 
 
 def choose_target(
@@ -91,10 +93,11 @@ def choose_target(
     world_size: int,
     num_nodes: int,
 ) -> Target:
-    """Choose the target of a scenario at random.
+    """Choose at random when the scenario interrupts the run, and which rank or node it hits.
 
     The first steps are excluded because no checkpoint exists yet, and the last third because an interruption
-    takes time to arrive. `interval` is the number of steps between two saves, or None if it is unknown.
+    takes some time to have an effect. `interval` is the number of steps between two saves, or None if it is
+    unknown.
     """
     rng = random.Random(f"{seed} {scenario.name}")
     step = None
@@ -103,7 +106,7 @@ def choose_target(
         first = 1 + (num_steps // 6 if interval is None else saves_before * interval)
         step = rng.randint(first, max(first, num_steps * 2 // 3))
         if scenario.name == "mid-save" and interval is not None:
-            step -= step % interval  # the step at which a save begins
+            step -= step % interval  # a save begins at a multiple of the interval
     return Target(
         step=step,
         share=rng.uniform(0.3, 0.6),
@@ -122,39 +125,41 @@ class RunWatch:
 
     run: RunDir
     poll_s: float
-    """Seconds between two reads of the run's files. The interval is shorter than a step, so that an
-    interruption hits its target."""
+    """Seconds between two reads of the run's files. The interval is shorter than a step, so that the
+    interruption happens at the chosen step."""
     patience_s: float
-    """Consider the run stuck after this many seconds without progress. Time in the queue does not count."""
+    """Seconds without progress after which the run is considered stuck. Time that a job spends in the queue
+    is excluded."""
     log_line: Callable[[str], None] = lambda text: None
     is_stuck: bool = False
     step: int = 0
-    """The newest step that was recorded."""
+    """The newest step found in the run's metrics."""
     started_s: dict[int, float] = field(default_factory=dict)
-    """Maps an attempt to the monotonic time at which its start was noticed."""
+    """Maps each attempt number to the monotonic time at which the attempt's start was detected."""
     first_step_s: dict[int, float] = field(default_factory=dict)
-    """Maps an attempt to the monotonic time at which its first step was noticed."""
+    """Maps each attempt number to the monotonic time at which the attempt's first step was detected."""
 
     def __post_init__(self) -> None:
         self._metrics, self._events = Tail(self.run.metrics_file), Tail(self.run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
-        """Reset the liveness probe. Call this after the run has been started again as a new job."""
+        """Reset the liveness probe after the drill has restarted the run as a new job."""
         self._is_alive = liveness_probe(self.run, self.log_line)
         self._checked_s, self._is_over = float("-inf"), False
         self._progress_s = time.monotonic()
 
     @property
     def attempt(self) -> int:
-        """Return the number of the newest attempt that has started, or 0 if there is none."""
+        """Return the number of the newest attempt that has started, or 0 if no attempt has started."""
         return max(self.started_s, default=0)
 
     def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait until a condition holds; return False if the run ends first or is stuck."""
+        """Wait until `reached` returns True; return False if the run ends first or is stuck."""
         while True:
             over = self.over()
-            # Read the files after this check, so that records written just before the end are not missed.
+            # Read the files after checking for the end, so that records written just before the end are not
+            # missed.
             self.read()
             if reached():
                 return True
@@ -166,14 +171,15 @@ class RunWatch:
             time.sleep(self.poll_s)
 
     def read(self) -> None:
-        """Read new metrics and events."""
-        # Read metrics first: steps recorded before an attempt started belong to the previous attempt.
+        """Read new metrics and events of the run."""
+        # Read metrics first, because steps recorded before an attempt's start event belong to the previous
+        # attempt.
         for record in steps_of(self._metrics.records()):
             if "loss" not in record.values:
                 continue
             self._progress_s = time.monotonic()
             self.step = record.step
-            # Metrics that a COMMAND writes may have no attempt number.
+            # A COMMAND may write metrics without an attempt number.
             attempt = self.attempt if record.attempt is None else record.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in events_of(self._events.records()):
@@ -182,16 +188,16 @@ class RunWatch:
                 self.started_s[event.attempt or 0] = time.monotonic()
 
     def _is_in_queue(self) -> bool:
-        """Return whether the run's job is pending.
+        """Return whether the run's job is pending in the queue.
 
-        The function queries Slurm, so call it only after `patience_s` seconds without progress.
+        Call this method only after `patience_s` seconds without progress, because it queries Slurm.
         """
         entry, self._progress_s = newest(self.run), time.monotonic()
         try:
             job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
             self.log_line(f"it is unknown whether {self.run.name} is in the queue: {error.message}")
-            return True  # the next query follows after another `patience_s` seconds
+            return True  # Slurm is queried again after another `patience_s` seconds
         return job is not None and job.state.is_waiting
 
     def over(self) -> bool:
@@ -202,63 +208,65 @@ class RunWatch:
         return self._is_over
 
     def end(self) -> AttemptEnd:
-        """Return the recorded end of the newest attempt."""
+        """Return the content of end.json for the newest attempt."""
         return read_newest_end(self.run.path) or AttemptEnd()
 
 
 OVER = "the run ended before it could be interrupted: increase the number of steps"
 NOTHING_LEFT = "no steps remained after the restart: increase the number of steps"
 MAX_TRIES = 3
-"""Maximum number of saves that the drill tries to interrupt. A small model may finish its save before the
-kill arrives, so the drill then tries the next save."""
+"""Maximum number of saves that the drill tries to interrupt. If a small model finishes its save before the
+kill signal arrives, the drill tries the next save."""
 
 
 State = Literal["passed", "failed", "missed", "skipped"]
 """`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario cannot be
-tried here."""
+tried with this config."""
 
 
 @dataclass
 class Result:
-    """The result of one scenario, which is a row in the table of results."""
+    """The result of one scenario, shown as a row in the results table."""
 
     scenario: str
     state: State = "passed"
     message: str = ""
-    """The problem of a failed scenario, the reason for skipping one, or a note about one that passed."""
+    """The problem of a failed scenario, the reason why a scenario was skipped, or a note about a passed
+    scenario."""
     action: str = ""
-    """The interruption as text, such as ``SIGKILL of rank 1``."""
+    """A description of the interruption, such as ``SIGKILL of rank 1``."""
     step: int | None = None
     """The newest step seen before the interruption."""
     restart_s: float | None = None
-    """Seconds from the interruption to the next step, or to the next start if no steps are recorded."""
+    """Seconds from the interruption to the next step, or to the next attempt's start if no steps are
+    recorded."""
     restarted_by: str = ""
-    """How the run was restarted, such as ``requeue``, or ``resume`` if the drill resumed it."""
+    """What restarted the run, such as ``requeue``, or ``resume`` if the drill resumed the run."""
     num_recomputed: int | None = None
-    """Number of steps that were recomputed; None if no steps are recorded."""
+    """Number of steps that were computed again after the restart; None if no steps are recorded."""
     curve: Literal["equal", "differs", "unknown", ""] = ""
     run_dir: str = ""
     no_restart: str = ""
-    """Why the run did not restart automatically; empty if it did."""
+    """Why the run did not restart automatically; empty if it restarted."""
     missed: str = ""
-    """Why the run could not be interrupted as planned; empty if it could."""
+    """Why the run could not be interrupted as planned; empty if it was interrupted."""
     stuck: str = ""
-    """A sentence that says how long the run made no progress before it was killed; empty if it was not
+    """How long the run made no progress before the drill killed it, as a sentence; empty if the run was not
     stuck."""
     refused: str = ""
-    """Why the cluster refuses this interruption; empty if it does not."""
+    """Why the cluster does not allow this interruption; empty if it does."""
     damaged_step: int | None = None
-    """The step of the checkpoint that the drill damaged; None if it damaged none."""
+    """The step of the checkpoint that the drill damaged, or None if it damaged no checkpoint."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object, without fields whose content is already part of the message."""
+        """Return the result as a JSON object, omitting fields that the message already includes."""
         said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
         return {name: value for name, value in vars(self).items() if name not in said}
 
 
 @dataclass
 class ScenarioRunner:
-    """Runs one scenario."""
+    """Runs one scenario: interrupts a run and follows it to its end."""
 
     scenario: Scenario
     target: Target
@@ -269,7 +277,7 @@ class ScenarioRunner:
     """Duration of the uninterrupted run in seconds."""
 
     def run(self) -> Result:
-        """Interrupt the run at its target, follow it to its end, and return the result."""
+        """Interrupt the run at its target, follow the run until it ends, and return the result."""
         self.result = Result(self.scenario.name)
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):
@@ -289,9 +297,9 @@ class ScenarioRunner:
         return self.result
 
     def _await_target(self, number: int) -> bool:
-        """Wait until the run reaches its target; return False if it never does.
+        """Wait until the run reaches the target step; return False if the run never reaches it.
 
-        The target of the scenario mid-save is the next save.
+        For the scenario mid-save, the target is the next save.
         """
         watch, target = self.watch, self.target
         if self.scenario.name == "mid-save":
@@ -309,7 +317,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; return False if either did not happen."""
+        """Interrupt the run and wait for its restart; return False if one of these fails."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.result.step = watch.step or None
         try:
@@ -347,7 +355,7 @@ class ScenarioRunner:
         return True
 
     def _interrupt(self) -> bool:
-        """Interrupt the run; return False if no process was left to interrupt."""
+        """Interrupt the run; return False if no process was running."""
         target, injector = self.target, self.injector
         actions: dict[str, tuple[str, Callable[[], bool]]] = {
             "signal": ("SIGUSR2", self._notify),
@@ -375,7 +383,7 @@ class ScenarioRunner:
         return True
 
     def _resume(self) -> None:
-        """Resume the run in the same way as `trainkit resume`."""
+        """Resume the run as `trainkit resume` does."""
         with run_lock(self.run_dir):
             job = read_whole_job(self.run_dir)
             require_not_running(self.run_dir, job, "resume")
@@ -384,7 +392,7 @@ class ScenarioRunner:
         self.result.restarted_by = "resume"
 
     def _save_was_cut_off(self) -> bool:
-        """Return whether the interruption aborted the current save, so that no checkpoint resulted."""
+        """Return whether the interruption aborted the current save, leaving no complete checkpoint."""
         attempt = self.watch.attempt
         events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
         resumed = [event for event in events if event.name == "training" and event.attempt == attempt]

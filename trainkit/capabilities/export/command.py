@@ -1,4 +1,4 @@
-"""Implements `trainkit ckpt export`, which writes the model of a checkpoint for other programs."""
+"""Implements `trainkit ckpt export`, which writes the model in a checkpoint for use in other programs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def command(
     request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
     try:
         partial.mkdir(parents=True)
-        # Export in another process, because commands must not import torch.
+        # Export in another process, because trainkit commands must not import torch.
         argv = module_argv("trainkit.capabilities.export.worker")
         code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
         if code:
@@ -83,7 +83,7 @@ def command(
 
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """Return the checkpoint of `step` or, if it is None, the best or else the newest intact checkpoint."""
+    """Return the checkpoint at `step`, or if None, the best or else the newest intact checkpoint."""
     there = checkpoints_of(run, step)
     best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
     chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
@@ -99,7 +99,7 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
 
 
 def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:
-    """Return the paths that another process needs to load a checkpoint and its config."""
+    """Return the paths that another process needs to load a checkpoint and its config, keyed by name."""
     number = run.latest_number()
     config_file = run.config_file if number is None else run.attempt(number).config_file
     files = {"run": run.path, "config_file": config_file, "checkpoint": checkpoint.path}

@@ -1,4 +1,4 @@
-"""Exports the model in a checkpoint for other programs: `trainkit ckpt export`.
+"""Exports the model in a checkpoint for use in other programs, for `trainkit ckpt export`.
 
 ``python -m trainkit.capabilities.export.worker`` reads an `ExportRequest` as JSON from stdin.
 """
@@ -38,7 +38,8 @@ from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Maximum size of a weight file, the size usual for other models; a hub may reject larger files."""
+"""Maximum size of a weight file in bytes, which is also the usual limit for other models; a model hub may
+reject larger files."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
@@ -54,7 +55,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The checkpoint to export, and the format and folder of the output."""
+    """The checkpoint to export, and the output format and folder."""
 
     run: str
     config_file: str
@@ -65,7 +66,7 @@ class ExportRequest:
 
 
 def export(request: ExportRequest) -> list[str]:
-    """Write the files of a model into the empty folder `out`; return remarks for the user."""
+    """Write a model's files into the empty folder `out`, and return remarks for the user."""
     config, out = read_effective(request.config_file), Path(request.out)
     reader = SafeReader(request.checkpoint)
     if not config.has_decoder:
@@ -83,19 +84,19 @@ def export(request: ExportRequest) -> list[str]:
 
 
 def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint whose names start with a prefix, keyed by the names without it."""
+    """Return the checkpoint tensors whose names start with `prefix`, keyed by name without this prefix."""
     items = reader.read_metadata().state_dict_metadata.items()
     found = {name.removeprefix(prefix): item for name, item in items if name.startswith(prefix)}
     return {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
-    """Read a checkpoint's values into the given tensors, by name, converting them to the tensors' dtypes."""
+    """Read checkpoint values into the tensors with the same names, converting them to the tensors' dtypes."""
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype) -> None:
-    """Write trainkit's decoder as a Llama or Qwen2 model of transformers, a few tensors at a time."""
+    """Write trainkit's decoder as a Llama or Qwen2 model for transformers, a few tensors at a time."""
     saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
@@ -123,7 +124,7 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
 
 
 def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
-    """Yield the decoder's parameters, reading a gigabyte at a time because every read makes a new plan."""
+    """Yield the decoder's parameters, reading a gigabyte at a time, because each read creates a new plan."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
@@ -134,7 +135,7 @@ def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Ten
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
-    """Return the config.json that describes trainkit's decoder as a transformers model."""
+    """Return the config.json content that describes trainkit's decoder as a transformers model."""
     kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
     scaling = shape.rope_scaling
     settings: dict[str, object] = {
@@ -156,7 +157,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "bos_token_id": None,
     }
     if config.model.hf is not None:
-        # The original model's other settings, such as the ids of special tokens, remain valid.
+        # Other settings of the original model, such as the ids of special tokens, remain valid.
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}
@@ -166,7 +167,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     try:
         settings["eos_token_id"] = identify(config.data.tokenizer).eos_id
     except UsageError:
-        settings["eos_token_id"] = None  # the tokenizer no longer exists; see `_export_tokenizer`
+        settings["eos_token_id"] = None  # the training tokenizer no longer exists; see `_export_tokenizer`
     return settings
 
 
@@ -176,11 +177,11 @@ def _llama3(scaling: RopeScaling) -> dict[str, object]:
 
 
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
-    """Write the tokenizer's files, if they exist, and the generation settings of the original model.
+    """Write the tokenizer files, if they exist, and the original model's generation settings.
 
     Returns a remark if there is no tokenizer.
     """
-    generation = Path(config.model.hf or "") / GENERATION_NAME  # contains all tokens that end generation
+    generation = Path(config.model.hf or "") / GENERATION_NAME  # lists all tokens that end generation
     if config.model.hf is not None and generation.is_file():
         shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
@@ -209,10 +210,10 @@ def _write_tokenizer_config(out: Path, eos_token: str) -> None:
 
 
 def _write_byte_tokenizer(out: Path) -> None:
-    """Write the tokenizer named `bytes` as a tokenizer.json: byte-level BPE without merges."""
+    """Write the built-in tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # Byte-level BPE represents bytes that are not printable Latin-1 characters as characters from 256 on.
+    # Byte-level BPE represents bytes other than printable Latin-1 characters by code points from 256 upwards.
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     characters = {byte: chr(byte) for byte in shown} | {
@@ -231,7 +232,7 @@ def _write_byte_tokenizer(out: Path) -> None:
 def _export_task(
     config: RunConfig, run: RunDir, reader: SafeReader, out: Path, request: ExportRequest
 ) -> list[str]:
-    """Let a task write its model, with the weights of a checkpoint, on the CPU."""
+    """Load a checkpoint's weights on the CPU, and let the task write its model."""
     adapters_only = config.uses_transformers and config.model.lora is not None and not request.merge
     task, model = load_task_model(config, run, reader, adapters_only=adapters_only)
     if config.uses_transformers:
@@ -248,7 +249,7 @@ def _export_task(
 def load_task_model(
     config: RunConfig, run: RunDir, reader: SafeReader, *, adapters_only: bool = False
 ) -> tuple[UserTask, nn.Module]:
-    """Return a task, and its model on the CPU with the weights of a checkpoint.
+    """Return a task and its model, with the weights of a checkpoint loaded on the CPU.
 
     With `adapters_only`, memory is allocated only for the tensors that peft saves. Raises UsageError if the
     checkpoint belongs to a different model, or if the files of the base model have changed.
@@ -278,7 +279,7 @@ def load_task_model(
 
 
 def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
-    """Print an error, and return the exit code for the process."""
+    """Print an error, and return the exit code of the process."""
     if isinstance(error, OSError):
         error = TrainkitError(f"{error.filename or 'a file'}: {error.strerror or error}")
     if as_json:
@@ -290,7 +291,7 @@ def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
 
 
 def main() -> int:
-    """Export the model that the JSON request on stdin describes; return the exit code."""
+    """Export the model described by the JSON request on stdin, and return the exit code."""
     try:
         remarks = export(ExportRequest(**json.load(sys.stdin)))
     except (OSError, TrainkitError) as error:

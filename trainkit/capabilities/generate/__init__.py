@@ -1,1 +1,1 @@
-"""Implements `trainkit generate`, which continues a prompt with the model of a run."""
+"""Implements `trainkit generate`, which uses the model of a run to continue a prompt."""

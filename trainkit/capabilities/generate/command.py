@@ -1,4 +1,4 @@
-"""Implements the command `trainkit generate`, which starts a process that continues a prompt."""
+"""Implements the command `trainkit generate`, which starts another process to continue a prompt."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def command(
         "as_json": as_json,
         **options,
     }
-    # Run the model in another process, because commands must not import torch.
+    # Run the model in another process, because trainkit commands must not import torch.
     argv = module_argv("trainkit.capabilities.generate.worker")
     code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
     return code if code >= 0 else EXIT_FAILED

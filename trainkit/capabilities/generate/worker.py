@@ -1,7 +1,7 @@
-"""Continues a prompt with the model of a checkpoint in one process, for `trainkit generate`.
+"""Continues a prompt with the model in a checkpoint, in a single process, for `trainkit generate`.
 
-``python -m trainkit.capabilities.generate.worker`` reads the options of the command as JSON from stdin, and
-writes the text to stdout while it is generated.
+``python -m trainkit.capabilities.generate.worker`` reads the command's options as JSON from stdin, and writes
+text to stdout while it is generated.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
 
 UNFINISHED = "\ufffd"
-"""Character that a tokenizer returns for an incomplete UTF-8 character."""
+"""Character that a tokenizer returns for an incomplete UTF-8 sequence."""
 
 
 @torch.inference_mode()
 def generate(request: JsonObject) -> None:
-    """Print the prompt and its continuation, or a JSON object.
+    """Print the prompt and its continuation, as text or as a JSON object.
 
-    Raises UsageError if the run has no language model, if the run's tokenizer is unknown, or if the prompt is
-    too long.
+    Raises UsageError if the run does not train a language model, if its tokenizer is unknown, or if the
+    prompt is too long.
     """
     config = read_effective(request["config_file"])
     if config.has_user_task:
@@ -56,7 +56,7 @@ def generate(request: JsonObject) -> None:
         )
     tokenizer = Tokenizer(_tokenizer_name(config, request["tokenizer"]))
     tokens = [int(token) for token in tokenizer.encode([request["prompt"].encode()])[0]]
-    # in training, a document follows the end token of the previous document
+    # in the training data, each document follows the end token of the previous one
     tokens = tokens or [tokenizer.identity.eos_id]
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
@@ -74,7 +74,7 @@ def generate(request: JsonObject) -> None:
     model = _load(config, request, device, tokenizer.identity.vocab_size)
     next_logits = logits_of(model, device)
     ends = {tokenizer.identity.eos_id, *_end_tokens(config)}
-    # The generator is on the CPU, so that a seed gives the same text on every device.
+    # Use a CPU generator, so that a seed selects the same random numbers on every device.
     generator = torch.Generator().manual_seed(request["seed"])
     sampling = {name: request[name] for name in ("temperature", "top_k", "top_p")}
     show = (lambda piece: None) if request["as_json"] else _show
@@ -103,7 +103,7 @@ def generate(request: JsonObject) -> None:
 
 
 def _show(piece: str) -> None:
-    """Write a piece of the generated text. On a terminal, control characters in it are replaced."""
+    """Print a piece of the generated text. On a terminal, control characters in the text are replaced."""
     if sys.stdout.isatty():
         piece = "".join(char if char.isprintable() or char in "\n\t" else UNFINISHED for char in piece)
     sys.stdout.write(piece)
@@ -111,7 +111,7 @@ def _show(piece: str) -> None:
 
 
 def _tokenizer_name(config: RunConfig, given: str | None) -> str:
-    """Return the tokenizer with which the run was trained: `bytes`, or the path of a tokenizer.json."""
+    """Return the tokenizer that the run was trained with: `bytes`, or the path of a tokenizer.json."""
     name = given or config.data.tokenizer
     folder = prepared_folder(config.data)
     if folder is None:
@@ -126,7 +126,7 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
 
 
 def _end_tokens(config: RunConfig) -> list[int]:
-    """Return the tokens that end a text, according to the files of `model.hf`."""
+    """Return the tokens that end a text, as listed in the model files of `model.hf`."""
     if config.model.hf is None:
         return []
     files = [Path(config.model.hf, name) for name in (CONFIG_NAME, GENERATION_NAME)]
@@ -135,7 +135,7 @@ def _end_tokens(config: RunConfig) -> list[int]:
 
 
 def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_size: int) -> nn.Module:
-    """Return the model, loaded with the weights of a checkpoint."""
+    """Return the model with the weights of a checkpoint loaded."""
     run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
     dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
     if config.uses_transformers:
@@ -148,7 +148,7 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
         kind = load_architecture(config.model.architecture, run)
         model = kind(resolve_model_shape(settings, 1), config.data.seq_len)
     for param in model.parameters():
-        # buffers keep their dtype, because the angles of rotary embeddings need float32
+        # buffers keep their dtype, because rotary embedding angles need float32
         param.data = param.data.to(dtype)
     model.to_empty(device=device)
     model.rebuild_buffers()
@@ -157,9 +157,9 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
 
 
 def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
-    """Return a function that maps all tokens so far to the logits of the next token.
+    """Return a function that maps all tokens so far to the logits for the next token.
 
-    The function must be called once for every token, because it caches keys and values. The logits are
+    Call the returned function once per token, because it caches keys and values. The logits are
     float32 [vocab] on the CPU.
     """
     cache: object = None
@@ -167,7 +167,7 @@ def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], T
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal cache
         new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
-        if isinstance(model, Model):  # only dropout uses the sample keys
+        if isinstance(model, Model):  # the sample keys are only for dropout, which is disabled
             found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
         else:
             out = model(input_ids=new, past_key_values=cache, use_cache=True)
@@ -186,10 +186,10 @@ def choose_token(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Choose a token from its logits, float32 [vocab]: the most likely one at temperature 0, else a sample.
+    """Choose a token from its logits, float32 [vocab]: the most likely at temperature 0, otherwise a sample.
 
-    A sample is drawn from the `top_k` most likely tokens and, of those, the fewest whose probabilities add up
-    to at least `top_p` (nucleus sampling, arXiv 1904.09751).
+    Samples are drawn from the `top_k` most likely tokens and, among those, from the smallest set whose
+    probabilities add up to at least `top_p` (nucleus sampling, arXiv 1904.09751).
     """
     if temperature == 0.0:
         return int(logits.argmax())
@@ -202,14 +202,14 @@ def choose_token(
 
 
 def main() -> int:
-    """Continue the prompt in the JSON request on stdin, and return the exit code."""
+    """Continue the prompt given in the JSON request on stdin, and return the exit code."""
     replace_unencodable()
     request = json.load(sys.stdin)
     try:
         generate(request)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, TrainkitError) as error:
         return show_error(error, as_json=request["as_json"])

@@ -1,6 +1,7 @@
-"""Chooses the node count with which a run is expected to finish first, and lets a run grow to more nodes.
+"""Chooses the number of nodes that is expected to finish a run first, and lets a run grow to more nodes.
 
-A run with `resources.grow` that has fewer nodes than it may use requeues when Slurm would give it more.
+A run with `resources.grow` that has fewer than its maximum number of nodes requeues itself when more are
+available.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrowthPlan(Part):
-    """The part of the plan of a run with `resources.grow`."""
+    """Part of the launch plan for a run with `resources.grow`."""
 
     CAPABILITY = "growth"
     grow: bool = True
 
 
 class Growth(Capability):
-    """The growth capability; the code that queries Slurm is imported only in a job."""
+    """Lets a run grow to more nodes; the code that queries Slurm is imported only in a job."""
 
     name = "growth"
 

@@ -1,8 +1,8 @@
-"""Implements ``--nodes auto``: chooses the resource request with which a run is expected to finish first.
+"""Implements ``--nodes auto``: chooses the resource request that is expected to finish a run first.
 
-A request consists of a number of nodes, a partition and a time limit. This module asks Slurm when each
-possible request would start, estimates the duration of the work, and decides. The start times and durations
-are uncertain, because other jobs may arrive or end at any time.
+A request consists of a number of nodes, a partition and a time limit. The module asks Slurm when each
+possible request would start, estimates how long the run would take, and chooses a request. Start times and
+durations are estimates, because other jobs may be submitted or exit at any time.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 
 ENOUGH_S = 5.0
-"""Seconds for all queries to Slurm together; answers after that are ignored."""
+"""Total time limit in seconds for all Slurm queries together; later answers are ignored."""
 MOST_ASKED = 24
-"""Maximum number of requests for which Slurm is asked about the start time."""
+"""Maximum number of requests for which Slurm is asked for a start time."""
 SLICES_S = (3600.0, 4 * 3600.0)
-"""Shorter time limits to try if the run can be split into slices; a restart is short compared with either
-limit.
+"""Time limits of slices to try if the run can be split; a restart is short compared with either limit.
 """
 LEAST_SIZES = 4
-"""Minimum number of node counts to try in each partition; slices are tried only if queries are left over."""
+"""Minimum number of node counts to try in each partition; slices are tried only if further queries are
+allowed."""
 MOST_RUNS = 100
-"""Maximum number of earlier runs whose speeds are read, starting with the newest."""
+"""Maximum number of earlier runs whose speeds are read, newest first."""
 SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
-"""Config sections that must be equal in two runs, so that their steps take the same time."""
+"""Config sections that must be equal in two runs for their steps to take the same time."""
 DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
-"""Config keys that are not compared, because the plans contain the values derived from them."""
+"""Config keys that are ignored when comparing runs, because the launch plans contain the values derived from
+these keys."""
 
 SizeAndGpu = tuple[int, str]
-"""The key of an estimate: a number of nodes and their GPU type (empty if unknown)."""
+"""Key of an estimate: the number of nodes and their GPU type, which is empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How long a run's steps take on a given number and type of nodes."""
+    """The time that a run's steps take on a given number and type of nodes."""
 
     seconds: float
     source: str
-    """Where the estimate comes from, as text for the table."""
+    """The source of the estimate, as text for the table."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A possible request, with the expected start and end of a run that uses it."""
+    """A possible resource request, with the expected start and end of the run."""
 
     num_nodes: int
     partition: str
@@ -81,16 +82,15 @@ class Offer:
     """Time limit of one job, in seconds."""
     work: Work
     start_time: datetime | None = None
-    """Expected start; None if Slurm gives no time."""
+    """Expected start, or None if Slurm does not predict one."""
     is_slice: bool = False
-    """True if this time limit is a slice that is not in the config, whose time limit covers several such
-    jobs."""
+    """True if the time limit is shorter than in the config, so that the run is split into several jobs."""
     end_time: datetime | None = None
-    """Expected end; None if the run would not finish."""
+    """Expected end, or None if the run would not finish."""
     num_jobs: int = 1
     """Number of jobs that the run needs to finish."""
     remark: str = ""
-    """Reason why the run would not finish."""
+    """Reason why the run would not finish; empty if it would."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,18 @@ class Choice(NodesChoice):
 
     offers: Sequence[Offer]
     taken: Offer | None
-    """The chosen offer; None if the request stays unchanged."""
+    """The chosen offer, or None if the original request stays unchanged."""
     reason: str = ""
-    """Reason why no offer was chosen, in one sentence."""
+    """Reason why no offer was chosen, as one sentence."""
     priority: str = field(default="", metadata=LEFT_OUT)
-    """Slurm's report on this user's job priority."""
+    """Slurm's report about the priority of this user's jobs."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return this choice as a JSON-serializable dictionary, without Slurm's priority report."""
+        """Return this choice as a JSON-serializable dictionary, excluding the priority report."""
         return {**to_json(self), "reason": self.reason or None}
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
-        """Yield a table of the offers, with a star at the chosen offer, and notes about the choice."""
+        """Yield a table of the offers, with a star next to the chosen offer, and notes about the choice."""
         now, workers = datetime.now(timezone.utc), plan.workers_per_node
         if self.offers:
             unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
@@ -146,11 +146,11 @@ def choose_nodes(
     before: LaunchPlan | None = None,
     left: float = 1.0,
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-    """Return the config with all possible node counts, the plan expected to end first, and the choice.
+    """Return the config with all possible node counts, the plan expected to finish first, and the choice.
 
-    For a run that resumes, `before` has the same meaning as in `plan_nodes`, and `left` is the fraction of
-    its steps that remains. Raises the same errors as `plan_run`. If Slurm does not answer, the plan is the
-    one that the config requests.
+    For a resumed run, `before` has the same meaning as in `plan_nodes`, and `left` is the fraction of steps
+    that remains. Raises the same exceptions as `plan_run`. If Slurm does not respond, the returned plan uses
+    the original request of the config.
     """
     if len(clusters := loaded.config.resources.clusters) > 1:
         message = f"cannot compare start times, because Slurm chooses among the clusters {listed(clusters)}"
@@ -170,7 +170,7 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # A run that fits no partition without slices is rejected, as it is without --nodes auto.
+        # A run that fits into no partition without slices is rejected, just as without --nodes auto.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
@@ -201,10 +201,10 @@ def choose_nodes(
     why_longer = ""
     if best.is_slice:
         more: dict[str, object] = {}
-        # The plan now also includes partitions that accept only slices, whose nodes may have fewer GPUs.
+        # The plan now also includes partitions that fit only slices, and whose nodes may have fewer GPUs.
         if len(request.partitions) > 1:
             more["resources.gpus_per_node"] = plan.workers_per_node
-        # A job without slices would requeue after its time limit, but a run with slices ends after
+        # A job without slices would requeue after its time limit, whereas a run with slices ends after
         # resources.time.
         total_s = 60 * math.ceil((best.work.seconds + best.num_jobs * RESTART_S) / 60)
         if total_s > (time_limit_s(str(given.time)) or 0):
@@ -227,11 +227,11 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
     return with_values(loaded, {"resources.slice": time_text(int(slice_s)), **others}, "--nodes auto")
 
 
-# The following functions decide, without querying Slurm.
+# Functions that decide without querying Slurm
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """Return a number of nodes, its whole halves, and its doubles up to `most`, in ascending order."""
+    """Return `own`, its integer halves, and its repeated doubles up to `most`, in ascending order."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
@@ -243,7 +243,7 @@ def sizes_around(own: int, most: int) -> list[int]:
 def expected_work(
     base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work for each key of `base`: as measured, or else scaled from the nearest measurement."""
+    """Return the expected work for each key in `base`, measured or scaled from the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
         if place in measured:
@@ -263,9 +263,9 @@ def expected_work(
 def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | None = None) -> Offer:
     """Return the offer with its expected end, or with the reason why the run would not finish.
 
-    The estimate assumes that after each job, the run waits in the queue as long as now and then takes
-    RESTART_S to restart. Backfill helps only the first job, so the second job is assumed to start no earlier
-    than `whole`, the start of a job that is not split.
+    The estimate assumes that after each job, the run waits in the queue as long as for the first job, and
+    then needs RESTART_S to restart. Backfill helps only the first job, so the second job is assumed to start
+    no earlier than `whole`, the expected start of an unsplit job.
     """
     start, resources = offer.start_time, config.resources
     if start is None:
@@ -293,7 +293,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """Return the offer that ends first, or None; ties go to the fewest jobs, then to the fewest nodes."""
+    """Return the offer that ends first, or None; ties go to fewer jobs, then to fewer nodes."""
     ending = [
         (offer.end_time, offer.num_jobs, offer.num_nodes, index)
         for index, offer in enumerate(offers)
@@ -302,17 +302,17 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
     return offers[min(ending)[-1]] if ending else None
 
 
-# The following functions query Slurm and read earlier runs.
+# Functions that query Slurm and read earlier runs
 
 
 def _gather(
     plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
 ) -> tuple[list[Offer], str]:
-    """Return the offers for all sizes, partitions and time limits of a plan, and the priority report."""
+    """Return the offers for all node counts, partitions and time limits, and the priority report."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
     sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
-    # If there would be too many queries, slices are omitted first, then sizes.
+    # If too many queries would be necessary, omit slices first, then node counts.
     least = min(len(sizes), LEAST_SIZES) * len(request.partitions)
     slices = SLICES_S[: max(0, MOST_ASKED // least - 1)] if cut else None
     limits = {item.name: _limits(request, cluster, item, slices) for item in request.partitions}
@@ -323,7 +323,7 @@ def _gather(
         gpus = dict.fromkeys(gpus, "")
     asked = [
         (size, item, limit_s, is_slice)
-        for is_slice in (False, True)  # Slices come last, so that they are the ones omitted if time runs out.
+        for is_slice in (False, True)  # Query slices last, so that they are omitted first if time runs out.
         for size in plans
         for item in request.partitions
         for limit_s in limits[item.name]
@@ -367,7 +367,7 @@ def _limits(
 ) -> list[float]:
     """Return the time limits that a job in a partition may request.
 
-    `slices` are shorter limits to add; None if the run cannot be split.
+    `slices` are shorter limits to add, or None if the run cannot be split.
     """
     longest = request.time_s or partition.job_time_s or math.inf
     if slices is not None:
@@ -391,7 +391,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work on each number and type of nodes, as `trainkit plan` or the time limit says."""
+    """Return the work for each number and type of nodes, estimated by `trainkit plan` or the time limit."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -417,7 +417,7 @@ def _base(
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work, computed from the speed of earlier runs (including bench runs) with equivalent steps.
+    """Return the work derived from the speed of earlier runs, including bench runs, with equivalent steps.
 
     Newer runs take precedence over older ones.
     """
@@ -437,7 +437,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # An attempt without a partition of this cluster used different nodes.
+                continue  # An attempt outside this cluster's partitions used different nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found
@@ -447,7 +447,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
     try:
         before = read_effective(run.config_file)
     except (OSError, ConfigError):
-        return False  # The config was written by a different trainkit version.
+        return False  # A different trainkit version wrote the config.
     first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
     return first == second
 
@@ -457,11 +457,11 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
-# The following function changes the plan to the chosen offer.
+# Function that changes the plan to the chosen offer
 
 
 def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
-    """Return the plan of a job that requests the offer; smaller sizes remain possible if nodes are lost."""
+    """Return the plan of a job that requests the offer; smaller node counts remain allowed if nodes fail."""
     own = plan.at(offer.num_nodes)
     assert own.slurm is not None
     sizes = {size: change for size, change in own.sizes.items() if int(size) < offer.num_nodes}

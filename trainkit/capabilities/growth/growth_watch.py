@@ -1,6 +1,6 @@
-"""Decides when to requeue a run that has fewer nodes than it may use, so that it restarts on more nodes.
+"""Decides when to requeue a run with fewer than its maximum number of nodes, to restart it on more nodes.
 
-The watch regularly asks Slurm whether the missing nodes are free.
+The watch regularly asks Slurm whether additional nodes are available.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ from trainkit.slurm.submit import ask_starts
 
 ASK_EVERY_S = 1800.0
 ENOUGH_S = 5.0
-"""Seconds for all queries to Slurm together, during which signals are not handled."""
+"""Total time limit in seconds for all Slurm queries together; signals are not handled during these
+queries."""
 MOST_ASKED = 4
-"""Maximum number of node counts for which Slurm is asked about the start time."""
+"""Maximum number of node counts for which Slurm is asked for a start time."""
 SOON_S = 60.0
-"""A job counts as startable now if it would start within this number of seconds."""
+"""A job is considered able to start now if it would start within this many seconds."""
 REQUEUE_S = 120.0
-"""Seconds for saving and requeueing, excluding the start of the ranks."""
+"""Seconds needed to save and requeue, excluding the time to start the ranks."""
 MIN_SHARE = 0.1
-"""Minimum fraction of the remaining time that a growth must save, net of the time for the restart.
+"""Minimum fraction of the remaining time that requeueing with more nodes must save, after subtracting the
+restart time.
 """
 MAX_VAIN = 2
-"""Maximum number of growths that did not get the run more nodes; the run then no longer grows."""
+"""Maximum number of requeues for more nodes that may fail to get more nodes; after that, the run no longer
+tries to grow."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The decision whether a run requeues to restart on more nodes."""
+    """The decision whether to requeue a run so that it restarts on more nodes."""
 
     num_nodes: int | None
-    """Number of nodes on which to restart; None if the run does not grow."""
+    """Number of nodes to restart on, or None if the run does not requeue."""
     reason: str
 
     @property
@@ -58,10 +61,11 @@ class Growth:
 def decide_growth(
     left_s: float, restart_s: float, num_nodes: int, waits: Mapping[int, float | None]
 ) -> Growth:
-    """Decide whether a run with `left_s` remaining on `num_nodes` should restart on more nodes.
+    """Decide whether a run should be requeued to restart on more nodes.
 
-    Speed is assumed to be proportional to the number of nodes. `waits` maps each possible number of nodes to
-    the seconds until the missing nodes are free, or to None if Slurm gives no time.
+    The run needs `left_s` more seconds on `num_nodes`, and speed is assumed to be proportional to the number
+    of nodes. `waits` maps each possible number of nodes to the seconds until the additional nodes are
+    available, or to None if Slurm predicts no time.
     """
     known = {size: wait_s for size, wait_s in waits.items() if wait_s is not None}
     if not known:
@@ -81,7 +85,7 @@ def decide_growth(
 
 
 def vain_growths(attempts: Sequence[Attempt]) -> int:
-    """Return the number of growths that did not get the run more nodes."""
+    """Return the number of requeues for more nodes that did not get the run more nodes."""
     return sum(
         one.cause == "grow" and (following.num_nodes or 0) <= (one.num_nodes or 0)
         for one, following in pairwise(attempts)
@@ -89,7 +93,7 @@ def vain_growths(attempts: Sequence[Attempt]) -> int:
 
 
 class GrowthWatch(Watch):
-    """Checks during an attempt, at most every `ASK_EVERY_S`, whether the run should grow."""
+    """Checks during an attempt, at most every `ASK_EVERY_S`, whether to restart the run on more nodes."""
 
     while_stopping = False
 
@@ -100,7 +104,7 @@ class GrowthWatch(Watch):
         self._asked_s = time.monotonic()
 
     def poll(self) -> PlannedStop | None:
-        """Return a planned stop if the run should grow, else None; may raise OSError."""
+        """Return a planned stop if the run should restart on more nodes, or None; may raise OSError."""
         now_s = time.monotonic()
         if not self._larger or now_s < self._asked_s + ASK_EVERY_S:
             return None
@@ -131,10 +135,10 @@ class GrowthWatch(Watch):
         return decide_growth(left_s, REQUEUE_S + start_s, self._plan.num_nodes, self._waits())
 
     def _waits(self) -> dict[int, float | None]:
-        """Map each larger number of nodes to the seconds until the missing nodes are free."""
+        """Map each larger number of nodes to the seconds until the additional nodes are available."""
         assert self._plan.slurm is not None
-        # Exclude the run's own nodes, which may have room for another job but not for another node of this
-        # run.
+        # Exclude the run's own nodes, because they may have room for another job but would not be additional
+        # nodes.
         others = with_excluded(self._plan.slurm, self._hosts).sbatch
         partition = os.environ.get("SLURM_JOB_PARTITION") or others.get("partition", False)
         others = {**others, "partition": partition, "comment": False, "dependency": False}

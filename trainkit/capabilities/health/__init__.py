@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HealthPlan(Part):
-    """The interval at which the nodes of a run are sampled."""
+    """Part of the launch plan that sets the interval between health samples."""
 
     CAPABILITY = "health"
     every_s: float
 
 
 class Health(Capability):
-    """The health capability, which lets one agent per node append samples to a file."""
+    """Lets one agent per node append health samples to a file."""
 
     name = "health"
 
@@ -40,7 +40,8 @@ class Health(Capability):
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         part = plan.part(HealthPlan)
-        # With one task per GPU, each GPU has its own agent, but only one agent per node takes samples.
+        # With one task per GPU, each GPU has its own agent, so let only the agent with local rank 0 take
+        # samples.
         if part is None or 0 not in node.local_ranks:
             return None
         from trainkit.capabilities.health.sampler import HealthSampler

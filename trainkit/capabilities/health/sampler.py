@@ -1,8 +1,8 @@
-"""Measures the health of a node while its ranks run: processors, memory, network, disks and GPUs.
+"""Measures the health of a node while its ranks run: CPUs, memory, network, disks and GPUs.
 
 One agent on each node appends samples to ``health/HOST.jsonl`` in the run folder. The agent takes samples in
-a separate thread, so that a driver or a file system that does not respond cannot block it. The ranks
-themselves take no samples.
+a separate thread, so that an unresponsive driver or filesystem cannot block the agent. The ranks themselves
+take no samples.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from trainkit.run.files import append_jsonl, utc_now, write_atomic
 from trainkit.run.rundir import AttemptDir
 
 MAX_BYTES = 4 * 2**20
-"""Maximum size of a file of samples; in a larger file, every second sample of the older half is deleted."""
+"""Maximum size of a sample file in bytes; if the file is larger, every second sample in its older half is
+deleted."""
 BLOCK_DEVICES = Path("/sys/block")
 NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr")
-"""Prefixes of devices that are not disks, or whose transfers are also counted for other devices."""
+"""Prefixes of block devices that are not disks, or whose transfers are already counted for other devices."""
 SECTOR_BYTES = 512
 MIB, GIB = 2**20, 2**30
 THROTTLES = {
@@ -71,13 +72,13 @@ class HealthSampler(Companion):
         self._thread.start()
 
     def end(self, *, is_finished: bool) -> None:
-        """Stop sampling without waiting for the thread, which may be in a call that never returns."""
+        """Stop sampling without waiting for the thread, which may be blocked in a call that never returns."""
         self._ends.set()
 
     def _run(self) -> None:
         is_over = self._ends.wait(self._interval_s)
         if not is_over:
-            self._gpus.open()  # loading NVML earlier would slow down the start of the ranks
+            self._gpus.open()  # loading NVML earlier would slow down the starting ranks
         while not is_over:
             try:
                 ensure_folder(self.file.parent)
@@ -89,7 +90,7 @@ class HealthSampler(Companion):
             is_over = self._ends.wait(self._interval_s)
 
     def append(self) -> None:
-        """Take one sample and append it to the file."""
+        """Take one sample and append it to the sample file."""
         gpus, problem = self._gpus.sample()
         if problem:
             self._report(f"cannot query the GPUs: {problem}")
@@ -97,26 +98,27 @@ class HealthSampler(Companion):
         append_jsonl(self.file, {**record, **self._counters.sample(), "gpus": gpus})
 
     def _report(self, problem: str) -> None:
-        """Log a problem once; the run continues without samples."""
+        """Log a problem unless it has been logged before; the run continues without samples."""
         if problem != self._problem:
             self._problem = problem
             log_line(f"warning: {problem}")
 
 
 def thin_out(file: Path) -> None:
-    """Delete every second line of the older half of a file."""
+    """Delete every second line in the older half of a file."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     half = len(lines) // 2
     write_atomic(file, "".join(lines[:half:2] + lines[half:]))
 
 
 class _Counters:
-    """Measures the host's utilisation, with rates since the previous sample; unknown values are None."""
+    """Measures host utilisation, with rates since the previous sample; unknown values are None."""
 
     def __init__(self) -> None:
         self._read_s, self._before = time.monotonic(), _counters()
         self._parent = os.getppid()
-        """Parent process of all agents on this host: the supervisor, a Slurm step, or a launcher."""
+        """Process id of the parent of all agents on this host: the supervisor, a Slurm step, or a
+        launcher."""
 
     def sample(self) -> dict[str, float | str | None]:
         now_s, now = time.monotonic(), _counters()
@@ -138,7 +140,7 @@ class _Counters:
         }
 
     def _job_memory(self) -> dict[str, float | str | None]:
-        """Return the memory that the job uses, and how it was measured."""
+        """Return the job's memory use, and the method by which it was measured."""
         if (used_gib := job_memory_gib()) is not None:
             return {"job_mem_gib": used_gib, "job_mem_by": BY_CGROUP}
         trees = (descendants(pid, tree_of(pid)) for pid in (self._parent, os.getpid()))
@@ -147,7 +149,7 @@ class _Counters:
 
 
 def _counters() -> dict[str, int]:
-    """Read the kernel's counters of CPU jiffies and transferred bytes; unknown counters are omitted."""
+    """Return the kernel's counters of CPU jiffies and transferred bytes, omitting unknown counters."""
     found = {}
     for name, *values in kernel_lines(PROC / "stat"):
         if name == "cpu":
@@ -157,7 +159,7 @@ def _counters() -> dict[str, int]:
     if interfaces:
         others = [words for words in interfaces if words[0] != "lo:"]
         found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
-    with contextlib.suppress(OSError):  # the counters do not include network file systems
+    with contextlib.suppress(OSError):  # network filesystems are not included in these counters
         disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
         lines = [words for words in kernel_lines(PROC / "diskstats") if words[2] in disks]
         read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
@@ -166,7 +168,7 @@ def _counters() -> dict[str, int]:
 
 
 class _Gpus:
-    """The GPUs that the ranks of this node can use, as reported by NVML."""
+    """The GPUs that the ranks on this node can use, as reported by NVML."""
 
     def __init__(self, listed: str | None) -> None:
         self._listed, self._stays_open = visible_gpus(listed), ExitStack()
@@ -174,17 +176,17 @@ class _Gpus:
         self._handles: list[tuple[int, Any, str]] = []
 
     def open(self) -> None:
-        """Find the GPUs; without a driver, there are none."""
+        """Find the GPUs; without an NVIDIA driver, the list of GPUs stays empty."""
         with contextlib.suppress(NoDriver):
             self._nvml = driver = self._stays_open.enter_context(nvml())
-            with contextlib.suppress(driver.NVMLError):  # a MIG slice, for example, reports nothing
+            with contextlib.suppress(driver.NVMLError):  # MIG slices, for example, reject some NVML queries
                 names = range(driver.nvmlDeviceGetCount()) if self._listed is None else self._listed
                 for handle in (gpu_handle(driver, str(name)) for name in names):
                     model = str(driver.nvmlDeviceGetName(handle))
                     self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
-        """Return the state of each GPU, and a problem or ""; values that a GPU does not report are None."""
+        """Return each GPU's state, and a problem or ""; values that a GPU does not report are None."""
         problem, found = "", []
         for index, handle, name in self._handles:
             sample: dict[str, object] = {"index": index, "name": name}
@@ -217,7 +219,7 @@ class _Gpus:
 
 
 def throttle_reasons(nvml: Any, mask: int) -> list[str]:
-    """Return the reasons why a GPU's clocks are reduced, from NVML's bit mask; idle is not a reason."""
+    """Decode the reasons for a GPU's reduced clocks from NVML's bit mask; idle is not considered a reason."""
     prefix = "nvmlClocksThrottleReason"
     found = (why for name, why in THROTTLES.items() if mask & getattr(nvml, prefix + name, 0))
     return list(dict.fromkeys(found))

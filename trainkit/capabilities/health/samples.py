@@ -1,4 +1,4 @@
-"""Reads the health samples in ``health/HOST.jsonl`` of a run."""
+"""Reads a run's health samples from ``health/HOST.jsonl``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trainkit.run.files import Record, read_jsonl_reversed
 from trainkit.run.rundir import RunDir
 
 BY_CGROUP, BY_PROCESSES = "cgroup", "processes"
-"""How ``job_mem_gib`` was measured: as the memory of the job's control group, or the sum of its processes'
-PSS."""
+"""The method that measured ``job_mem_gib``: the memory of the job's cgroup, or the sum of the PSS of its
+processes."""
 
 
 def health_dir(run: RunDir) -> Path:
-    """Return the folder that contains one file of samples per host."""
+    """Return the folder that contains one sample file per host."""
     return run.path / "health"
 
 
 def health_file(run: RunDir, host: str) -> Path:
-    """Return the file that contains the samples of a host: processors, memory, network, disks and GPUs."""
+    """Return the file that contains a host's samples: CPUs, memory, network, disks and GPUs."""
     return health_dir(run) / f"{host}.jsonl"
 
 
@@ -33,12 +33,12 @@ class HealthSample(Entry):
 
     @property
     def gpus(self) -> list[Record]:
-        """Return the GPUs of the node, each with ``index``, ``util_percent`` and other values."""
+        """Return the node's GPUs, each with ``index``, ``util_percent`` and other values."""
         return self.records("gpus")
 
 
 class HealthFiles(Reader):
-    """Finds the newest sample of each node, reading only the end of files that have changed."""
+    """Finds the newest sample of each node; reads only the end of files that have changed."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run)
@@ -67,7 +67,7 @@ class HealthFiles(Reader):
 
 
 def newest_sample(file: Path) -> HealthSample | None:
-    """Return the last sample in a file, or None if there is none."""
+    """Return the last sample in a file, or None if the file has no samples."""
     return next(samples_reversed(file), None)
 
 

@@ -1,4 +1,4 @@
-"""Summarises health samples for `watch`, for the report and for the advice about exhausted memory."""
+"""Summarises health samples for `watch`, for the report and for advice on out-of-memory failures."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainkit.run.files import Record, mean, numbers, read_jsonl, seconds_betwee
 from trainkit.run.rundir import AttemptDir, RunDir
 
 SILENT_SAMPLES = 3
-"""A node counts as silent if this many of its samples are missing."""
+"""A node is considered silent if this many consecutive samples are missing."""
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
-"""GPUs of a node are unusually idle if their utilisation is below this fraction of the median of all
-nodes."""
+"""A node's GPUs are considered unusually idle if their utilisation is below this fraction of the median over
+all nodes."""
 SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
-"""Severities of a node's problems."""
+"""Severities of node problems."""
 HEALTH_BYTES = 16 * 1024 * 1024
-"""Maximum number of bytes of samples that are parsed for all nodes together."""
+"""Maximum number of bytes of samples to parse for all nodes together."""
 MAX_SAMPLES = 1000
-"""Maximum number of a host's newest samples that are searched for samples of an attempt."""
+"""Maximum number of a host's newest samples to search for samples from one attempt."""
 
 
 def hosts_of(samples: Mapping[str, HealthSample], reading: Reading, now: datetime) -> dict[str, HostView]:
-    """Describe the nodes of the newest attempt, or of earlier attempts if it has no samples yet."""
+    """Describe the nodes of the newest attempt, or of earlier attempts if the newest has no samples yet."""
     own = {host: sample for host, sample in samples.items() if sample.attempt == reading.attempt} or samples
     busy = [share for share in (mean(sample.gpus, "util_percent") for sample in own.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
@@ -69,7 +69,7 @@ def _host(
 
 
 def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[int, str]]:
-    """Yield the problems in a sample of a node, each with its severity."""
+    """Yield the problems found in a node's sample, each with its severity."""
     by_problem: dict[tuple[int, str], list[int | None]] = {}
     for gpu in gpus:
         for problem in _gpu_problems(gpu):
@@ -85,7 +85,7 @@ def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[in
 def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
-    # It is normal that a busy GPU reaches its power limit.
+    # A busy GPU normally reaches its power limit.
     limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
@@ -100,14 +100,14 @@ def _sum(sample: HealthSample, *keys: str) -> float | None:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """The utilisation of one node; values that were not measured are None."""
+    """The utilisation of one node; unmeasured values are None."""
 
     host: str
     num_samples: int
     cpu_mean_percent: float | None
     job_mem_peak_gib: float | None
     job_mem_by: str | None
-    """How `job_mem_peak_gib` was measured: ``cgroup`` or ``processes``."""
+    """The method that measured `job_mem_peak_gib`: ``cgroup`` or ``processes``."""
     mem_total_gib: float | None
     gpu_mean_percent: float | None
     gpu_mem_peak_gib: float | None
@@ -115,9 +115,9 @@ class NodeUse:
 
 
 def read_nodes(run: RunDir) -> list[NodeUse]:
-    """Compute the utilisation of each node from its samples.
+    """Return the utilisation of each node, computed from its samples.
 
-    If the samples exceed `HEALTH_BYTES`, the same fraction of each node's samples is skipped.
+    If the samples exceed `HEALTH_BYTES`, an equal fraction of each node's samples is skipped.
     """
     files = sorted(health_dir(run).glob("*.jsonl"))
     every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
@@ -142,7 +142,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 
 def memory_in_use(attempt: AttemptDir, host: str) -> str:
-    """Return the memory use in the last sample of an attempt, such as ``61.2 of 64.0 GiB``, or ""."""
+    """Return the memory use in an attempt's last sample, such as ``61.2 of 64.0 GiB``, or an empty string."""
     try:
         samples = islice(samples_reversed(health_file(attempt.run, host)), MAX_SAMPLES)
         sample = next((one for one in samples if one.attempt == attempt.number), HealthSample({}))

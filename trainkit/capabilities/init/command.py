@@ -95,7 +95,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
 
 
 def _is_installed(name: str, folder: Path) -> bool:
-    """Return whether Python finds a package of this name outside the folder."""
+    """Return whether Python finds a package with this name outside the given folder."""
     spec = find_spec(name)
     return (
         spec is not None
@@ -105,7 +105,7 @@ def _is_installed(name: str, folder: Path) -> bool:
 
 
 def _write_task(name: str, folder: Path, as_json: bool) -> None:
-    """Write the files of a new task: either all of them or none."""
+    """Write the files of a new task: either all files or none."""
     from trainkit.capabilities.init.init_files import task_texts, write_new
 
     if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):

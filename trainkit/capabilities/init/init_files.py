@@ -1,4 +1,4 @@
-"""Writes the files of `trainkit init`: a profile of the cluster and a first run config for it."""
+"""Writes the files that `trainkit init` creates: a cluster profile and a first run config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.formats import memory_text, time_text, version_text
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """Describe a cluster in one line; the profile contains the details."""
+    """Describe a cluster in one line; the cluster profile contains the details."""
     names = [
         f"{item.name}{' (default)' * item.is_default}" for item in cluster.partitions if not item.is_hidden
     ]
@@ -32,7 +32,7 @@ SHIPPED_TASK = "mine"
 
 
 def task_texts(name: str) -> dict[str, str]:
-    """Map the names of a new task's files (the task, its config and its test) to their texts."""
+    """Return the text of each file in a new task (the task, its config and its test), keyed by name."""
     class_name = "".join(part.capitalize() for part in name.split("_"))
     shipped = {file: shipped_templates() / "task" / file.format(SHIPPED_TASK) for file in TASK_FILES}
     texts = {file.format(name): path.read_text(encoding="utf-8") for file, path in shipped.items()}
@@ -43,7 +43,7 @@ def task_texts(name: str) -> dict[str, str]:
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a new file; return False if the path already exists.
+    """Write a new file and return True, or return False if the path already exists.
 
     Raises UsageError if the file cannot be written.
     """
@@ -54,7 +54,7 @@ def write_new(path: Path, text: str) -> bool:
                 file.write(text)
                 file.flush()
             except BaseException:
-                path.unlink()  # A partly written file would block the next attempt.
+                path.unlink()  # a partly written file would prevent the next attempt
                 raise
     except FileExistsError:
         if path.parent.is_dir():
@@ -94,8 +94,8 @@ _SECTIONS: dict[type, tuple[type[Section], str | None]] = {
     Partition: (PartitionProfile, "max_time_s"),
     NodeKind: (NodesProfile, "count"),
 }
-"""Maps a type to its section in the profile, and to the one key that is written even if it has its
-default."""
+"""Maps each type to its profile section, and to the key that is always written, even with its default value
+(None if there is no such key)."""
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
@@ -119,7 +119,7 @@ def _rendered(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(shipped_templates()),
         undefined=StrictUndefined,
-        autoescape=False,  # The output is YAML, not HTML, and every value is quoted by `flow`.
+        autoescape=False,  # The output is YAML, not HTML, and the `flow` filter quotes every value.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -138,7 +138,7 @@ def _flow(value: object) -> str:
 
 
 def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
-    """Return the keys of a profile section that are written, except the nodes of a partition."""
+    """Return the keys to write into a profile section, excluding the nodes of a partition."""
     section, always = _SECTIONS[type(item)]
     found: dict[str, object] = {}
     for name, info in section.model_fields.items():
@@ -154,11 +154,11 @@ def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
 
 FIRST_RUN_TIME_S = 1800
 MIN_FIRST_RUN_TIME_S = 300
-"""Minimum time limit of a partition that is chosen for the first run."""
+"""Minimum time limit in seconds that a partition must allow to be chosen for the first run."""
 
 
 def first_run_text(cluster: Cluster | None) -> str:
-    """Return a run config that can run without changes; `cluster` is None on a machine without Slurm."""
+    """Return a run config that works without changes; `cluster` is None on a machine without Slurm."""
     partition = None if cluster is None else first_partition(cluster)
     partitions, accounts = (cluster.partitions, cluster.accounts or ()) if cluster else ((), ())
     limit_s = None if partition is None else partition.max_time_s
@@ -178,7 +178,7 @@ def first_run_text(cluster: Cluster | None) -> str:
 
 
 def first_partition(cluster: Cluster) -> Partition | None:
-    """Return the partition for the first run: one with GPUs if possible, preferably the default partition."""
+    """Return the partition for the first run: preferably one with GPUs, and then the default partition."""
     request = ResourceRequest(nodes=1, names={}, account=_first_account(cluster))
     usable = [
         item
@@ -193,7 +193,7 @@ def first_partition(cluster: Cluster) -> Partition | None:
 
 
 def _first_account(cluster: Cluster) -> str | None:
-    """Return the account to charge if there is no default account, otherwise None."""
+    """Return the account to charge if Slurm has no default account for the user, or None otherwise."""
     accounts = cluster.accounts or ()
     if not accounts or any(item.is_default for item in accounts):
         return None

@@ -1,4 +1,4 @@
-"""Passes config values to the launcher's tool, which starts the ranks of a command."""
+"""Passes config values to the tool, such as torchrun, that starts the ranks of a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Launchers(Capability):
-    """The launchers capability, for torchrun, accelerate, DeepSpeed, Lightning and Megatron."""
+    """Supports the launchers torchrun, accelerate, DeepSpeed, Lightning and Megatron."""
 
     name = "launchers"
 

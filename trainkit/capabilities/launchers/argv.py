@@ -1,4 +1,4 @@
-"""Builds the command lines with which an agent starts a command through a launcher."""
+"""Builds the command lines that an agent uses to start a command through a launcher."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _LAUNCHERS = {
         "--main_process_ip={master_addr}",
         "--main_process_port={master_port}",
     ),
-    # The `deepspeed` program starts this module on every node, using ssh and a hostfile. The module sets
-    # CUDA_VISIBLE_DEVICES to the GPUs of its node.
+    # The `deepspeed` program starts deepspeed.launcher.launch on every node, using ssh and a hostfile. This
+    # module sets CUDA_VISIBLE_DEVICES to the GPUs of its node.
     "deepspeed": (
         "deepspeed.launcher.launch",
         "--world_info={world_info}",
@@ -49,11 +49,12 @@ _LAUNCHERS = {
         "--master_port={master_port}",
     ),
 }
-"""Maps a launcher to its module and the module's options for one node, with fields of `RankEnv`."""
+"""Maps each launcher to its module and that module's options for one node, which contain fields of
+`RankEnv`."""
 
 
 def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
-    """Return the argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
+    """Return the argv of an agent's child process: a rank, or the launcher for all ranks on a node."""
     part = plan.part(LauncherPlan) or LauncherPlan()
     command, launcher = _filled_in(plan.workload.argv, part, run), plan.workload.launcher
     python = plan.environment.python or (sys.executable,)
@@ -63,7 +64,7 @@ def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str
     info = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
     module = [word.format(**vars(rank_env), world_info=info) for word in _LAUNCHERS[launcher]]
     if ACCELERATE_CONFIG in part.files:
-        # The config file sets the kind of parallelism; with --multi_gpu, accelerate would not read the file.
+        # The config file sets the kind of parallelism; with --multi_gpu, accelerate would ignore the file.
         module.append(f"--config_file={run.path / ACCELERATE_CONFIG}")
     elif launcher == "accelerate" and rank_env.world_size > 1:
         module.append("--multi_gpu")
@@ -72,7 +73,7 @@ def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str
 
 
 def _filled_in(command: tuple[str, ...], part: LauncherPlan, run: RunDir) -> tuple[str, ...]:
-    """Return a command with its placeholders filled in; other text in braces is kept."""
+    """Return a command with its placeholders replaced by their values; other text in braces is kept."""
     values = dict(part.values)
     if DS_CONFIG in part.files:
         values["ds_config"] = str(run.path / DS_CONFIG)
@@ -82,7 +83,7 @@ def _filled_in(command: tuple[str, ...], part: LauncherPlan, run: RunDir) -> tup
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command without its leading Python interpreter, because launchers use their own."""
+    """Return a command without its leading Python interpreter, because launchers add an interpreter."""
     first = PurePath(command[0]).name
     if first.startswith("python") and len(command) > 1:
         return tuple(command[1:])
@@ -90,7 +91,7 @@ def script_of(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own_gpus(plan: LaunchPlan, rank_env: RankEnv) -> list[int | str]:
-    """Return the GPUs of a node by number or UUID; on Slurm, the GPUs of its ranks, numbered from 0."""
+    """Return a node's GPUs by number or UUID; on Slurm, return the GPUs of its ranks, numbered from 0."""
     visible = os.environ.get(VISIBLE) if plan.is_here and plan.device == "cuda" else None
     if visible is None:
         return list(range(rank_env.local_world_size))

@@ -1,7 +1,7 @@
-"""Translates config values into input for a launcher's tool: a config file, flags or placeholder values.
+"""Translates config values into a launcher's input: a config file, flags or placeholder values.
 
-Only keys that the user set are passed on, so that the tool's defaults apply to all others. The model and the
-learning rate schedule are set by the script itself.
+Only keys that the user set are passed on, so that the launcher's own defaults apply to all other keys. The
+user's script itself chooses the model and the learning rate schedule.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout
 
 SECTIONS = ("seed", "data", "train", "optimizer", "precision", "parallel")
-"""Keys and sections that can be passed on to a launcher."""
+"""Config keys and sections that can be passed on to a launcher."""
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 RECOMPUTE = "parallel.activation_checkpointing"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Properties of a job on which generated files depend, in addition to the keys that the user set."""
+    """Properties of a job that determine the generated files, in addition to the keys that the user set."""
 
     loaded: LoadedConfig
     world_size: int
@@ -34,42 +34,42 @@ class Job:
     workers_per_node: int
     device: str
     asked: set[str] = field(default_factory=set)
-    """Keys that the user set and that the files depend on; each call of `has` adds to it."""
+    """The user-set keys that the generated files use; each call of `has` adds keys."""
 
     @cached_property
     def typed(self) -> tuple[str, ...]:
-        """Return the keys that the user set and that can be passed on to a launcher, sorted."""
+        """Return a sorted tuple of the user-set keys that can be passed on to a launcher."""
         known = sorted(self.loaded.origins)
         return tuple(
             key for key in known if key.partition(".")[0] in SECTIONS and self.loaded.set_by_user(key)
         )
 
     def has(self, *keys: str) -> bool:
-        """Return whether the user set any of these keys, or any key of these sections."""
+        """Return whether the user set any of the given keys, or any key in the given sections."""
         found = {key for key in self.typed for name in keys if key == name or key.startswith(f"{name}.")}
         self.asked.update(found)
         return bool(found)
 
     def layout(self) -> Layout:
-        """Return the parallel layout of the processes."""
+        """Return the parallel layout of the job's processes."""
         self.has(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")))
         return make_layout(self.loaded.config.parallel, self.world_size)[0]
 
     def batch(self, layout: Layout) -> Batch | None:
-        """Return the batch of one step, or None if the user set none of its sizes."""
+        """Return the batch sizes for one step, or None if the user set no batch size."""
         if not self.has(DEVICE, GLOBAL):
             return None
         return make_batch(BatchRequest.of(self.loaded), layout, self.loaded.config.data.seq_len)
 
     def lr(self, layout: Layout) -> float:
-        """Return the peak learning rate, scaled by lr_scale as in the config."""
+        """Return the peak learning rate, multiplied by the scale factor from lr_scale."""
         optimizer = self.loaded.config.optimizer
         self.has("optimizer.lr_scale", "optimizer.lr_scale_base")
         return scaled_lr(optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base)[0]
 
     @property
     def shards(self) -> bool:
-        """Return whether the user requested sharded parameters."""
+        """Return whether the user requested sharding of parameters."""
         return self.has("parallel.dp_shard") and self.loaded.config.parallel.dp_shard != 1
 
     def only_set(self, *entries: tuple[str, str, object]) -> dict[str, object]:
@@ -79,19 +79,19 @@ class Job:
 
 @dataclass(frozen=True)
 class LauncherInput:
-    """The input for a launcher's tool."""
+    """The input for a launcher."""
 
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of a file in the run folder to the file's text."""
+    """Maps the name of each file in the run folder to the file's text."""
     env: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
-    """Maps a placeholder in the command to the value that replaces it."""
+    """Maps each placeholder in the command to the value that replaces the placeholder."""
 
 
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
-    """Return the input for a launcher's tool that starts a command.
+    """Return the input for the launcher that starts a command.
 
-    Raises ConfigError for values that the tool does not support.
+    Raises ConfigError for config values that the launcher does not support.
     """
     tools = {
         "accelerate": _accelerate,
@@ -103,7 +103,7 @@ def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherI
 
 
 def describe_input(given: LauncherInput, launcher: str) -> str | None:
-    """Describe the input for a tool in one line; None if there is no input."""
+    """Return a one-line description of a launcher's input, or None if there is no input."""
     parts = [f"{name} in the run folder" for name in given.files]
     parts += [f"{name}={value}" for name, value in given.env.items()]
     parts += [f"{{{name}}} is {value}" for name, value in given.values.items() if value]
@@ -111,9 +111,9 @@ def describe_input(given: LauncherInput, launcher: str) -> str | None:
 
 
 def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: Sequence[str] = ()) -> None:
-    """Raise ConfigError with the given problems, and with one problem for each of `degrees` above 1.
+    """Raise ConfigError with the given problems, and with one problem for each degree in `degrees` above 1.
 
-    A problem consists of a key and the reason why the tool cannot use the key's value.
+    A problem consists of a key and the reason why the tool does not support the key's value.
     """
     found = [*problems]
     for key in degrees:
@@ -125,22 +125,22 @@ def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: S
         raise ConfigError([Problem(key, message, hint=hint) for key, message in found])
 
 
-# Input for accelerate.
+# Input for accelerate
 
 
 def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return the file for ``accelerate launch --config_file``; see accelerate's config_args.py."""
+    """Return the file for ``accelerate launch --config_file``; see config_args.py in accelerate."""
     _refuse(job, "accelerate", _accelerate_problems(job), ("tp", "pp", "cp"))
     parallel, dtype = job.loaded.config.parallel, job.loaded.config.precision.dtype
     layout = job.layout() if job.shards else Layout(dp_shard=job.world_size)
     batch = job.batch(layout)
     env = {}
     if batch is not None and job.has(DEVICE) and job.has(GLOBAL):
-        # The config file of `accelerate launch` has no key for gradient accumulation except with DeepSpeed,
-        # but `Accelerator` reads this variable.
+        # The config file of `accelerate launch` has a key for gradient accumulation only for DeepSpeed, but
+        # `Accelerator` reads this variable.
         env[ACCUMULATION_VARIABLE] = str(batch.accumulation_steps)
     if not (job.shards or job.has("precision.dtype")):
-        # Without this config file, accelerate reads the user's own default config file, if there is one.
+        # Without this config file, accelerate reads the user's default accelerate config file if it exists.
         return LauncherInput(env=env)
     several = "MULTI_GPU" if job.world_size > 1 else "'NO'"
     lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {'FSDP' if job.shards else several}"]
@@ -176,11 +176,11 @@ def _accelerate_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "parallel.offload", "is true, but accelerate can offload only sharded parameters"
 
 
-# Input for DeepSpeed.
+# Input for DeepSpeed
 
 
 def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return the file that replaces ``{ds_config}`` in a command: a configuration JSON for DeepSpeed."""
+    """Return the file that replaces ``{ds_config}`` in a command: a DeepSpeed JSON config."""
     if not any("{ds_config}" in word for word in command):
         return LauncherInput()
     _refuse(job, "deepspeed", _deepspeed_problems(job), ("tp", "pp", "cp"))
@@ -202,9 +202,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         "weight_decay": optimizer.weight_decay,
     }
     if job.device == "cpu" and not parallel.offload:
-        params["torch_adam"] = (
-            True  # DeepSpeed's own Adam kernel, for parameters on the device, requires a GPU.
-        )
+        params["torch_adam"] = True  # without offloading, DeepSpeed's own Adam kernel requires a GPU
     value = job.only_set(
         (DEVICE, "train_micro_batch_size_per_gpu", batch.device_batch_size),
         (GLOBAL, "train_batch_size", batch.global_batch_size if is_global else None),
@@ -235,15 +233,16 @@ def _deepspeed_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not have"
 
 
-# Input for Lightning.
+# Input for Lightning
 
 LIGHTNING_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return values for placeholders that are named like the arguments of ``lightning.Trainer``.
+    """Return values for placeholders that have the names of ``lightning.Trainer`` arguments.
 
-    A command requests each value by name, so the values include defaults of the config.
+    Because a command requests each value by name, values that the user did not set are included with their
+    defaults.
     """
     config, layout = job.loaded.config, Layout(dp_shard=job.world_size)
     train = config.train
@@ -266,7 +265,8 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
         ),
         "lr": (lambda: f"{job.lr(layout):g}", ["optimizer.lr"]),
     }
-    """Maps a placeholder to its value, and to the config keys on which the value depends."""
+    """Maps each placeholder to a function that returns its value, and to the config keys that the value
+    depends on."""
     asked = [name for name in values if any(f"{{{name}}}" in word for word in command)]
     problems = []
     if "strategy" in asked and job.shards and job.device == "cpu":
@@ -277,11 +277,11 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
     return LauncherInput(values={name: str(values[name][0]()) for name in asked})
 
 
-# Input for Megatron.
+# Input for Megatron
 
 
 def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return the flags to append to a command, as defined in Megatron-LM's megatron/training/arguments.py."""
+    """Return the flags to append to a command; Megatron-LM's megatron/training/arguments.py defines them."""
     _refuse(job, "megatron", _megatron_problems(job))
     flags = _megatron_flags(job, job.layout())
     typed = {word.partition("=")[0] for word in command}
@@ -294,12 +294,12 @@ def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
 
 
 def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
-    """Return the flags with their values; a flag without a value has an empty text."""
+    """Return the flags and their values; a flag that takes no value maps to an empty string."""
     config = job.loaded.config
     train, optimizer, dtype, batch = config.train, config.optimizer, config.precision.dtype, job.batch(layout)
     recompute = config.parallel.activation_checkpointing
     sequence = config.parallel.sequence_parallel and layout.tp > 1
-    # With a pipeline, trainkit divides a device batch into microbatches.
+    # With pipeline parallelism, trainkit splits a device batch into microbatches.
     micro = batch and batch.device_batch_size // (batch.pp_microbatches or 1)
     whole = batch and batch.global_batch_size if train.global_batch_size is not None else None
     return job.only_set(

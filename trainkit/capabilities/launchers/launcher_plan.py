@@ -1,4 +1,4 @@
-"""Defines the part of the plan that contains the input for a launcher's tool."""
+"""Defines the part of the launch plan that contains the launcher's input."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ MEGATRON_ARGS = "megatron_args.txt"
 
 @dataclass(frozen=True)
 class LauncherPlan(Part):
-    """The input for a launcher's tool."""
+    """The input for a launcher."""
 
     CAPABILITY = "launchers"
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of a file for the tool, in the run folder, to the file's text."""
+    """Maps the name of each file in the run folder that the launcher reads to the file's text."""
     values: dict[str, str] = field(default_factory=dict)
-    """Maps placeholders in the command, without their braces, to the values that replace them."""
+    """Maps each placeholder in the command, without its braces, to the value that replaces the
+    placeholder."""
     keys: tuple[str, ...] = ()
-    """Keys that the user set and that can be passed on to a launcher."""
+    """Config keys that the user set and that can be passed on to a launcher."""

@@ -1,4 +1,4 @@
-"""Suggests changes if no layout fits, and formats choices of layouts as a table and as JSON."""
+"""Suggests config changes if no layout fits into GPU memory, and formats layout choices as table and JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainkit.plan.memory import state_bytes
 from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
-"""Maximum number of nodes to try."""
+"""Maximum number of nodes for which layouts are tried."""
 
 
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
-    """Yield each change with which a run would fit, and the best choice after this change.
+    """Yield each config change that makes the run fit, and the best layout choice after the change.
 
-    The changes are the smallest number of GPUs on which the run fits, and offloading, which saves the most
-    memory but is slow.
+    The changes tried are using the smallest number of GPUs that fits the run, and offloading, which saves the
+    most memory but is slow.
     """
     for other in _sizes(hardware):
         found = choose(work, other, global_batch_size)
@@ -34,9 +34,9 @@ def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def _sizes(hardware: Hardware) -> Iterator[Hardware]:
-    """Yield the sizes to try: fractions of a node, then numbers of nodes.
+    """Yield the hardware sizes to try: fractions of a node, then numbers of nodes.
 
-    The numbers of nodes are powers of two, and the numbers midway between them.
+    The numbers of nodes are powers of two and the midpoints between them.
     """
     size = max(hardware.node_size, hardware.gpu.node_size)
     for num_gpus in range(1, size + 1):
@@ -51,18 +51,18 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
 
 
 MIN_SHARE = 0.03
-"""Smallest fraction of a step's time that is mentioned as a reason."""
+"""Minimum fraction of a step's time for a loss of time to be mentioned as a reason."""
 DERIVED = -1
-"""The config value that lets trainkit derive a parallelism degree from the other degrees."""
+"""The config value that makes trainkit derive a parallelism degree from the other degrees."""
 
 
 def reason(choice: Choice) -> str:
-    """Describe the replicas and shards of a layout, and what its steps lose time on."""
+    """Describe the replicas and shards of a layout, and why its steps lose time."""
     return "; ".join([describe_layout(choice.work.layout), *_losses(choice)])
 
 
 def headline(best: Choice) -> str:
-    """Describe whether the model must be sharded, and why."""
+    """Describe whether the model must be sharded, and the reason."""
     work, gpu = best.work, best.hardware.gpu
     state = state_bytes(work)
     what = f"weights, gradients and optimizer state take {size(state)}"
@@ -76,7 +76,7 @@ def headline(best: Choice) -> str:
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
-    """Return the config keys that must change for a choice, in an order suitable for reading."""
+    """Return the config keys to change for a layout choice, in a readable order."""
     work, layout = choice.work, choice.work.layout
     wanted: dict[str, object] = {
         "train.device_batch_size": work.device_batch_size,
@@ -94,18 +94,18 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
     if layout.pp > 1:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
-        del wanted["parallel.zero"]  # without shards, there is nothing to gather
+        del wanted["parallel.zero"]  # without shards, ZeRO has no effect
     own = {key: attrgetter(key)(config) for key in wanted}
     return {key: value for key, value in wanted.items() if own[key] not in (value, DERIVED)}
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
-    """Return the ``--set`` options for the result of `settings`."""
+    """Return the ``--set`` options for the config changes that `settings` returned."""
     return [f"--set {key}={yaml_text(value)}" for key, value in values.items()]
 
 
 def _losses(choice: Choice) -> list[str]:
-    """Return what a step loses time on, the largest fraction first."""
+    """Return the reasons why a step loses time, largest loss first."""
     cost, node_size = choice.cost, choice.hardware.node_size
     far = cost.crossing(node_size)
     shares = {
@@ -145,15 +145,15 @@ HEADER = (
 )
 LEFT = ("recompute", "fits", "reason")
 CONFIGURED = "*"
-"""Marks the layout of the config in the table."""
+"""Marks the config's own layout in the table."""
 
 
 def table_lines(
     choices: Sequence[Choice], configured: Choice | None, best: Choice | None, fit: int | None = None
 ) -> list[str]:
-    """Format choices as the lines of a table.
+    """Return layout choices as the lines of a table.
 
-    Memory is in GiB, the amount of data sent is in GiB per GPU and step, and time is relative to the best
+    Memory is in GiB, the amount of sent data is in GiB per GPU and step, and time is relative to the best
     choice.
     """
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
@@ -182,18 +182,18 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def _amount(num_bytes: float) -> str:
-    """Format a number of bytes for the table: in GiB, or if less than one GiB, in MiB with the suffix M."""
+    """Format a number of bytes in GiB for the table, or in MiB with the suffix M below one GiB."""
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB or not num_bytes else f"{num_bytes / MIB:.0f}M"
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Return the time per token relative to the best choice."""
+    """Return the time per token of a choice relative to the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:
-    """Return a choice as a JSON object, with all amounts in bytes."""
+    """Return a choice as a JSON object that contains all amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

@@ -1,4 +1,4 @@
-"""Finds the layouts on N GPUs with which a model can be trained, fastest first.
+"""Finds the layouts that can train a model on N GPUs, fastest first.
 
 All functions in this module are pure.
 """
@@ -43,9 +43,9 @@ class Hardware:
 def find_hardware(
     config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
 ) -> Hardware:
-    """Return the hardware to plan for, as given on the command line or else by the config.
+    """Return the hardware given on the command line or, for values not given there, in the config.
 
-    Raises UsageError if the hardware is unknown.
+    Raises UsageError if the hardware cannot be determined.
     """
     names = [gpu_type] if gpu_type is not None else gpu_names(config, machine, target)
     gpu = known_gpu(names, config.resources)
@@ -84,22 +84,22 @@ def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageE
 
 
 LONG_SEQUENCE = 16_384
-"""Minimum sequence length in tokens for which context parallelism is tried although parallel.cp is 1."""
+"""Minimum sequence length in tokens for which context parallelism is tried even if parallel.cp is 1."""
 MODES = ("none", "selective", "full")
 COMPLEXITY = 0.01
-"""Relative speedup that each additional kind of parallelism must bring to be worth its added complexity."""
+"""Minimum relative speedup for which an additional kind of parallelism is worth its complexity."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its memory use and its cost."""
+    """A layout with its estimated memory use and cost."""
 
     work: StepWork
     hardware: Hardware
 
     @cached_property
     def memory(self) -> Memory:
-        """Return the memory use of the rank that needs the most."""
+        """Return the memory use of the rank that needs the most memory."""
         return memory_of(self.work)
 
     @cached_property
@@ -109,14 +109,14 @@ class Choice:
 
     @cached_property
     def fit(self) -> str:
-        """Return ``fits``, ``tight`` (above the usable memory but below the total memory) or ``no``."""
+        """Return ``fits``, ``tight`` (above the usable but below the total GPU memory) or ``no``."""
         if self.memory.peak <= self.hardware.gpu.usable:
             return "fits"
         return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Return a sort key: choices that fit come first, then faster choices."""
+        """Return a sort key: choices that fit by speed, then tight ones by speed, then others by memory."""
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
@@ -125,18 +125,18 @@ class Choice:
 
 
 def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """Return the best choice for each layout that the model and the batch size allow, best first.
+    """Return the best choice for each layout that the model and the batch size allow, best choice first.
 
-    `base` determines the sequence length, the schedule and the maximum number of samples per pass. The
-    function chooses activation checkpointing, the device batch size, the number of microbatches and ``zero``;
-    the global batch size does not change.
+    `base` determines the sequence length, the pipeline schedule and the maximum number of samples per pass.
+    The function chooses activation checkpointing, the device batch size, the number of microbatches and
+    ``zero``, but keeps the global batch size.
     """
     best = (best_on_layout(base, layout, hardware, global_batch_size) for layout in layouts(base, hardware))
     return sorted((choice for choice in best if choice is not None), key=lambda choice: choice.rank)
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield layouts of all GPUs where tp divides the number of heads and each pp stage has a layer."""
+    """Yield layouts that use all GPUs, where tp divides the number of heads and each pp stage has a layer."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
@@ -145,7 +145,7 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """Yield all layouts of `world_size` processes whose tensor parallelism stays within a node."""
+    """Yield all layouts of `world_size` processes that keep tensor parallelism within a node."""
     factors = divisors_of(world_size)
     tps = [tp for tp in factors if tp <= node_size]
     for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
@@ -157,15 +157,15 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 def best_on_layout(
     base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """Return the fastest choice that fits for a layout, or else the choice that needs the least memory.
+    """Return the fastest choice that fits for a layout, or the choice with the least memory if none fits.
 
     Returns None if the model cannot be trained with this layout.
     """
     best: Choice | None = None
     works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
     for mode in MODES:
-        # A mode that saves more memory is worth trying only with a larger batch than the one that already
-        # fits.
+        # A mode of activation checkpointing that saves more memory is useful only with a larger batch than
+        # the batch that already fits.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
             if next(layout_problems(made), None) is not None:
@@ -180,9 +180,9 @@ def best_on_layout(
 
 
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
-    """Yield the possible device batch sizes for a layout, largest first; none is larger than requested.
+    """Yield possible device batch sizes for a layout, largest first, up to the requested size.
 
-    The batches are without activation checkpointing, because not every schedule supports it.
+    The yielded work does not use activation checkpointing, because not every schedule supports it.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
@@ -199,12 +199,12 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """Return the work with `samples` per pass and `passes` per step; None if this violates a rule."""
+    """Return the work with `samples` per pass and `passes` per step, or None if a config rule forbids it."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if next(layout_problems(made), None) is not None else made
-    # Prefer at least one microbatch per pipeline rank, so that the pipeline is also full in validation, which
-    # does not accumulate.
+    # Prefer at least one microbatch per pipeline rank, so that the pipeline is also full during validation,
+    # which does not accumulate gradients.
     pp, counts = work.layout.pp, divisors_of(passes)
     for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
         made = replace(
@@ -218,7 +218,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """Return the choice with ZeRO-2 if this fits and is faster, else the unchanged choice."""
+    """Return the choice with ZeRO-2 if this fits and is faster, or the unchanged choice otherwise."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
@@ -229,7 +229,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """Return the choice for the config's layout, or None and all problems that rule out this layout."""
+    """Return the choice for the config's layout, or None and the problems that make it impossible."""
     config = loaded.config
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
@@ -242,7 +242,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the work that other layouts are derived from, with at most the config's samples per pass."""
+    """Return the base for deriving other layouts, limited to the config's number of samples per pass."""
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))

@@ -102,14 +102,14 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
     from trainkit.capabilities.layouts.choices import find_hardware
     from trainkit.cluster.target import LOCAL, make_target
 
-    # Query Slurm only if the type or the number of GPUs is not given.
+    # Query Slurm only if the type or the number of GPUs was not given.
     is_given = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
     target = LOCAL if is_given else make_target(loaded)
     return find_hardware(loaded.config, detect_machine(), target, gpu_type, gpus)
 
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
-    """Return the shape of the model; read the data only if the vocabulary size depends on it."""
+    """Return the model's shape, reading the data only if it determines the vocabulary size."""
     from trainkit.data.checks import inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
@@ -131,7 +131,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
 
 class _Planned:
-    """The choices for a config, and how they are printed."""
+    """The layout choices for a config, and the methods that print them."""
 
     def __init__(
         self,
@@ -158,18 +158,18 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
         self.effective: EffectiveTime | None = None
         shown = self.own or self.best
-        # Without the GPU's peak FLOP/s, only relative times are known.
+        # Only relative times are known without the GPU's peak FLOP/s.
         if shown is not None and hardware.gpu.peak_flops is not None:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """Return the first choices, and always the choice with the config's layout."""
+        """Return the first choices to list, and always include the config's own layout."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
     def advice(self) -> list[tuple[str, Choice]]:
-        """If no layout fits, return the changes with which the run would fit."""
+        """Return config changes that make the run fit if no layout fits, or an empty list otherwise."""
         from trainkit.capabilities.layouts.advice import advise
 
         if self.best is not None:
@@ -178,7 +178,7 @@ class _Planned:
         return list(advise(work, self.hardware, self.samples))
 
     def show(self, show_all: bool, limit: int) -> None:
-        """Print the table to standard output, and everything else to stderr."""
+        """Print the table to stdout, and everything else to stderr."""
         from trainkit.capabilities.layouts.advice import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
@@ -207,7 +207,7 @@ class _Planned:
             click.echo(f"would fit with {peak}: {what}: {self._flags(choice)}", err=True)
 
     def _flags(self, choice: Choice) -> str:
-        """Return the command that submits the run with the given choice."""
+        """Return the command that submits the run with a given layout choice."""
         from trainkit.capabilities.layouts.advice import set_flags, settings
 
         request, hardware = self.request, choice.hardware
@@ -218,7 +218,7 @@ class _Planned:
         return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, object]:
-        """Return the plan as a JSON object, with all amounts in bytes."""
+        """Return the plan as a JSON object that contains all amounts in bytes."""
         from trainkit.capabilities.layouts.advice import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 

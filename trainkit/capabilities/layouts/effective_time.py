@@ -1,9 +1,9 @@
-"""Computes the fraction of time when a run makes progress although nodes fail.
+"""Computes the fraction of time in which a run makes progress although nodes fail.
 
-The model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
-2410.21680). Failures occur at random, in proportion to the number of nodes; each failure costs a restart and
-all work since the last checkpoint. Unlike the formula in the paper, the one used here does not assume that
-failures rarely follow each other closely.
+The failure model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
+2410.21680). Failures occur at random, at a rate proportional to the number of nodes; each failure costs a
+restart and all work since the last checkpoint. Unlike the paper's formula, this module's formula does not
+assume that failures are rarely close together.
 
 All functions in this module are pure.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FAILURES_PER_NODE_DAY = 0.0065
-"""Failure rate of nodes with 8 A100 GPUs, as measured in the larger cluster of the paper."""
+"""Failures per node and day of nodes with 8 A100 GPUs, as measured in the larger cluster in the paper."""
 SAVE_S = 1.0
-"""Seconds for which a save blocks the ranks, which write the checkpoint in the background."""
+"""Seconds that a save blocks the ranks; the checkpoint is then written in the background."""
 DAY_S = 86400.0
 NOTABLE = 0.5
 """Minimum number of expected failures per run for which the effective time is shown."""
@@ -40,21 +40,21 @@ class Assumed:
 
 
 def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) -> float:
-    """Return the fraction of time spent on steps that count; each interval of `interval_s` ends with a save.
+    """Return the fraction of time spent on useful steps; each interval of `interval_s` ends with a save.
 
-    Without failures, an interval and its save take t seconds. If both are repeated until they succeed, they
-    take (exp(rate t) - 1) / rate seconds on average. Restarts, during which nodes can also fail, multiply
-    this time by exp(rate restart).
+    Let t be the duration of an interval and its save in seconds, without failures. If both are repeated until
+    they succeed, they take (exp(rate t) - 1) / rate seconds on average. Restarts, during which nodes can also
+    fail, multiply this average time by exp(rate restart).
     """
     rate, wait_s = failures_per_s, interval_s + assumed.save_s
-    # Negative exponents cannot overflow.
+    # Use negative exponents, because they cannot overflow.
     return rate * interval_s * exp(-rate * (assumed.restart_s + wait_s)) / -expm1(-rate * wait_s)
 
 
 def best_interval_s(failures_per_s: float, save_s: float) -> float:
-    """Return the interval between checkpoints that maximises the effective time.
+    """Return the interval in seconds between checkpoints that maximizes the effective time.
 
-    At this interval i, the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
+    For this optimal interval i, the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
     """
     low_s, high_s = 0.0, 1 / failures_per_s
     for _ in range(60):
@@ -66,15 +66,15 @@ def best_interval_s(failures_per_s: float, save_s: float) -> float:
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """The estimated fraction of a planned run's time that is spent on useful steps."""
+    """The estimated fraction of a run's time that is spent on useful steps."""
 
     failure_every_s: float
     interval_s: float
-    """Seconds between the checkpoints that the config requests."""
+    """Seconds between checkpoints, as configured."""
     share: float
     best_interval_s: float
     best_steps: int
-    """The number of steps that take `best_interval_s`."""
+    """The optimal number of steps between checkpoints, which take `best_interval_s`."""
     best_share: float
     step_s: float
     assumed: Assumed
@@ -98,9 +98,9 @@ class EffectiveTime:
 def effective_time(
     config: RunConfig, num_nodes: int, step_s: float, assumed: Assumed
 ) -> EffectiveTime | None:
-    """Return the effective time of a run; None if the run saves no checkpoints.
+    """Return the effective time of a run, or None if the run saves no checkpoints.
 
-    The result is also None for a run that is short or uses one node, unless a value differs from its default.
+    Also returns None for a run that is short or uses one node, unless the user changed an assumed value.
     """
     saves, steps = config.checkpoint, config.train.steps
     rate = num_nodes * assumed.failures_per_node_day / DAY_S

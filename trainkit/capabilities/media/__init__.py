@@ -1,4 +1,4 @@
-"""Stores the images, histograms and texts that a task or a loop logs, and shows them in the report."""
+"""Stores images, histograms and texts that a task or a training loop logs, and shows them in the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Media(Capability):
-    """The capability that writes logged media on rank 0 and adds them to the report."""
+    """Writes logged media on rank 0 and adds the media to the report."""
 
     name = "media"
 

@@ -14,7 +14,7 @@ from trainkit.run.rundir import RunDir
 
 KINDS = ("image", "histogram", "text")
 MAX_FILE_BYTES = 2**26
-"""Size of the largest image file that is read."""
+"""Maximum size of an image file to read, in bytes."""
 
 
 def media_dir(run: RunDir) -> Path:
@@ -23,12 +23,12 @@ def media_dir(run: RunDir) -> Path:
 
 
 def index_file(run: RunDir) -> Path:
-    """Return the index file, which has one line for each image, histogram and text."""
+    """Return the index file, which has one line per image, histogram and text."""
     return run.path / "media.jsonl"
 
 
 class Item(StepRecord):
-    """An image, histogram or text that the index file lists."""
+    """An image, histogram or text, as listed in the index file."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class Item(StepRecord):
 
     @property
     def counts(self) -> list[float]:
-        """Return the bin counts of a histogram; entries that are not numbers become 0."""
+        """Return the bin counts of a histogram, with 0 for entries that are not numbers."""
         found = self.values.get("counts")
         counts = (
             [Record({"count": count}).number("count") for count in found] if isinstance(found, list) else []
@@ -52,10 +52,11 @@ class Item(StepRecord):
 
 
 def read_items(run: RunDir) -> list[Item]:
-    """Read the items of a run in the order of their steps, skipping damaged lines.
+    """Return the items of a run, sorted by step; skip damaged lines of the index file.
 
-    If a newer attempt resumed from an earlier step, items of the newer attempt replace items of older
-    attempts. For each name, the replacement begins at the first item that the newer attempt logged.
+    If a newer attempt resumed from an earlier step, its items replace the items that older attempts logged
+    after that step. For each name, the replacement starts at the first step at which the newer attempt logged
+    that name.
     """
     found: dict[str, dict[int, Item]] = {}
     attempts: dict[str, int | None] = {}
@@ -69,14 +70,14 @@ def read_items(run: RunDir) -> list[Item]:
 
 
 def items_of(records: Iterable[dict[str, object]]) -> Iterable[Item]:
-    """Yield those records that are valid items."""
+    """Yield the records that are valid items."""
     for step in steps_of(records):
         if isinstance(step.values.get("name"), str) and step.values.get("kind") in KINDS:
             yield Item(step.values)
 
 
 def read_image(run: RunDir, item: Item) -> bytes | None:
-    """Read the PNG file of an image; return None unless it is a regular PNG file in the media folder."""
+    """Read the PNG file of an image, or return None unless it is a regular PNG file in the media folder."""
     file = image_file(run, item)
     if file is None:
         return None
@@ -91,7 +92,7 @@ def read_image(run: RunDir, item: Item) -> bytes | None:
 def image_file(run: RunDir, item: Item) -> Path | None:
     """Return the file of an image, or None if it is missing or outside the media folder.
 
-    The index file may come from another user, who could list any file in it.
+    The index file may come from another user, who could list any path in it.
     """
     name = item.text("file") or ""
     file = media_dir(run) / name
@@ -100,7 +101,7 @@ def image_file(run: RunDir, item: Item) -> Path | None:
 
 
 def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
-    """Group items by name, each group sorted from oldest to newest."""
+    """Group items by name, and sort each group from oldest to newest."""
     found: dict[str, list[Item]] = {}
     for item in items:
         found.setdefault(item.name, []).append(item)
@@ -108,7 +109,7 @@ def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def summary(items: Sequence[Item]) -> list[dict[str, object]]:
-    """Return, for each name, the kind, the steps, and the file or values of the newest item."""
+    """Return the kind, the steps, and the newest item's file or values for each name."""
     return [
         {
             "name": name,

@@ -1,4 +1,4 @@
-"""Encodes PNG images with 8 bits per channel, without an image library."""
+"""Encodes PNG images with 8 bits per channel, without using an image library."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import zlib
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 COLOR_TYPES = {1: 0, 3: 2, 4: 6}
-"""Maps the number of channels to the PNG color type of grey, RGB and RGBA images."""
+"""Maps the number of channels to the PNG color type for grayscale, RGB or RGBA images."""
 
 
 def encode_png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
-    """Encode pixels, bytes [height x width x channels], as a PNG; `channels` is a key of `COLOR_TYPES`."""
+    """Encode pixels, bytes [height x width x channels], as PNG; `channels` is a key of `COLOR_TYPES`."""
     length = width * channels
     rows = b"".join(b"\0" + pixels[start : start + length] for start in range(0, len(pixels), length))
     header = struct.pack(">IIBBBBB", width, height, 8, COLOR_TYPES[channels], 0, 0, 0)

@@ -25,34 +25,34 @@ from trainkit.trainer.progress import Progress
 log = getLogger(__name__)
 
 MAX_ITEMS, MAX_BYTES = 10_000, 2**30
-"""Maximum number of items of a run, and maximum total bytes of its images and texts."""
+"""Maximum number of items per run, and maximum total size of a run's images and texts in bytes."""
 MAX_NAME, MAX_CAPTION, MAX_TEXT = 128, 1_000, 65_536
 """Maximum lengths in characters; longer captions and texts are truncated."""
 MAX_PENDING = 32
-"""Maximum number of items that wait to be written; logging another item then blocks."""
+"""Maximum number of items waiting to be written; if this many are waiting, logging another item blocks."""
 _NOT_IN_A_FILE_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 
 
 class MediaRecorder(Recorder):
-    """Writes items in a background thread; the file of an item is written before its line in the index file.
+    """Writes items in a background thread; an item's file is written before its line in the index file.
 
-    If a name is logged several times in a step, only the first item is kept, so later microbatches add
-    nothing. During validation in the trainer, names get the prefix ``val_``, like metrics.
+    If a name is logged several times in a step, for example by several microbatches, only the first item is
+    kept. During validation in the trainer, names are prefixed with ``val_``, like metric names.
     """
 
     def __init__(self, attempt: AttemptDir, progress: Progress, board: TensorBoardLog | None) -> None:
         self._attempt, self._progress, self._board = attempt, progress, board
-        # The thread starts with the first item.
+        # The pool starts its thread when the first item is submitted.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="media")
         self._places = BoundedSemaphore(MAX_PENDING)
         self._step, self._names = -1, set[str]()
         self._num_items: int | None = None
-        """Number of items of the run; None until the first item is logged."""
+        """Number of items in the run; None until the first item is logged."""
         self._num_bytes = 0
         self._is_full = self._has_failed = False
         self._newest: Future[None] | None = None
-        """The most recently submitted item; the pool has one thread, so all earlier items finish before
-        it."""
+        """The most recently submitted item; earlier items are written before it, because the pool has only
+        one thread."""
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
         place = self._place(name, step)
@@ -94,7 +94,7 @@ class MediaRecorder(Recorder):
         self._pool.shutdown()
 
     def _place(self, name: str, step: int | None) -> tuple[str, int] | None:
-        """Return the name and step of an item, or None to drop it; raise UsageError for invalid values."""
+        """Return an item's name and step, or None to drop the item; raise UsageError for invalid values."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise UsageError(
                 f"the name of an image, histogram or text is {str(name)[:MAX_NAME]!r}",
@@ -116,7 +116,7 @@ class MediaRecorder(Recorder):
         return name, step
 
     def _has_room(self, step: int) -> bool:
-        """Count one more item and return True, or return False if the run has reached a limit."""
+        """Count one more item and return True, or return False if the run has reached a media limit."""
         if self._num_items is None:
             before = [Record(record) for record in read_jsonl(index_file(self._attempt.run))]
             self._num_items = len(before)
@@ -142,7 +142,7 @@ class MediaRecorder(Recorder):
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # nobody reads the result of the future, and training must continue
+        except Exception as error:  # no code reads the future's result, and training must continue
             if not self._has_failed:
                 self._has_failed = True
                 log.error(f"cannot write images, histograms and texts ({error})")
@@ -155,7 +155,7 @@ class MediaRecorder(Recorder):
         data = encode_png(pixels.numpy().tobytes(), width, height, channels)
         run, number = self._attempt.run, self._attempt.number
         ensure_folder(media_dir(run), 0o700)
-        # The digest distinguishes names that differ only in replaced characters.
+        # The digest distinguishes item names that are equal after unsafe characters have been replaced.
         slug, digest = _NOT_IN_A_FILE_NAME.sub("_", name)[:40], hashlib.sha256(name.encode()).hexdigest()[:8]
         file = f"step-{step:08d}-{slug}-{digest}-{number:03d}.png"
         write_atomic(media_dir(run) / file, data)

@@ -1,4 +1,4 @@
-"""Renders the images, histograms and texts of a run as self-contained HTML for its report."""
+"""Renders a run's images, histograms and texts as self-contained HTML for the report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainkit.formats import number
 from trainkit.run.rundir import RunDir
 
 NUM_LAST = 4
-"""Number of newest items shown for each name."""
+"""Number of newest items to show for each name."""
 MAX_NAMES = 32
 MAX_INLINE_BYTES = 2**24
-"""Maximum total size of embedded images; further images are listed by file name."""
+"""Maximum total size of embedded images in bytes; further images are listed by file name."""
 MAX_STEPS = 40
 WIDTH, HEIGHT, SMALL = 256, 96, 128
 _BLOCK = "display:inline-block;vertical-align:top;margin:0 16px 16px 0;max-width:100%"
 
 
 def render(run: RunDir, items: Sequence[Item]) -> str:
-    """Render the newest items of each name, and list the steps of the other items."""
+    """Render the newest items of each name, and list only the steps of older items."""
     parts, budget = [], MAX_INLINE_BYTES
     names = sorted(by_name(items).items(), key=lambda item: (item[0].removeprefix("val_"), item[0]))
     for name, own in names[:MAX_NAMES]:
@@ -38,7 +38,7 @@ def render(run: RunDir, items: Sequence[Item]) -> str:
 
 
 def _item(run: RunDir, item: Item, budget: int) -> tuple[str, int]:
-    """Return the HTML of an item and the number of bytes embedded in it, at most `budget`."""
+    """Return the HTML for an item, and the number of embedded image bytes, which is at most `budget`."""
     if item.kind == "text":
         return f'<pre style="white-space:pre-wrap;margin:0">{escape(item.text("text") or "")}</pre>', 0
     if item.kind == "histogram":
@@ -51,7 +51,7 @@ def _item(run: RunDir, item: Item, budget: int) -> tuple[str, int]:
     source = b64encode(data).decode()
     longer = max(item.count("width") or 1, item.count("height") or 1)
     size = "max-width:min(320px,100%)"
-    if longer < SMALL:  # enlarge a small image, keeping pixels sharp
+    if longer < SMALL:  # enlarge a small image without blurring its pixels
         size = f"width:{WIDTH * (item.count('width') or 1) / longer:.0f}px;image-rendering:pixelated"
     return f'<img alt="{escape(item.name)}" src="data:image/png;base64,{source}" style="{size}">', len(data)
 

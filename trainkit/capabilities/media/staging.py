@@ -1,4 +1,4 @@
-"""Converts logged images and values, and copies them to the host without waiting for the device."""
+"""Converts logged images and values, and copies them to host memory without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from trainkit.capabilities.media.png import COLOR_TYPES
 from trainkit.errors import UsageError
 
 MAX_SIDE = 4096
-"""Maximum width or height of an image in pixels."""
+"""Maximum width and height of an image in pixels."""
 NUM_BINS = 64
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A tensor that may still be being copied to the host."""
+    """A tensor in host memory; the copy from the device may still be in progress."""
 
     host: Tensor
     copied: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the copy to finish and return the tensor on the host."""
+        """Wait for the copy to finish, and return the tensor in host memory."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
 
 
 def _stage(tensor: Tensor) -> Staged:
-    """Start copying a tensor to the host; the tensor must not be changed by anything else."""
+    """Start copying a tensor to host memory; the tensor must not be modified until the copy has finished."""
     if tensor.device.type != "cuda":
         return Staged(tensor.cpu())
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -43,12 +43,12 @@ def _stage(tensor: Tensor) -> Staged:
 
 @torch.no_grad()
 def stage_image(what: str, image: object) -> Staged:
-    """Convert an image to uint8 [height, width, channels] and start copying it to the host.
+    """Convert an image to uint8 [height, width, channels], and start copying it to host memory.
 
     `image` is a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
-    [height, width, channels], or a PIL image. Floats must be in the range 0 to 1 and integers in 0 to 255;
-    values outside are clipped. `what` is the name of the image for errors. Raises UsageError for any other
-    object.
+    [height, width, channels], or a PIL image. Floats must be between 0 and 1, and integers between 0 and 255;
+    values outside this range are clipped. Error messages refer to the image as `what`. Raises UsageError if
+    `image` is any other object.
     """
     pixels = _pixels(what, image)
     height, width, _ = pixels.shape
@@ -70,7 +70,7 @@ def stage_image(what: str, image: object) -> Staged:
 def _pixels(what: str, image: object) -> Tensor:
     """Return an image as a tensor [height, width, channels]."""
     convert, mode = getattr(image, "convert", None), getattr(image, "mode", None)
-    if isinstance(mode, str) and callable(convert):  # a PIL image
+    if isinstance(mode, str) and callable(convert):  # `image` is a PIL image
         image = np.asarray(image if mode in ("L", "RGB", "RGBA") else convert("RGB"))
     if isinstance(image, np.ndarray):
         found = _tensor(what, image)
@@ -96,9 +96,9 @@ def _pixels(what: str, image: object) -> Tensor:
 
 
 def _tensor(what: str, values: object) -> Tensor:
-    """Copy numbers into a tensor; raise UsageError for other values."""
+    """Copy numbers into a tensor, or raise UsageError for values that are not numbers."""
     try:
-        return torch.from_numpy(np.array(values))  # from_numpy rejects reversed arrays, so make a copy
+        return torch.from_numpy(np.array(values))  # from_numpy rejects negative strides, so make a copy
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{what} does not contain numbers: {error}", hint="log a tensor or a list of numbers"
@@ -106,7 +106,7 @@ def _tensor(what: str, values: object) -> Tensor:
 
 
 def _local(what: str, values: Tensor) -> Tensor:
-    # Operations on a DTensor are collectives that the other ranks would not join.
+    # Operations on a DTensor are collectives, which would hang because only this rank calls them.
     if hasattr(values, "to_local"):
         raise UsageError(
             f"{what} is a DTensor, and this rank has only its shard",
@@ -119,11 +119,11 @@ def _local(what: str, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def stage_histogram(what: str, values: object) -> Staged:
-    """Compute a histogram, float64 [5 + NUM_BINS], and start copying it to the host.
+    """Compute a histogram, float64 [5 + NUM_BINS], and start copying it to host memory.
 
-    The result consists of the minimum, the maximum, the sum, the sum of squares, the number of non-finite
-    values, and the counts of bins of equal width. `what` is the name of the histogram for errors. Raises
-    UsageError if there is no real number in `values`.
+    The result consists of the minimum, maximum, sum, sum of squares and number of non-finite values, followed
+    by the counts of equal-width bins. Error messages refer to the histogram as `what`. Raises UsageError if
+    `values` contains no real number.
     """
     found = _local(what, values) if isinstance(values, Tensor) else _tensor(what, values)
     if found.numel() == 0 or found.is_complex():

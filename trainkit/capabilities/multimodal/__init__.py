@@ -1,6 +1,6 @@
 """Reads and generates rows for the task ``multimodal_lm``.
 
-A row consists of an image or a curve, a question, and the answer to it.
+A row consists of an image or a curve, a question and its answer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Medium = Literal["image", "curve"]
 
 
 def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
-    """Parse a line; raise ValueError, without naming the file and line, unless the task can train on it.
+    """Parse a line of rows; raise ValueError, without naming file and line, if the task cannot train on it.
 
-    An image must exist in `folder`, but the file is not opened.
+    The image file must exist in `folder`, but is not opened.
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
@@ -48,7 +48,7 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
 
 
 def _check_curve(points: object) -> None:
-    """Raise ValueError unless `points` is a list of numbers, or of pairs of a time and a number."""
+    """Raise ValueError unless `points` is a list of numbers or of (time, number) pairs."""
     try:
         found = np.asarray(points, dtype=np.float64)
     except (ValueError, TypeError):
@@ -61,12 +61,12 @@ def _check_curve(points: object) -> None:
 
 
 def row_texts(row: Mapping[str, object]) -> list[bytes]:
-    """Return the question and the answer as bytes, ready for the tokenizer."""
+    """Return the question and the answer as bytes for the tokenizer."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
 
 
 DEMO = "demo"
-"""Name that selects the built-in rows when a config gives it in place of a file."""
+"""Value that a config can give instead of a file name to use the built-in rows."""
 NUM_ROWS = {"train": 2000, "val": 200}
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle")
@@ -77,10 +77,10 @@ Split = Literal["train", "val"]
 
 
 def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
-    """Generate `count` rows, which are always the same; by default, 2,000 for training or 200 for validation.
+    """Generate `count` rows (default: 2,000 for training, 200 for validation), the same in every call.
 
-    A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` of 64
-    (time, value) pairs.
+    A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` with
+    64 (time, value) pairs.
     """
     rng = random.Random(f"{medium}/{split}")
     make = _image_row if medium == "image" else _curve_row
@@ -98,7 +98,10 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
     size = rng.randint(12, 20)
     left, top = rng.randint(0, PIXELS - size), rng.randint(0, PIXELS - size)
     y, x = np.mgrid[:PIXELS, :PIXELS]
-    right, down = (x - left) / size, (y - top) / size  # from 0 to 1 inside the shape's bounding box
+    right, down = (
+        (x - left) / size,
+        (y - top) / size,
+    )  # from 0 to 1 inside the shape's bounding box
     inside = (right >= 0) & (right <= 1) & (down >= 0) & (down <= 1)
     if shape == "circle":
         inside = (right - 0.5) ** 2 + (down - 0.5) ** 2 <= 0.25

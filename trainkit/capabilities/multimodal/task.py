@@ -1,10 +1,10 @@
 """Implements the task ``multimodal_lm``: a language model answers questions about an image or a curve.
 
-An encoder turns the image or the curve into vectors. An aligner turns these vectors into a few embeddings,
-which are placed before the embeddings of the question. Only the tokens of the answer count for the loss. The
-module uses only the API of `trainkit.task`, so it also serves as an example of a user's task.
+An encoder maps the image or curve to vectors. An aligner maps these vectors to a few embeddings, which are
+placed before the embeddings of the question. Only the answer's tokens contribute to the loss. The module uses
+only the API of `trainkit.task`, so it also serves as an example for user-defined tasks.
 
-Letters in shapes: B samples, N patches, M embeddings of the image or curve, T text tokens, D width of the
+Letters in shapes: B samples, N patches, M embeddings per image or curve, T text tokens, D width of the
 language model.
 """
 
@@ -40,21 +40,22 @@ from trainkit.trainer.models.model import StageSpec
 
 log = getLogger(__name__)
 FREQUENCIES = 4
-"""Number of pairs of Fourier features for each time of a curve; each frequency is twice the previous one."""
+"""Number of Fourier frequencies per time value of a curve; each frequency is twice the previous one."""
 MAX_LISTED = 20
 IGNORE = -100
-"""Label of the tokens outside the answer, which is the default `ignore_index` of `cross_entropy`."""
+"""Label for tokens outside the answer, equal to the default `ignore_index` of `cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class MediumFormat:
-    """How images or curves are cut into patches."""
+    """Describes how images or curves are cut into patches."""
 
     kind: Medium
     size: int
-    """Width and height in pixels to which images are scaled, or number of points of a curve."""
+    """Width and height in pixels that images are scaled to, or number of points that curves are interpolated
+    to."""
     patch: int
-    """Width and height of a patch in pixels, or number of points of a patch."""
+    """Width and height of a patch in pixels, or number of points in a patch."""
 
     @property
     def num_patches(self) -> int:
@@ -63,13 +64,13 @@ class MediumFormat:
 
     @property
     def num_features(self) -> int:
-        """Return the number of values in a patch."""
+        """Return the number of features per patch."""
         if self.kind == "image":
             return 3 * self.patch * self.patch
         return (1 + 2 * FREQUENCIES) * self.patch
 
     def read_image(self, file: Path) -> Tensor:
-        """Read an image file as patches, float32 [N, features] with values from -1 to 1.
+        """Read an image file as patches, float32 [N, features], with values from -1 to 1.
 
         Raises ValueError if the file is damaged.
         """
@@ -80,7 +81,7 @@ class MediumFormat:
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
         except (
             Exception
-        ) as error:  # image decoders raise many types of errors, some without the name of the file
+        ) as error:  # image decoders raise many types of exceptions, some without the file name
             raise ValueError(f"the image {file} cannot be opened: {type(error).__name__}: {error}") from error
         return self.cut(pixels)
 
@@ -97,7 +98,7 @@ class MediumFormat:
     def read_curve(self, points: Sequence[Any]) -> Tensor:
         """Cut a curve into patches of values and Fourier features of their times, float32 [N, features].
 
-        `points` are numbers at equal distances in time, or pairs of a time and a number. The curve is
+        `points` are numbers at equal time intervals, or (time, number) pairs. The curve is
         interpolated to `size` points.
         """
         values = np.asarray(points, dtype=np.float64)
@@ -113,7 +114,7 @@ class MediumFormat:
 
 
 class MediumSamples:
-    """Rows of a JSON Lines file or built-in rows, each with an image or curve, a question and an answer."""
+    """Rows from a JSON Lines file or built-in rows, each with an image or curve, a question and an answer."""
 
     def __init__(
         self, file: Path, medium: MediumFormat, tokenizer: str, max_tokens: int, split: Split = "train"
@@ -164,7 +165,7 @@ class MediumSamples:
 
 
 def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, object]]]:
-    """Return bytes that identify a file's content, and the file's lines; built-in rows are already parsed."""
+    """Return bytes that identify a file's content, and its lines; built-in rows are already parsed."""
     if str(file) == DEMO:
         return f"{DEMO} {split}".encode(), demo_rows(kind, split)
     try:
@@ -193,7 +194,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Maps patches [B, N, features] to vectors [B, N, width]."""
+    """Encodes patches [B, N, features] as vectors [B, N, width]."""
 
     def __init__(self, medium: MediumFormat, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -211,10 +212,10 @@ class Encoder(nn.Module):
 
 
 class Aligner(nn.Module):
-    """Maps vectors [B, N, width] to embeddings [B, M, D] of the language model.
+    """Maps vectors [B, N, width] to embeddings [B, M, D] for the language model.
 
-    If `queries` is set, M is the number of queries, and each query attends to all vectors. Without queries, M
-    is equal to N.
+    If `queries` is set, M is the number of learned queries, each of which attends to all vectors. Without
+    queries, M equals N.
     """
 
     def __init__(self, width: int, dim: int, queries: int, heads: int) -> None:
@@ -259,10 +260,10 @@ class OwnLM(nn.Module):
 
 
 class HFLM(nn.Module):
-    """A model of the transformers library, which maps embeddings [B, T, D] to logits [B, T, vocab].
+    """A Hugging Face transformers model, which maps embeddings [B, T, D] to logits [B, T, vocab].
 
-    `stored` maps each parameter on the meta device to its name in the weight files. Each rank reads only the
-    values of its own shard.
+    `stored` maps each parameter on the meta device to its tensor name in the weight files. Each rank reads
+    only the values for its own shard.
     """
 
     def __init__(self, config: RunConfig, weights: StoredWeights | None) -> None:
@@ -307,7 +308,8 @@ class MultimodalModel(nn.Module):
     def forward(self, patches: Tensor, tokens: Tensor) -> Tensor:
         medium = self.aligner(self.encoder(patches))
         embeddings = torch.cat((medium, self.lm.embedding(tokens).to(medium.dtype)), dim=1)
-        # The logits at each position predict the next token.
+        # The logits at each position predict the next token, so start at the position before the first text
+        # token.
         logits: Tensor = self.lm(embeddings[:, :-1])[:, medium.shape[1] - 1 :]
         return logits
 
@@ -358,7 +360,7 @@ class MultimodalLM(Task):
             if not config.model.from_scratch:
                 self._weights = StoredWeights(Path(config.model.hf))
         self._names: dict[str, str] = {}
-        """Maps the name of each parameter to its name in the weight files."""
+        """Maps the name of each parameter to its tensor name in the weight files."""
         taken = queries or self._medium.num_patches
         self._max_tokens = config.data.seq_len - taken
         if self._max_tokens < 2:
@@ -416,7 +418,7 @@ class MultimodalLM(Task):
         pad = nn.utils.rnn.pad_sequence
         return {
             "patches": torch.stack(patches),
-            # Padding comes after the answer, so causal attention never attends to it.
+            # Sequences are padded after the answer, so causal attention never attends to the padding.
             "tokens": pad(list(tokens), batch_first=True),
             "labels": pad(list(labels), batch_first=True, padding_value=IGNORE),
         }
