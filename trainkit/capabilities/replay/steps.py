@@ -317,7 +317,7 @@ class _Source:
         return Document(file, unit, position, skipped, stop - first, self._text(shard, first, stop))
 
     def _num_bytes(self, shard: Path, first: int, stop: int) -> int:
-        """Return the number of bytes that some tokens encode; exact if decoding restores the original text."""
+        """Return the number of bytes encoded by some tokens; exact if decoding restores the original text."""
         if self._data.tokenizer.kind == BYTES:
             return stop - first
         return len(self._text(shard, first, stop).encode())
