@@ -41,7 +41,7 @@ class Tokenizer:
         self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Return each text's token ids, without special tokens; raise UnicodeDecodeError for invalid UTF-8."""
+        """Return each text's token ids without special tokens; may raise UnicodeDecodeError."""
         if self._library is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
         encodings = self._library.encode_batch_fast(
