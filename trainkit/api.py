@@ -204,7 +204,7 @@ def map_array(
 
 
 def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> Iterator[Run[Value]]:
-    """Yield the runs of a group or list in the order in which they end.
+    """Yield the runs of a group or list as they end.
 
     Raises TimeoutError if a run has not ended `timeout_s` seconds after the first iteration.
     """

@@ -20,7 +20,8 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
     Raises OSError if the folder cannot be created. On a parallel file system, if another host has just
     created the folder, `mkdir` can fail with FileExistsError while this host still caches that the folder
-    does not exist. In such a race, `Path.mkdir(exist_ok=True)` raises an error.
+    does not exist. If another host creates the folder at the same time, `Path.mkdir(exist_ok=True)` can raise
+    an error.
     """
     try:
         path.mkdir(mode)
@@ -39,7 +40,7 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
 
 _typed_in: Path | None = None
-"""The folder in which the user typed the command, set while the working directory is a different folder."""
+"""The folder where the user typed the command, set while the working directory is a different folder."""
 _is_recorded = False
 """True while messages are recorded, because they may later be read in any working directory."""
 
@@ -70,7 +71,7 @@ def whole_paths() -> Iterator[None]:
 
 
 def shown_path(path: str | PurePath) -> str:
-    """Return a path for a message, relative if it is below the folder in which the user typed the command."""
+    """Return a path for a message, relative if it is below the folder where the user typed the command."""
     if not _is_recorded:
         with suppress(FileNotFoundError):  # the working directory may have been deleted
             return relative_path(str(path), _typed_in or Path.cwd())

@@ -39,8 +39,7 @@ CALLS_FOLDER = "calls"
 """Folder in a group folder that contains the pickled call of each run."""
 POLL_S = 0.1
 SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
-"""Maps environment variables that ``submitit.JobEnvironment`` reads to the variables from which they are
-set."""
+"""Maps each variable that ``submitit.JobEnvironment`` reads to the variable that provides its value."""
 SUBMITIT_FOLDER = "submitit"
 """Subfolder of a run folder that `JobEnvironment.paths` refers to."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)

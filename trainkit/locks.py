@@ -81,7 +81,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
     `owner` is a text that `owner_of` returns while the lock is held. Waits until other processes release the
     lock, or raises LockBusy after `timeout_s`; prints once to stderr what it is waiting for.
 
-    If the process blocks SIGTERM or SIGINT, such a signal interrupts the wait: LockStopped is raised, and the
+    If the process blocks SIGTERM or SIGINT, either signal interrupts the wait: LockStopped is raised, and the
     signal remains pending. Raises LockUnsupported if flock is not supported, and OSError if the file cannot
     be created.
     """

@@ -31,7 +31,7 @@ if (
 
 T = TypeVar("T")
 GROUP = "trainkit.capabilities"
-"""Entry-point group in which other packages declare capabilities as section name -> MODULE:CLASS."""
+"""Entry-point group where other packages declare capabilities as section name -> MODULE:CLASS."""
 OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch")
 """Files of a run and of its attempts that capabilities must not write."""
 

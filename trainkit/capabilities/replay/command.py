@@ -78,8 +78,8 @@ def command(
 
     If the recomputed loss and gradient norm equal the recorded ones to the last digit, a spike in the loss is
     due to the data or the optimisation. The command then lists the samples of the steps with source file and
-    position, highest loss first. If the values differ, the hardware or a library is the cause. In this case,
-    the command prints the rank and the host that caused the difference, if the records show them.
+    position, highest loss first. If the values differ, the hardware or a library is the cause, and the
+    command prints the rank and the host that caused the difference, if the records show them.
 
     The steps are computed on this machine or, with --submit, in a job that has its own run folder; --follow
     or --collect then compares the results. RUN itself is not changed. The exit code is 1 if any step differs.

@@ -531,7 +531,7 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
 
 
 def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
-    """Return metrics in the order in which their charts are shown.
+    """Return metrics in the order their charts are shown.
 
     The order is: the metric `first`, losses, the user's metrics, speed, learning rate, gradient norm and
     memory.

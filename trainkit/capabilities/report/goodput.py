@@ -31,7 +31,7 @@ CATEGORIES = {
 }
 """Maps each category of allocated time to its label, in the order the report lists them."""
 NUM_BUCKETS = 800
-"""Number of batches in which the records of a file are processed."""
+"""Number of batches into which the records of a file are divided for processing."""
 WHOLE_BYTES, CHUNK_BYTES = 2**26, 2**16
 """Size up to which a file is read completely, and the chunk size for reading a larger file; in bytes."""
 

@@ -96,7 +96,7 @@ class Input:
 
 
 def find_inputs(spec: DatasetSpec) -> list[Input]:
-    """Return all files of a dataset in the order in which they are tokenised.
+    """Return all files of a dataset in the order they are tokenised.
 
     Raises UsageError for a file that is missing, unreadable or of an unsupported kind.
     """

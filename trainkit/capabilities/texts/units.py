@@ -78,7 +78,7 @@ def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNI
     """Divide inputs into units, in the order of the data; several small inputs share a unit.
 
     Large texts are cut at newlines, which are found by reading a few bytes. Tables can be cut anywhere,
-    because a row group is read completely by the span in which it begins.
+    because a row group is read completely by the span where it begins.
     """
     groups: list[list[InputSpan]] = []
     total = 0

@@ -24,7 +24,7 @@ from trainkit.shipped import ask_each, ask_one, owner_of, shown_by
 MAX_NOTICES = 50
 TAIL_LINES = 20
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
-"""States in which a job has an allocation."""
+"""States of a job that has an allocation."""
 WORST = 5
 """The highest severity of a node's problems."""
 

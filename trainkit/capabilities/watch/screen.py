@@ -276,7 +276,7 @@ class RunScreen(ReadingScreen):
 
 
 class ListScreen(ReadingScreen):
-    """A list of runs in which the user can open one."""
+    """A list of runs; the user can open each run."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "Open", priority=True)]
 
