@@ -179,7 +179,8 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 
-    Like the built-in `map`, it stops at the end of the shortest iterable. Raises the same errors as `submit`.
+    Like the built-in `map`, `map_array` stops at the end of the shortest iterable. Raises the same errors as
+    `submit`.
     """
     if not callable(function):
         raise UsageError(
@@ -333,7 +334,7 @@ class Run(Generic[Value]):
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint, with the same `options` as `submit`."""
+        """Start the next attempt from the newest intact checkpoint; `options` are the options of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
@@ -490,7 +491,7 @@ class Group(Sequence[Run[Value]]):
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
-        """Return the best run by `metric` (default: as in ``trainkit status``), or None without any result.
+        """Return the best run by `metric` (default: as in ``trainkit status``); None if there is no result.
 
         Runs that have diverged are never the best. Raises UsageError if no run has logged the metric.
         """
