@@ -119,7 +119,7 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
 def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, object]:
     """Return the config values of a run, with a separate key for each variable in `launch.env`.
 
-    The config's `name` is omitted unless the user swept it. `asked` comes from `asked_of`.
+    The config's `name` is omitted unless the user swept it. `asked` is the result of `asked_of`.
     """
     dropped = (VARIABLES,) if "name" in values_of(run) else ("name", VARIABLES)
     found = {key: value for key, value in asked.items() if key not in dropped}
