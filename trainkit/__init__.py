@@ -1,10 +1,10 @@
-"""trainkit takes one YAML config from a laptop to a thousand GPUs, and resumes after every interruption."""
+"""trainkit trains with one YAML config on a laptop or on a thousand GPUs, and resumes after interruptions."""
 
 __version__ = "0.1.0"
 DISTRIBUTION = "trainkit-hpc"
-"""The name that pip uses. The distribution called `trainkit` on PyPI is another project."""
+"""The name of this distribution on PyPI. The PyPI distribution called `trainkit` is a different project."""
 
-# For type checkers, __init__.pyi states which module each name comes from.
+# Type checkers read __init__.pyi instead, which states the module of each name.
 _MODULES = {
     "trainkit.api": ("Group", "Run", "RunError", "as_completed", "map_array", "runs", "submit", "sweep"),
     "trainkit.capabilities.report.curves": ("Curves", "curves"),
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of the Python API on first use."""
+    """Import a name of the Python API when it is first used."""
     from importlib import import_module
 
     for module, names in _MODULES.items():

@@ -40,17 +40,17 @@ def submit(
     account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
     cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Run[Returned]:
-    """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
+    """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
     returns the function's return value. To pass keyword arguments to the function, use `functools.partial`;
-    options that share a name with one of the function's parameters are rejected. `command` runs a program
+    options with the same name as one of the function's parameters are rejected. `command` is a program to run
     instead of `work`, optionally through a `launcher` such as ``torchrun``. For a function or a command,
-    `config` sets the config of its job. The run starts once the runs in `after` have finished.
+    `config` configures the job. The run starts after the runs in `after` have finished.
 
     `options` are command-line options, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
     ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps": 50}``. Raises
-    UsageError, ConfigError or SlurmError, each with a `hint`, before anything starts.
+    UsageError, ConfigError or SlurmError, each with a `hint`, before any run starts.
     """
 
 def sweep(
@@ -69,11 +69,11 @@ def sweep(
     account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
     cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Group[Returned]:
-    """Start a run for each combination of `values`, at most `limit` at a time, as ``submit --sweep`` does.
+    """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
-    The keys of `values` are config keys or, if `work` is a function, its keyword arguments. Without a
-    `limit`, Slurm decides how many runs run at a time; on this machine, they run one after another. Raises
-    the same errors as `submit`.
+    The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
+    Without a `limit`, Slurm decides how many runs to execute at a time; on this machine, runs are executed
+    one after another. Raises the same errors as `submit`.
     """
 
 def map_array(
@@ -93,5 +93,6 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 
-    Like `map`, the function stops at the end of the shortest iterable. Raises the same errors as `submit`.
+    Like the built-in `map`, `map_array` stops at the end of the shortest iterable. Raises the same errors as
+    `submit`.
     """

@@ -6,28 +6,29 @@ import sys
 
 
 def program() -> int:
-    """Run the command given on the command line; return its exit code."""
+    """Run the command given on the command line, and return its exit code."""
     try:
-        # Importing libraries allocates many objects and frees few, so garbage collection would take 7 % of a
-        # dry run. Garbage collection still runs in commands that run for hours.
+        # Importing libraries allocates many objects and frees few, so garbage collection with default
+        # thresholds would take 7 % of a dry run. With this threshold, garbage collection still runs in
+        # long-running commands.
         gc.set_threshold(100_000)
         _open_closed_streams()
         from trainkit.cli.main import main
 
         code = main()
-        # Skip Python's final garbage collection, which takes a tenth of a short command and is useless before
-        # exit.
+        # Exclude all objects from Python's final garbage collection, which takes a tenth of a short command's
+        # time and is useless before exit.
         gc.freeze()
         return code
-    except KeyboardInterrupt:  # raised outside of the command, which handles interrupts itself
+    except KeyboardInterrupt:  # raised outside of the command, because a command handles interrupts itself
         print("\ninterrupted", file=sys.stderr)
         return 130
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null in place of each standard stream that the shell has closed (`>&-`).
+    """Open /dev/null for each standard stream that the shell has closed (`>&-`).
 
-    Otherwise, the next file that is opened would get the stream's descriptor.
+    Otherwise, the next file to be opened would get the descriptor of a standard stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -36,7 +37,7 @@ def _open_closed_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
-            # A printed path may contain bytes that are not UTF-8.
+            # Do not fail for a printed path that contains bytes other than UTF-8.
             stream = open(number, "w" if number else "r", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             setattr(sys, name, stream)
 

@@ -1,4 +1,4 @@
-"""Adds peft's low-rank adapters to a model, as the config key `model.lora` specifies."""
+"""Adds peft's low-rank adapters to a model as configured in `model.lora`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ADAPTER = "default"
 """Name under which peft stores the adapter."""
 HINT = "use the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
 UNSUPPORTED = ("layer_replication", "ensure_weight_tying")
-"""Arguments of LoraConfig with which several modules would share parameters."""
+"""LoraConfig arguments that make several modules share parameters."""
 NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
-"""Arguments of LoraConfig with which the initial adapters depend on the weights of the model."""
+"""LoraConfig arguments that make the initial adapters depend on the weights of the model."""
 
 
 def require(module: str, key: str, extra: str) -> None:
-    """Raise FatalError unless the module that a config key needs is installed."""
+    """Raise FatalError if the module required by a config key is not installed."""
     if importlib.util.find_spec(module) is None:
         raise FatalError(
             f"{key} needs {module}, which is not installed",
@@ -35,8 +35,8 @@ def require(module: str, key: str, extra: str) -> None:
 def add_adapters(module: nn.Module, config: RunConfig) -> None:
     """Add the adapters configured in ``model.lora`` to a module in place, and freeze its other parameters.
 
-    Does nothing if ``model.lora`` is not set. Modules outside of `module` are still trained. Raises
-    FatalError if the adapters do not match `module`.
+    Does nothing if ``model.lora`` is not set. Parameters outside of `module` remain trainable. Raises
+    FatalError if the configured adapters do not fit `module`.
     """
     lora = config.model.lora
     if lora is None:
@@ -77,9 +77,9 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
     """Add adapters to a model in place, and return the model.
 
-    With `wraps`, return a `PeftModel` around the model instead; saving a `PeftModel` saves only the adapters.
-    For weights on the meta device, memory for the adapters is allocated and initialised. Raises FatalError if
-    peft cannot add the adapters; the error refers to the model as `name`.
+    With `wraps`, return a `PeftModel` that contains the model instead; saving a `PeftModel` saves only the
+    adapters. If the weights are on the meta device, the adapters are still allocated and initialised. Raises
+    FatalError if peft cannot add the adapters; the message refers to the model as `name`.
     """
     import peft
 
@@ -104,15 +104,15 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
     """Raise FatalError if `target_modules` contains a name that matches no module."""
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
-        return  # Then peft chooses the modules itself, or raises an error.
-    # In peft, a string is a pattern for the whole name, and a list contains the ends of names.
+        return  # without a list, peft chooses the target modules itself or raises an error
+    # In peft, a string is a pattern for the full module name, and a list contains suffixes of names.
     if isinstance(targets, str):
         patterns = {targets: targets}
     else:
         patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in targets}
     for target, pattern in patterns.items():
         if not any(re.fullmatch(pattern, name) for name, _ in module.named_modules()):
-            # Only modules that have a weight matrix themselves can have adapters.
+            # Only modules that directly own a weight matrix can have adapters.
             found = {
                 name.rpartition(".")[2]
                 for name, part in module.named_modules()
@@ -125,7 +125,7 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of a model that have low-rank adapters, as a mapping from name to module."""
+    """Return a mapping from name to module for the modules of a model that have low-rank adapters."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -140,7 +140,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def is_independent(lora: JsonObject) -> bool:
-    """Return whether the initial adapters are independent of the weights of the model."""
+    """Return whether the initial adapters do not depend on the weights of the model."""
     return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
 
 

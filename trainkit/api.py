@@ -1,7 +1,7 @@
 """Provides the Python API: `submit`, `sweep` and `map_array` start runs and return a `Run` or a `Group`.
 
-Runs started from Python have the same folders as runs of the command line, so ``trainkit status`` shows them
-too.
+Runs started from Python have the same run folders as runs started from the command line, so ``trainkit
+status`` also shows them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from trainkit.run.trial import group_values, trial_values, values_of
 from trainkit.shipped import in_order, launchers
 
 if TYPE_CHECKING:
-    import typing_extensions as types  # needed only for parameter defaults; not imported when this code runs
+    import typing_extensions as types  # needed only for parameter defaults; not imported at run time
 
     from trainkit.config import LoadedConfig
     from trainkit.launch.config_request import ConfigRequest
@@ -72,26 +72,26 @@ else:
     Value = TypeVar("Value", covariant=True)
 
 Config = str | Path | Mapping[str, Any] | None
-"""A config file, the name of a shipped config, or the sections as a dictionary or OmegaConf
+"""A config file, the name of a built-in config, or the config sections as a dictionary or OmegaConf
 ``DictConfig``."""
 After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
-"""Runs and groups that must finish before a new run starts, given by name, folder or object."""
+"""Runs and groups, given by name, folder or object, that must finish before a new run starts."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
-"""Print the reason for a wait to stderr after this many seconds."""
+"""Seconds of waiting for a run after which the reason is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
-"""Seconds between two queries to Slurm about one group."""
+"""Seconds between two Slurm queries about the same group."""
 MAX_SHOWN_BYTES = 2**20
-"""Size of the largest result file that is loaded to show the result in a notebook's table."""
+"""Size in bytes of the largest result file that is loaded to show the result in a notebook table."""
 
 
 class RunError(TrainkitError):
-    """Raised if a run failed, was cancelled or was deleted, so it has no result; `hint` says what to do."""
+    """Raised if a run failed, was cancelled or was deleted, and therefore has no result."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception raised by a run's function; set as the cause of that exception."""
+    """The traceback of an exception raised by a run's function, set as the `__cause__` of that exception."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -110,17 +110,17 @@ def submit(
     now: bool = False,
     **options: Any,
 ) -> Run[Returned]:
-    """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
+    """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
     returns the function's return value. To pass keyword arguments to the function, use `functools.partial`;
-    options that share a name with one of the function's parameters are rejected. `command` runs a program
+    options with the same name as one of the function's parameters are rejected. `command` is a program to run
     instead of `work`, optionally through a `launcher` such as ``torchrun``. For a function or a command,
-    `config` sets the config of its job. The run starts once the runs in `after` have finished.
+    `config` configures the job. The run starts after the runs in `after` have finished.
 
     `options` are command-line options, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
     ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps": 50}``. Raises
-    UsageError, ConfigError or SlurmError, each with a `hint`, before anything starts.
+    UsageError, ConfigError or SlurmError, each with a `hint`, before any run starts.
     """
     calls = {0: _call(work, args)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
@@ -146,11 +146,11 @@ def sweep(
     profile: str | None = None,
     **options: Any,
 ) -> Group[Returned]:
-    """Start a run for each combination of `values`, at most `limit` at a time, as ``submit --sweep`` does.
+    """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
-    The keys of `values` are config keys or, if `work` is a function, its keyword arguments. Without a
-    `limit`, Slurm decides how many runs run at a time; on this machine, they run one after another. Raises
-    the same errors as `submit`.
+    The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
+    Without a `limit`, Slurm decides how many runs to execute at a time; on this machine, runs are executed
+    one after another. Raises the same errors as `submit`.
     """
     axes = _axes(values, of_function=callable(work))
     found = [dict(zip(axes, trial, strict=True)) for trial in itertools.product(*axes.values())]
@@ -179,7 +179,8 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 
-    Like `map`, the function stops at the end of the shortest iterable. Raises the same errors as `submit`.
+    Like the built-in `map`, `map_array` stops at the end of the shortest iterable. Raises the same errors as
+    `submit`.
     """
     if not callable(function):
         raise UsageError(
@@ -197,16 +198,16 @@ def map_array(
     _refuse_too_many(len(found), MAX_TRIALS)
     calls = {index: _call(function, args) for index, args in enumerate(found)}
     given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
-    common = Arguments(_call(function, ())).given  # functools.partial objects have this attribute
+    common = Arguments(_call(function, ())).given  # functools.partial objects have a `func` attribute
     items = [Arguments(call).given for call in calls.values()]
     values = group_values([{key: own[key] for key in own if key not in common} for own in items])
     return _start_calls(given, calls, limit, values)
 
 
 def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> Iterator[Run[Value]]:
-    """Yield the runs of a group or a list in the order they end.
+    """Yield the runs of a group or list as they end.
 
-    Raises TimeoutError if not all runs have ended `timeout_s` seconds after the first call.
+    Raises TimeoutError if a run has not ended `timeout_s` seconds after the first iteration.
     """
     until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     for ended, poll_s in runs._rounds() if isinstance(runs, Group) else _rounds(runs, until_s):
@@ -217,10 +218,10 @@ def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> 
 
 
 def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[Run[Value]], float]]:
-    """Yield the runs that have ended since the last round of polling, and the seconds until the next round.
+    """Yield the runs that ended since the last round of polling, and the seconds until the next round.
 
-    In the last round, the number of seconds is 0. Each run is polled when its next poll is due, and once more
-    after `until_s`; Slurm is queried once per round and group.
+    In the last round, the seconds until the next round are 0. Each run is polled at its polling interval and
+    once more after `until_s`; Slurm is queried once per round and group.
     """
     asked: dict[Path, GroupStatus] = {}
 
@@ -253,10 +254,10 @@ def runs() -> list[Run | Group]:
 
 
 class Run(Generic[Value]):
-    """A run, given by its folder, job id or name, or by ``last`` for the newest run of the current folder.
+    """A run, given by its folder, job id or name, or by ``last`` for the newest run in the current folder.
 
     A run whose function returns an int is a ``Run[int]``, and its `result` is an int. Raises UsageError if no
-    run matches, or more than one.
+    run or more than one run matches.
     """
 
     def __init__(self, run: str | Path | RunDir) -> None:
@@ -274,7 +275,7 @@ class Run(Generic[Value]):
 
     @property
     def status(self) -> RunStatus:
-        """The status that ``trainkit status`` shows: ``state``, ``reason``, ``attempt``, ``job_id`` etc.
+        """The status shown by ``trainkit status``: ``state``, ``reason``, ``attempt``, ``job_id`` and others.
 
         ``progress`` contains ``step`` and ``loss``; ``place`` contains the host and the number of nodes.
         """
@@ -284,14 +285,14 @@ class Run(Generic[Value]):
         return look_at(self._folder, warn)[1]
 
     def _trial(self, ask: Callable[[RunGroup], GroupStatus]) -> TrialStatus | None:
-        """Return the status of the run as a trial of its group; None once the run has started."""
+        """Return the status of the run as a trial of its group, or None once the run has started."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
         return next(trial for trial in ask(found[0]).trials if trial.index == found[1])
 
     def done(self) -> bool:
-        """Return whether the run has ended and will not restart by itself."""
+        """Return whether the run has ended and will not be restarted automatically."""
         return not self.status.is_active
 
     def wait(self, timeout_s: float | None = None) -> Run[Value]:
@@ -300,7 +301,7 @@ class Run(Generic[Value]):
         return self
 
     def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
-        """Yield the seconds until the next poll, until the run has ended; `ask` queries the run's group."""
+        """Yield the seconds until each next poll until the run has ended; `ask` queries the run's group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
         while (trial := self._trial(ask)) is not None:
@@ -317,9 +318,9 @@ class Run(Generic[Value]):
         return read_metrics(self._folder)
 
     def logs(self, rank: int = 0) -> str:
-        """Return a rank's output in the newest attempt so far; raise UsageError for an unknown rank."""
+        """Return the output of a rank in the newest attempt; raise UsageError if the rank does not exist."""
         attempt = self._folder.attempt(max(self._folder.attempt_numbers(), default=0))
-        nodes = ranks_of_nodes(plan := read_plan(attempt))  # empty before the attempt starts
+        nodes = ranks_of_nodes(plan := read_plan(attempt))  # The plan is empty before the attempt starts.
         if nodes and not 0 <= rank < nodes[-1].stop:
             raise UsageError(
                 f"{self._folder.shown} has no rank {rank}", hint=there_are(range(nodes[-1].stop))
@@ -333,7 +334,7 @@ class Run(Generic[Value]):
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint; `options` are as in `submit`."""
+        """Start the next attempt from the newest intact checkpoint; `options` are the options of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
@@ -345,15 +346,15 @@ class Run(Generic[Value]):
         return self
 
     def result(self, timeout_s: float | None = None) -> Value:
-        """Wait until the run has ended, and return its function's return value on rank 0.
+        """Wait until the run has ended, and return the value that its function returned on rank 0.
 
-        If the function raised an exception, raises the same exception with its traceback as the cause. Raises
-        RunError if the run has no result for another reason, and TimeoutError after `timeout_s`.
+        If the function raised an exception, raises the same exception with a `RemoteTraceback` as its cause.
+        Raises RunError if the run has no result for another reason, and TimeoutError after `timeout_s`.
         """
         return self.results(timeout_s)[0]
 
     def results(self, timeout_s: float | None = None) -> list[Value]:
-        """Return the function's return values on all ranks; raise the same errors as `result`."""
+        """Return the values that the function returned on all ranks; raises the same errors as `result`."""
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
@@ -367,8 +368,7 @@ class Run(Generic[Value]):
             int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
         if verdict is not None and verdict.rank is not None:
-            # Read the rank at fault first: errors of other ranks may only be a consequence of that rank's
-            # exit.
+            # Read the rank that failed first, because other ranks may have failed only as a consequence.
             files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
         found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():
@@ -389,7 +389,7 @@ class Run(Generic[Value]):
         return [found[rank].value for rank in ranks]
 
     def _loaded(self, attempt: AttemptDir, rank: int, file: Path) -> Result:
-        """Load the result of a rank; raise RunError if this process cannot import a module that it needs."""
+        """Load the result of a rank; raise RunError if this process cannot import a required module."""
         try:
             return cast("Result", read_pickle(file))
         except (OSError, UsageError):
@@ -405,7 +405,7 @@ class Run(Generic[Value]):
             raise RunError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """Wait until the run has ended, and return the error that `result` would raise, or None."""
+        """Wait until the run has ended, and return the exception that `result` would raise, or None."""
         self.wait(timeout_s)
         try:
             self.results()
@@ -448,7 +448,7 @@ class Run(Generic[Value]):
             return details({"folder": str(self.path), "error": str(error)})
 
     def _shown_result(self, state: str) -> str | None:
-        """Return the function's return value on rank 0 as text for a table, unless it is large."""
+        """Return the function's return value on rank 0 as text for a table, or None if the value is large."""
         numbers = self._folder.attempt_numbers() if state == "finished" else []
         file = self._folder.attempt(numbers[-1]).rank_result(0) if numbers else None
         if file is None or not file.exists():
@@ -463,9 +463,9 @@ class Run(Generic[Value]):
 
 
 class Group(Sequence[Run[Value]]):
-    """A group of runs, identified by its folder or name; the group is a sequence of `Run` objects.
+    """A sequence of the `Run` objects in a group, identified by the group's folder or name.
 
-    The items of a ``Group[int]`` have the type ``Run[int]``. Raises UsageError if no group matches.
+    The items of a ``Group[int]`` are ``Run[int]`` objects. Raises UsageError if no group matches.
     """
 
     def __init__(self, group: str | Path) -> None:
@@ -487,13 +487,13 @@ class Group(Sequence[Run[Value]]):
 
     @property
     def status(self) -> GroupStatus:
-        """The status that ``trainkit status`` shows: the state and result of each run."""
+        """The status shown by ``trainkit status``: the state and result of each run."""
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
         """Return the best run by `metric` (default: as in ``trainkit status``); None if there is no result.
 
-        Runs that have diverged are never the best. Raises UsageError for a metric that no run has logged.
+        Runs that have diverged are never the best. Raises UsageError if no run has logged the metric.
         """
         best = query_group(self._group, warn_caller, metric).best
         return None if best is None else Run(self._group.run(best.index))
@@ -523,7 +523,7 @@ class Group(Sequence[Run[Value]]):
             yield _group_poll_s(self._group)
 
     def _rounds(self) -> Iterator[tuple[list[Run[Value]], float]]:
-        """Yield rounds as the function `_rounds` does, but with a single query for all runs of the group."""
+        """Yield rounds like the function `_rounds`, but query all runs of the group at once."""
         left, waiting = {*self._indices}, Waiting(print_note, REASON_AFTER_S)
         while left:
             waiting.look(_queued(status := self.status))
@@ -533,7 +533,7 @@ class Group(Sequence[Run[Value]]):
             yield [Run(self._group.run(one)) for one in ended], _group_poll_s(self._group) if left else 0.0
 
     def results(self, timeout_s: float | None = None) -> list[Value]:
-        """Return the result of each run, in order; raise the error of the first run that has no result."""
+        """Return the result of each run, in order; raise the error of the first run without a result."""
         self.wait(timeout_s)
         return [run.result() for run in self]
 
@@ -573,14 +573,14 @@ class Group(Sequence[Run[Value]]):
 
 
 def _curve(run: RunDir) -> str | None:
-    """Draw the loss curve of a run as a small inline picture."""
+    """Plot the loss curve of a run as a small inline image."""
     metrics = MetricsHistory(run.metrics_file)
     metrics.update()
     return sparkline(metrics.curve("loss"), "loss")
 
 
 def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[str, list[object]]:
-    """Return a list of values for each key of a sweep; raise UsageError if a key has no list."""
+    """Return a list of values for each key of a sweep; raise UsageError if a key's values are not a list."""
     from trainkit.plan.sweep import MAX_TRIALS, refuse_axis
 
     if not isinstance(values, Mapping):
@@ -608,7 +608,7 @@ def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[
 
 
 def _written(key: str, value: object) -> object:
-    """Convert a value so that a config file can contain it; raise UsageError if that is impossible."""
+    """Convert a value to types that a config file can contain; raise UsageError if that is impossible."""
     plain = _plain(value)
     try:
         json.dumps(plain)
@@ -675,7 +675,7 @@ def _given(
     sections = {} if isinstance(config, str | Path | None) else config
     name = argv
     if function is not None:
-        named = getattr(function, "func", function)  # functools.partial objects have this attribute
+        named = getattr(function, "func", function)  # functools.partial objects have a `func` attribute
         name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
     where = None if run_dir is None else Path(run_dir)
@@ -683,7 +683,7 @@ def _given(
 
 
 def _config_of(work: Callable[..., object] | Config, config: Config, argv: Sequence[str]) -> Config:
-    """Return the config passed to `submit`; raise UsageError unless exactly one thing is to be run."""
+    """Return the config passed to `submit`; raise UsageError unless exactly one kind of work is given."""
     if work is not None and argv:
         what, hint = "function", "omit one of them"
         if not callable(work):
@@ -714,7 +714,7 @@ def _config_of(work: Callable[..., object] | Config, config: Config, argv: Seque
 
 
 def _name_of_run(run: object) -> str:
-    """Return a run or group in the form that `--after` accepts."""
+    """Return a run or group as a string that `--after` accepts."""
     if isinstance(run, Run | Group):
         return str(run.path)
     if not isinstance(run, str | Path):
@@ -728,7 +728,7 @@ def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]
     if isinstance(command, str):
         try:
             words = shlex.split(command)
-        except ValueError as error:  # raised for an unclosed quote
+        except ValueError as error:  # raised by shlex for an unclosed quote
             raise UsageError(f"command={command!r}: {error}", hint="pass a list of words") from None
         hint = f"pass a list: command={words!r}"
         raise UsageError(f"command={command!r} is a string, not a list of words", hint=hint)
@@ -743,7 +743,7 @@ def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]
 
 
 def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., object] | None) -> Workload:
-    """Return what the ranks run; raise UsageError if the launcher cannot start it."""
+    """Return the workload of the ranks; raise UsageError if the launcher cannot start it."""
     known = ("python", *launchers())
     if launcher not in known:
         hint = f"{did_you_mean(str(launcher), known)}launchers are {', '.join(known)}"
@@ -764,7 +764,7 @@ def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., obje
 def _refuse_meant_for_function(
     arguments: Arguments, options: Mapping[str, object], own: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError for keyword arguments meant for the function rather than for `submit` (`own`)."""
+    """Raise ConfigError for keyword arguments that are meant for the function, not for `submit` (`own`)."""
     from trainkit.launch.config_request import FLAGS
 
     run = Workload(ARGV)
@@ -782,7 +782,7 @@ def _refuse_meant_for_function(
 
 
 def _is_known(name: str) -> bool:
-    """Return whether an argument is a command-line option, or a section or key of the config."""
+    """Return whether a name is a command-line option, or a section or key of the config."""
     from trainkit.config.schema import is_known
     from trainkit.launch.config_request import FLAGS
 
@@ -792,9 +792,9 @@ def _is_known(name: str) -> bool:
 def _flags(
     config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
-    """Map dotted config keys to their values and origins; options take precedence over sections.
+    """Map dotted config keys to their values and where these come from; options override sections.
 
-    `arguments` are the arguments of the function, if the run has one.
+    `arguments` are the function's arguments, or None if the run has no function.
     """
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -808,7 +808,7 @@ def _flags(
         for name, value in options.items()
         if not _is_known(name)
     ]
-    if options.get("gpus_per_node") == 0:  # submitit accepts 0 for a job without GPUs
+    if options.get("gpus_per_node") == 0:  # submitit accepts gpus_per_node=0 for a job without GPUs
         hint = meant_of_submitit("gpus_per_node", 0) or ""
         problems.append(Problem("gpus_per_node", "each node runs at least one rank", "gpus_per_node=0", hint))
     found = _keys_of(options)
@@ -824,7 +824,7 @@ def _flags(
 
 
 def _keys_of(options: Mapping[str, object]) -> list[tuple[str, object, str]]:
-    """Return the dotted keys set by options, each with its value and the name of the option."""
+    """Return the dotted keys set by options, each with its value and the option's name."""
     from trainkit.launch.config_request import FLAGS
 
     pairs = ((name, _keys({FLAGS.get(name, name): value})) for name, value in options.items())
@@ -839,11 +839,11 @@ _OF_OTHERS = {
         "only `submit` accepts it; to sweep a command, use `trainkit submit --sweep` in a shell",
     ),
 }
-"""Maps an argument that only some functions accept to a hint for the other functions."""
+"""Maps each argument that only some API functions accept to a hint, shown if other functions get it."""
 
 
 def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
-    """Return a hint for an unknown argument: the argument that was probably meant, as Python code."""
+    """Return a hint for an unknown argument that shows the probably intended argument as Python code."""
     from trainkit.config.schema import meant
     from trainkit.launch.config_request import FLAGS
 
@@ -860,7 +860,7 @@ def _meant_argument(name: str, value: object, arguments: Arguments | None) -> st
 
 
 def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values; a section yields one item for each of its keys."""
+    """Yield dotted keys with their values, flattening sections."""
     from trainkit.config.schema import sections
 
     for name, value in values.items():
@@ -871,7 +871,7 @@ def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to a YAML type: paths to text, tuples to lists, numpy values to Python values."""
+    """Convert a value to a YAML type: paths to strings, tuples to lists, numpy values to Python values."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -884,13 +884,13 @@ def _plain(value: object) -> object:
 def _call(function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[str, object] = {}) -> Call:
     if isinstance(
         function, partial
-    ):  # keep the partial's function reachable, because it may have a `checkpoint` method
+    ):  # Keep the partial's function accessible, because it may have a `checkpoint` method.
         return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))
 
 
 def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
-    """Load the config; a function runs in the interpreter that `launch` sets, by default the current one."""
+    """Load the config; a function uses the interpreter set in `launch`, by default the current one."""
     from trainkit.launch.environment import find_interpreter
 
     loaded = given.request.load_to_plan(given.workload)
@@ -903,7 +903,7 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
-    """Start a group of calls; `values` describe each call in the group's tables."""
+    """Start a group of calls; `values` describe each call in tables of the group."""
     from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
@@ -936,7 +936,7 @@ def _start(
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {
             index: dumps(call) for index, call in calls.items()
-        }  # raises an error before any folder exists
+        }  # This raises an error before any folder is created.
     if values:
         pairs = zip(submission.trials, values, strict=True)
         own = [replace(trial, values=_without_leaks(one, trial.config.secrets)) for trial, one in pairs]
@@ -954,7 +954,7 @@ def _start(
 
 
 def _without_leaks(values: Mapping[str, object], secrets: Sequence[str]) -> dict[str, object]:
-    """Return `values`, masking each one that contains the value of a secret environment variable."""
+    """Return `values`, masking each value that contains the value of a secret environment variable."""
     from trainkit.launch.secrets import leaked
 
     found = {key: leaked(str(value), secrets, os.environ) for key, value in values.items()}
@@ -966,7 +966,7 @@ def _group_poll_s(group: RunGroup) -> float:
 
 
 def _queued(status: GroupStatus) -> str:
-    """Return the reason why no run of a group is running; empty if one is running or it is unknown."""
+    """Return why no run of a group is running yet; empty if a run is running or the reason is unknown."""
     queued = [trial for trial in status.trials if trial.state in ("pending", "requeueing")]
     reason = next((trial.problem for trial in queued if trial.problem), "")
     if not reason or status.states.keys() & {"starting", "running", "paused", "stopping", "restarting"}:
@@ -983,7 +983,7 @@ def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:
 
 
 async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
-    import asyncio  # importing it takes as long as importing the rest of this module
+    import asyncio  # Importing asyncio takes as long as importing the rest of this module.
 
     while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
         await asyncio.sleep(poll_s)

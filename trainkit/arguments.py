@@ -1,4 +1,4 @@
-"""Checks arguments of `trainkit.submit` other than config keys: the function's and submitit's."""
+"""Checks arguments of `trainkit.submit` that are meant for the function or for submitit, not config keys."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Arguments:
 
     @property
     def name(self) -> str:
-        """Return the function's name for use in messages."""
+        """Return the function's name for messages."""
         function = self.call.function
         return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
     @cached_property
     def _named(self) -> inspect.Signature | None:
-        """Return the documented signature, looking through decorators; None for a builtin without one."""
+        """Return the signature as documented, ignoring decorators, or None if a builtin has no signature."""
         return _signature(self.call.function, follow_wrapped=True)
 
     @property
     def given(self) -> dict[str, object]:
-        """Map parameter names to arguments; the keys of extra positional arguments are ``NAME.INDEX``."""
+        """Map parameter names to arguments; extra positional arguments have keys such as ``NAME.INDEX``."""
         signature = self._named or _ANY
         try:
             bound = signature.bind_partial(*self.call.args, **self.call.kwargs).arguments
-        except TypeError:  # a decorator may have changed the parameters
+        except TypeError:  # A decorator may have changed the parameters.
             signature = _ANY
             bound = {"args": self.call.args, "kwargs": self.call.kwargs}
         found: dict[str, object] = {}
@@ -77,21 +77,21 @@ class Arguments:
         try:
             signature = self._named or inspect.Signature()
             return {*signature.bind_partial(*self.call.args, **self.call.kwargs).arguments}
-        except TypeError:  # a decorator may have changed the parameters
+        except TypeError:  # A decorator may have changed the parameters.
             return {*self.call.kwargs}
 
     def means(self, name: str, *, is_used: bool) -> bool:
-        """Return whether an option is meant for the function; `is_used` says whether it affects the run.
+        """Return whether an option is meant for the function; `is_used` means that it affects the run.
 
-        A name such as `name` can be both an option of the run and a parameter of the function. Such a
-        name is interpreted as the option of the run once the parameter has an argument.
+        The same name, for example `name`, can be both an option of the run and a parameter of the function.
+        Such a name is considered an option of the run if the parameter already has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound
         return self.takes_any and not is_used
 
     def problem(self, options: Mapping[str, object], name: str, *, is_used: bool, is_known: bool) -> Problem:
-        """Return the problem with an option that is meant for the function.
+        """Return the problem caused by an option that is meant for the function.
 
         `is_used` is True if the option affects this run, and `is_known` is True if it is an option of any
         run.
@@ -105,7 +105,7 @@ class Arguments:
         return Problem(name, what, shown_argument(name, options[name]), hint)
 
     def bound(self, options: Mapping[str, object]) -> str:
-        """Return a functools.partial call, as source code, that passes keyword arguments to the function."""
+        """Return the source code of a functools.partial call that passes `options` to the function."""
         return self._partial(shown_argument(key, value) for key, value in options.items())
 
     def _partial(self, given: Iterable[str]) -> str:
@@ -113,7 +113,7 @@ class Arguments:
         return f"functools.partial({name if name.isidentifier() else 'function'}, {', '.join(given)})"
 
     def near(self, name: str) -> str | None:
-        """Return the parameter whose name is most similar to `name`; None if none is similar."""
+        """Return the parameter whose name is most similar to `name`, or None if none is similar."""
         return near(name, self.names)
 
     @property
@@ -131,8 +131,8 @@ class Arguments:
     def refuse(self) -> None:
         """Raise UsageError if the function cannot be called with the given arguments.
 
-        Also raises it for a coroutine function or a generator function, whose body does not run when it is
-        called.
+        Also raises UsageError for a coroutine or generator function, because calling it does not execute its
+        body.
         """
         function = self.call.function
         for is_one, kind, runs in _DEFERRED:
@@ -141,8 +141,8 @@ class Arguments:
                 raise UsageError(
                     message, hint=f"submit a function that runs it: `lambda: {runs}({self.name}(…))`"
                 )
-        # A decorator may supply arguments itself, so check the outermost function, which is the one that is
-        # called.
+        # Check the outermost function, which is the one that is called, because a decorator may supply
+        # arguments itself.
         signature = _signature(function, follow_wrapped=False)
         if signature is None:
             return
@@ -155,7 +155,7 @@ class Arguments:
             raise UsageError(message, hint=self._hint(signature)) from None
 
     def _hint(self, signature: inspect.Signature) -> str:
-        """Return a hint that corrects a call with missing or unexpected arguments."""
+        """Return a hint that shows how to correct a call with missing or unexpected arguments."""
         hint = f"its signature is {self.signature}"
         ordered = [one for one in signature.parameters.values() if one.kind in _BY_POSITION]
         given = {one.name for one in ordered[: len(self.call.args)]} | self.call.kwargs.keys()
@@ -168,7 +168,7 @@ class Arguments:
 
 
 class _Text:
-    """A default value that is displayed as a given text."""
+    """A default value with a given text as its repr."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -180,7 +180,7 @@ class _Text:
 def _signature(function: Callable[..., Any], *, follow_wrapped: bool) -> inspect.Signature | None:
     try:
         return inspect.signature(function, follow_wrapped=follow_wrapped)
-    except (TypeError, ValueError):  # the object is a builtin or not a function
+    except (TypeError, ValueError):  # raised for an object that is a builtin or not a function
         return None
 
 
@@ -198,17 +198,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-# The remaining functions translate submitit parameters.
+# The remaining functions find replacements for submitit parameters.
 
 
 def _shown(value: object) -> str:
-    """Return a value as Python source code, with double quotes if that needs no escapes."""
+    """Return a value as Python source code, using double quotes unless they require escapes."""
     text = repr(value)
     return text if '"' in text or "\\" in text else text.replace("'", '"')
 
 
 def _as(name: str, *keys: str) -> Callable[[Any], str]:
-    """Return a function that formats a value as a keyword argument, nested under the keys of a mapping."""
+    """Return a function that formats a value as a keyword argument, nested in dictionaries under `keys`."""
 
     def written(value: object) -> str:
         for key in reversed(keys):
@@ -232,7 +232,7 @@ def _mem(value: object) -> str:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the long options of a command line with their values, or True for an option without a value.
+    """Yield the long options of a command line with their values, or True for options without a value.
 
     Short options are skipped.
     """
@@ -291,7 +291,7 @@ _LEAVE_OUT = {
 
 
 def meant_of_submitit(name: str, value: object) -> str | None:
-    """Return the replacement for a parameter of submitit's executors, or None for any other name."""
+    """Return the trainkit replacement for a parameter of submitit's executors, or None for any other name."""
     base = next(
         (name.removeprefix(one) for one in ("slurm_", "local_", "debug_") if name.startswith(one)), name
     )
@@ -301,6 +301,6 @@ def meant_of_submitit(name: str, value: object) -> str | None:
         return None
     try:
         written = _WRITE[base](value)
-    except (AttributeError, TypeError, ValueError):  # submitit would reject this value too
+    except (AttributeError, TypeError, ValueError):  # submitit would also reject this value
         written = _as(base)(value)
     return f"write {written}" + (" in `map_array` or `sweep`" if base == "array_parallelism" else "")

@@ -1,8 +1,8 @@
-"""Defines the interface of capabilities: features that only some runs need, and that the core never names.
+"""Defines the interface of capabilities: features that only some runs need and the core never names.
 
 A capability is either a folder of `trainkit/capabilities/` with an entry in `shipped.py`, or a class that
 another package declares in the entry-point group `trainkit.capabilities`. A capability is imported only if a
-config, a plan or a command line names it.
+config, a plan or a command line refers to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trainkit.errors import KeyProblem
 
-if TYPE_CHECKING:  # types of higher layers, imported only for type checkers
+if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
     from contextlib import AbstractContextManager
     from datetime import datetime
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:  # types of higher layers, imported only for type checkers
 
 @dataclass(frozen=True)
 class Part:
-    """Base class of the data that a capability stores in plan.json; read it with `LaunchPlan.part`.
+    """Base class for the data that a capability stores in plan.json; read the data with `LaunchPlan.part`.
 
-    Subclasses are frozen dataclasses. If a subclass has a field `files`, which maps file names to text, the
-    files are written next to plan.json and compared with it when the job starts. If a subclass has a field
-    `keys`, it lists the config keys that the user set, for the config of a run that repeats this one.
+    Subclasses are frozen dataclasses. A field `files` in a subclass maps file names to text; the files are
+    written next to plan.json, and compared with the plan when the job starts. A field `keys` in a subclass
+    lists the config keys that the user set, which are copied to the config of a run that repeats this one.
     """
 
     CAPABILITY: ClassVar[str] = ""
@@ -52,9 +52,9 @@ class Planned(NamedTuple):
     """The result of `Capability.plan` or `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
-    """None if the run does not use the capability, whose code is then not imported in the job."""
+    """None if the run does not use the capability, so that the job does not import the capability's code."""
     reasons: Mapping[str, str] = {}
-    """Maps each derived value to the reason for it, which a dry run prints."""
+    """Maps each derived value to the reason for the value, as printed by a dry run."""
     warnings: tuple[str, ...] = ()
     """One sentence for each setting that has no effect or could not be checked."""
     env: Mapping[str, str] = {}
@@ -62,11 +62,11 @@ class Planned(NamedTuple):
     keys: Collection[str] = ()
     """Config keys that take effect for a command because of this capability (`plan_command` only)."""
     follows: str | None = None
-    """The derived value after which a dry run prints `reasons`; if None, the reasons are printed last."""
+    """The derived value after which a dry run prints `reasons`; if None, `reasons` are printed last."""
 
 
 class Ranks(NamedTuple):
-    """The number of ranks and their device, which are known before the run is planned."""
+    """The number of ranks and their device, both known before the run is planned."""
 
     world_size: int
     num_nodes: int
@@ -75,33 +75,33 @@ class Ranks(NamedTuple):
 
 
 class NodesChoice:
-    """Explains why trainkit chose a number of nodes for a run."""
+    """Explains why trainkit chose a certain number of nodes for a run."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the keys that this explanation adds to the JSON output of a command."""
+        """Return the keys that the explanation adds to a command's JSON output."""
         raise NotImplementedError
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterable[str]:
-        """Return the reasons for the chosen number, in lines of at most `fit` characters if possible."""
+        """Return the reasons for the number of nodes, in lines of at most `fit` characters if possible."""
         raise NotImplementedError
 
 
 class Companion:
-    """A helper that runs next to the ranks of a node, in a thread or process of its own."""
+    """A helper that runs alongside the ranks of a node, in a separate thread or process."""
 
     def poll(self) -> None:
-        """Do a short piece of work; the agent calls this every few seconds and waits for the return."""
+        """Do a short piece of work; the agent calls this every few seconds and waits for it to return."""
 
     def end(self, *, is_finished: bool) -> None:
-        """End the companion, without delay unless all ranks of the agent have finished (`is_finished`)."""
+        """Stop the companion, without delay unless all ranks of the agent have finished (`is_finished`)."""
 
 
 class Hosts(NamedTuple):
-    """Hosts of a job, by their names in Slurm; empty for an attempt without Slurm."""
+    """Hosts of a job, by their Slurm names; empty for an attempt that does not run on Slurm."""
 
     all: Sequence[str] = ()
     good: Sequence[str] = ()
-    """The hosts that have not failed, either in this job or earlier in the run."""
+    """The hosts that have failed neither in this job nor earlier in the run."""
 
 
 class Watch:
@@ -111,18 +111,18 @@ class Watch:
     """True if polling continues after the ranks have received a stop signal."""
 
     def poll(self) -> PlannedStop | None:
-        """Check the attempt; the supervisor calls this every few seconds and waits for the return.
+        """Check the attempt; the supervisor calls this method every few seconds and waits for it to return.
 
-        If a stop is returned and the ranks are not already stopping, they save and exit, and the run
+        If the method returns a stop and the ranks are not already stopping, they save and exit, and the run
         restarts.
         """
         return None
 
 
 class TimedRanks(NamedTuple):
-    """The ranks of the built-in trainer, for `RankObserver`.
+    """The ranks of the built-in trainer, as described to a `RankObserver`.
 
-    Ranks report their times at the end of each window, a fixed number of steps.
+    Ranks report their times at the end of each window, which is a fixed number of steps.
     """
 
     layout: Layout
@@ -138,37 +138,37 @@ NewEvent = tuple[str, Mapping[str, object]]
 
 
 class RankObserver:
-    """Receives the step times of all ranks; runs only on rank 0."""
+    """Receives the step times of all ranks; only rank 0 has an observer."""
 
     values: Mapping[str, float | str] = {}
-    """Values that the observer adds to each record of the metrics."""
+    """Values that the observer adds to each metrics record."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
-        """Process the times of a step and return events for rank 0 to record; rank 0 waits for the return.
+        """Process the times of a step and return events for rank 0 to record; rank 0 waits for this call.
 
-        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step
-        that it waited for data, and the mean seconds that it computed before waiting for other ranks. At all
+        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step of
+        waiting for data, and the mean seconds per step of computing before waiting for other ranks. At all
         other steps, `times` is empty. `step_s` is the duration of the step, excluding saves and validation.
         """
         return ()
 
 
 class Reading(NamedTuple):
-    """The content of a run's files, for capabilities that display something about the run."""
+    """Data from the files of a run, for capabilities that display something about the run."""
 
     history: RunHistory
     plan: PlanRecord
     attempt: int | None
     """The number of the newest attempt."""
     state: str
-    """The state of the run, as `status` shows it."""
+    """The state of the run, as shown by `status`."""
     lasting: Sequence[Event]
     """Events of capabilities that are still in effect, oldest first (see `owner_of`)."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A user-facing warning about a run; `time` is None if the warning describes the present."""
+    """A user-facing warning about a run; a `time` of None means that the warning describes the present."""
 
     time: str | None
     text: str
@@ -186,20 +186,17 @@ class HostView(NamedTuple):
 
 
 class Reader:
-    """Incrementally reads a capability's files in a run, for a screen that is refreshed.
-
-    See also `RunHistory.reader`.
-    """
+    """Reads a capability's files in a run incrementally, for a screen that is refreshed."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
     def update(self) -> None:
-        """Read only the lines that were written since the last call; raise OSError if that fails."""
+        """Read only the lines written since the last call; raise OSError if reading fails."""
 
 
 class Recorder:
-    """Records images, histograms and texts that a rank logs; this base class (ranks > 0) records nothing.
+    """Records images, histograms and texts that a rank logs; this base class (for ranks > 0) records nothing.
 
     `step` defaults to the current training step. All methods raise UsageError for values that cannot be
     recorded.
@@ -215,7 +212,7 @@ class Recorder:
         """Record a text under a name."""
 
     def written(self) -> Callable[[], None]:
-        """Return a function that waits until everything logged up to now is on disk."""
+        """Return a function that waits until everything logged before this call is on disk."""
         return lambda: None
 
     def close(self) -> None:
@@ -223,14 +220,14 @@ class Recorder:
 
 
 MakeRecorder = Callable[["AttemptDir", "Progress", "TensorBoardLog | None"], Recorder]
-"""Creates the recorder of rank 0, which also writes to TensorBoard if the attempt uses it."""
+"""Creates the recorder of rank 0, which also writes to TensorBoard if the attempt uses TensorBoard."""
 
 
 class Choice:
-    """Values of the options that a capability adds to `trainkit run` or `trainkit check`."""
+    """Values for the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
-    """True if a rank uses the terminal. If so, the command prints no log to the terminal."""
+    """True if a rank uses the terminal. If so, the command prints no rank output to the terminal."""
 
     def check(self, workload: Workload, *, is_alone: bool) -> None:
         """Raise UsageError if these options cannot be used with the run.
@@ -239,51 +236,54 @@ class Choice:
         """
 
     def apply(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with these options applied; raise UsageError if they cannot be applied to it."""
+        """Return the plan with these options applied; raise UsageError if the plan does not allow them."""
         return plan
 
     def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do, and describe the result; raise TrainkitError on failure."""
+        """Try out what a run would do, and describe the result; raise TrainkitError on failure."""
         raise NotImplementedError
 
 
 class Capability:
     """Base class of all capabilities.
 
-    Subclasses override what they need. Each process has one instance of a capability.
+    Subclasses override only the attributes and methods that they need. Each process has one instance of each
+    capability.
     """
 
     name: ClassVar[str]
-    """Name of the capability's folder, or of its entry point and config section."""
+    """Name of the capability's folder or, for an external capability, of its entry point and config
+    section."""
     Config: ClassVar[type[Section] | None] = None
-    """The config section that a capability of another package adds; the docstring of this class describes the
+    """The config section that an external capability adds; the docstring of the class describes the
     section."""
     at_start: ClassVar[str | None] = None
-    """A file with a function `prepare`, which every Python interpreter of a rank calls before any other code;
+    """A file with a function `prepare`, which every Python interpreter in a rank calls before any other code;
     see `trainkit.job.python_start`."""
     commands: ClassVar[Mapping[str, str]] = {}
-    """Maps a command to the MODULE:NAME of its click command. Capabilities of other packages call their
-    commands NAME or NAME-…, where NAME is the name of the capability."""
+    """Maps a command name to the MODULE:NAME of a click command. The commands of an external capability are
+    called NAME or NAME-…, where NAME is the name of the capability."""
     quiet: ClassVar[Mapping[str, str]] = {}
-    """Maps each config key that is set to null in replays and short trainings to the reason for that.
+    """Maps each config key that is set to null in replays and short trainings to the reason why it is.
 
-    In the reason, ``{what}`` stands for the command, such as a replay or a bench.
+    ``{what}`` in a reason is replaced with the command, such as a replay or a bench.
     """
     may_be_secret: ClassVar[tuple[str, ...]] = ()
     """Config keys whose values must not appear in error messages."""
     other_keys: ClassVar[Mapping[str, str]] = {}
-    """Maps a key of another program to a hint with trainkit's keys for it; for shipped capabilities only."""
+    """Maps a config key of another program to a hint with the corresponding trainkit keys; only for built-in
+    capabilities."""
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
         """Return problems of the capability's config keys that can be found without `Facts`."""
         return ()
 
     def packages(self, config: RunConfig) -> Mapping[str, str]:
-        """Map each package that the ranks' Python must have to the config key that needs it."""
+        """Map each package required in the ranks' Python to the config key that requires the package."""
         return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
-        """Return problems of the capability's config keys, given the facts (machine, data, environment)."""
+        """Return problems of the capability's config keys, given the machine, data and environment."""
         return ()
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
@@ -291,7 +291,7 @@ class Capability:
         return Planned()
 
     def plan_command(self, loaded: LoadedConfig, workload: Workload, ranks: Ranks) -> Planned:
-        """Plan which config values a command gets; raise ConfigError for values that no command can get."""
+        """Plan the config values for a COMMAND; raise ConfigError for values that a COMMAND cannot use."""
         return Planned()
 
     def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
@@ -299,11 +299,11 @@ class Capability:
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
-        """Return the values of its part that must be equal for every number of nodes that the job may get."""
+        """Return values in the part that must be equal for every number of nodes that the job may get."""
         return None
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
-        """Return the command line that starts a user's command through the capability's launcher."""
+        """Return the command line that starts a user's COMMAND through the capability's launcher."""
         raise NotImplementedError
 
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
@@ -315,8 +315,8 @@ class Capability:
     ) -> Callable[[Exception], None] | None:
         """Prepare a rank of the trainer; called before torch is imported.
 
-        Returns None, or a function to call with the error that ends the rank. Time spent waiting inside the
-        context `unwatched()` does not count as a hang.
+        Returns None, or a function to call with the exception that terminates the rank. Time spent inside the
+        context manager `unwatched()` is not considered a hang.
         """
         return None
 
@@ -325,40 +325,40 @@ class Capability:
         return None
 
     def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver | None:
-        """Return an observer of the step times of the trainer's ranks, or None."""
+        """Return an observer for the step times of the trainer's ranks, or None if none is needed."""
         return None
 
     def recorder(self) -> MakeRecorder:
-        """Return the function that creates the recorder of images, histograms and texts on rank 0."""
+        """Return the function that creates rank 0's recorder for images, histograms and texts."""
         raise NotImplementedError
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
-        """Return a watch of an attempt for its supervisor; None if the plan lacks the capability's part."""
+        """Return the supervisor's watch for an attempt, or None if the plan lacks the capability's part."""
         return None
 
     def hosts_to_leave(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Collection[str]:
-        """Return hosts of a job that the run must exclude from now on; called after each attempt."""
+        """Return the hosts that the run must exclude from now on; called after each attempt."""
         return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
-        """React to a new line of events.jsonl; the supervisor calls this within seconds."""
+        """React to a new line in events.jsonl; the supervisor calls this method within seconds."""
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
-        """React to the end of an attempt. `end` states whether the run restarts."""
+        """React to the end of an attempt. `end` includes whether the run restarts."""
 
     def close(self) -> None:
-        """Wait until everything has been sent; called when the supervisor's process ends."""
+        """Wait until everything has been sent; called before the supervisor's process exits."""
 
     def speeds(self, group: Path) -> Mapping[int, float | None]:
-        """Map each run's index to its tokens per second; called for groups with the capability's file."""
+        """Map each run's index to its tokens per second; called for groups created by the capability."""
         return {}
 
     def waits(self, plan: PlanRecord) -> str:
-        """Return the text that `status` shows while a rank waits, or may wait, for user input."""
+        """Return the text shown by `status` while a rank waits, or may wait, for user input."""
         raise NotImplementedError
 
     def rows(self, reading: Reading) -> Mapping[str, str]:
-        """Return the lines that the capability adds to `status` of a run, as a mapping from label to text."""
+        """Return lines that the capability adds to the `status` of a run, as a mapping from label to text."""
         return {}
 
     def status(self, reading: Reading) -> Mapping[str, object]:
@@ -366,7 +366,7 @@ class Capability:
         return {}
 
     def notices(self, reading: Reading) -> Sequence[Notice]:
-        """Return warnings about a running attempt; called while events of capabilities are in effect."""
+        """Return warnings about a running attempt; called while an event of any capability is in effect."""
         return ()
 
     def past(self, event: Event) -> str:
@@ -374,7 +374,7 @@ class Capability:
         return event.content
 
     def hosts(self, reading: Reading, now: datetime) -> Mapping[str, HostView]:
-        """Map each host of the newest attempt to the values and problems that `watch` shows for it."""
+        """Map each host of the newest attempt to the values and problems shown for the host in `watch`."""
         return {}
 
     def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
@@ -386,5 +386,5 @@ class Capability:
         return {}
 
     def sections(self, history: RunHistory) -> Mapping[str, str]:
-        """Return the sections that the capability adds to a report page: title -> HTML with escaped text."""
+        """Return the capability's sections of a report page, as a mapping from title to escaped HTML."""
         return {}

@@ -26,19 +26,19 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 3
 EXIT_STUCK = 70
-"""A rank exited before the deadline because its peers did not respond."""
+"""A rank exited before the collective timeout because its peers did not respond."""
 EXIT_STOPPED = 75
-"""The state was saved, and the run can be resumed."""
+"""The state was saved, so the run can be resumed."""
 EXIT_NO_RESTART = 78
 """A restart cannot help, because the config is wrong or the run has diverged."""
 EXIT_INTERRUPTED = 130
 
 
 class TrainkitError(Exception):
-    """Base class of all errors: `message` says what happened, and `hint` what the user can do.
+    """Base class of all errors: `message` describes what happened, and `hint` what the user can do.
 
-    ``str(error)`` is the message. A traceback ends with the message and the hint, except in Python 3.10,
-    which does not print notes.
+    ``str(error)`` is the message. Tracebacks end with the message and the hint, except in Python 3.10, which
+    does not print exception notes.
     """
 
     exit_code = EXIT_FAILED
@@ -46,7 +46,7 @@ class TrainkitError(Exception):
     def __init__(self, message: str, hint: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint = hint.rstrip()  # `did_you_mean` ends with a space
+        self.hint = hint = hint.rstrip()  # the result of `did_you_mean` ends with a space
         if hint:
             self.__notes__ = [f"hint: {hint}"]
         if exit_code is not None:
@@ -66,7 +66,7 @@ class UsageError(TrainkitError):
 
 @dataclass(frozen=True)
 class Problem:
-    """A single problem of a config."""
+    """A single problem found in a config."""
 
     key: str
     """Dotted key, for example ``train.steps``; empty if the problem does not concern a single key."""
@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def statement(self) -> str:
-        """Return the origin, the key and the message, without the hint."""
+        """Return the origin, the config key and the message, without the hint."""
         return "".join(f"{part}: " for part in (self.origin, self.key) if part) + self.message
 
     def render(self) -> str:
@@ -92,9 +92,9 @@ class Problem:
 
     @property
     def line(self) -> int | None:
-        """Return the line number of the value in its file; None if the value does not come from a file."""
+        """Return the line number of the value in its file, or None if the value does not come from a file."""
         file, _, line = self.origin.rpartition(":")
-        # An origin such as `--set name=a:8` also ends in a colon and digits, but is not FILE:LINE.
+        # An origin such as `--set name=a:8` also ends with a colon and digits, but is not FILE:LINE.
         return int(line) if line.isdigit() and not file.startswith("--") else None
 
     def to_dict(self) -> dict[str, str | int | None]:
@@ -109,7 +109,7 @@ class Problem:
 
 
 KeyProblem = tuple[str, str, str]
-"""Dotted key, message and hint of a problem, to which the origin of the value is added later."""
+"""Config key, message and hint of a problem; the origin of the key's value is added later."""
 
 
 class ConfigError(UsageError):
@@ -133,11 +133,11 @@ class ConfigError(UsageError):
         return UsageError(self.problems[0].statement, self.hint).render()
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return type(self), (self.problems,)  # by default, an exception is pickled with its message only
+        return type(self), (self.problems,)  # By default, an exception is pickled with only its message.
 
 
 class SlurmError(TrainkitError):
-    """Raised if Slurm cannot be reached, although the request itself may be valid."""
+    """Raised if Slurm cannot be reached; the request itself may be valid."""
 
     exit_code = EXIT_TRY_AGAIN
 
@@ -160,7 +160,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def warn_caller(text: str) -> None:
-    """Issue a warning that points to the line of the program that called trainkit."""
+    """Issue a warning that points to the line of the user program that called trainkit."""
     import warnings
 
     level, frame = 1, sys._getframe()
@@ -172,11 +172,11 @@ def warn_caller(text: str) -> None:
 def replace_unencodable() -> None:
     """Make stdout and stderr replace characters that the locale cannot encode.
 
-    Used in the processes of a run, which an encoding error in the log must not end.
+    Used in the processes of a run, so that an encoding error in the log cannot terminate them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
-            # a terminal opened for both reading and writing cannot be reconfigured
+            # A terminal opened for both reading and writing cannot be reconfigured.
             with suppress(OSError):
                 stream.reconfigure(errors="replace")
 

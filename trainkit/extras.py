@@ -1,7 +1,7 @@
-"""Lists trainkit's optional packages, and formats the command that installs them.
+"""Lists trainkit's optional packages, and formats the commands that install them.
 
-The names are the extras in setup.cfg. Messages name packages instead of extras, because the distribution
-called `trainkit` on PyPI is a different project.
+The names of the extras are defined in setup.cfg. Messages name packages instead of extras, because the PyPI
+distribution called `trainkit` is a different project.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def install_line(*names: str, python: str | None = None) -> str:
-    """Return the command that installs the packages of extras with the pip of the interpreter `python`.
+    """Return the command that installs the packages of extras with pip for the interpreter `python`.
 
-    Names that are not extras are treated as package names, which external capabilities use.
+    Names that are not extras are treated as package names, as used by external capabilities.
     """
     pip = "pip install" if python is None else f"{quote(python)} -m pip install"
     packages = dict.fromkeys(package for name in names for package in PACKAGES.get(name, (name,)))
@@ -39,10 +39,11 @@ def install_line(*names: str, python: str | None = None) -> str:
 
 
 def own_install_line(python: str) -> str | None:
-    """Return the command that installs this trainkit for another Python, from its checkout or wheel.
+    """Return the command that installs this trainkit from its checkout or wheel for another Python.
 
-    Returns None if trainkit's source is unknown or no longer exists. The command never names an index,
-    because trainkit may not be published there. Source: the specification of ``direct_url.json`` by PyPA.
+    Returns None if the checkout or wheel is unknown or no longer exists. The command never refers to a
+    package index, because trainkit may not be published there. The source is read from ``direct_url.json``,
+    as specified by PyPA.
     """
     from importlib.metadata import distributions
 

@@ -1,4 +1,4 @@
-"""Creates, finds and names folders, even where file systems show changes late, and opens regular files."""
+"""Creates, finds and names folders, even if file systems show changes late, and opens regular files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
     """Create a folder unless it exists; if `parents`, also create missing parents with the default mode.
 
     Raises OSError if the folder cannot be created. On a parallel file system, if another host has just
-    created the folder, `mkdir` can fail because the folder exists while this host still caches that it does
-    not. In this race, `Path.mkdir(exist_ok=True)` fails.
+    created the folder, `mkdir` can fail with FileExistsError while this host still caches that the folder
+    does not exist. If another host creates the folder at the same time, `Path.mkdir(exist_ok=True)` can raise
+    an error.
     """
     try:
         path.mkdir(mode)
@@ -39,14 +40,14 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
 
 _typed_in: Path | None = None
-"""The folder where the user typed the command, while the command works in a different folder."""
+"""The folder where the user typed the command, set while the working directory is a different folder."""
 _is_recorded = False
-"""True while messages are recorded, because they may later be read in any folder."""
+"""True while messages are recorded, because they may later be read in any working directory."""
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Change the working directory; `shown_path` stays relative to the folder where the command was typed."""
+    """Change the working directory; `shown_path` stays relative to where the user typed the command."""
     global _typed_in
     here, outer = Path.cwd(), _typed_in
     os.chdir(folder)
@@ -70,7 +71,7 @@ def whole_paths() -> Iterator[None]:
 
 
 def shown_path(path: str | PurePath) -> str:
-    """Return a path for a message: relative if the path is below the folder where the command was typed."""
+    """Return a path for a message, relative if it is below the folder where the user typed the command."""
     if not _is_recorded:
         with suppress(FileNotFoundError):  # the working directory may have been deleted
             return relative_path(str(path), _typed_in or Path.cwd())
@@ -78,13 +79,13 @@ def shown_path(path: str | PurePath) -> str:
 
 
 def relative_path(path: str, cwd: Path) -> str:
-    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged; both forms are valid as RUN."""
+    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged; commands accept both as RUN."""
     if not Path(path).is_relative_to(cwd) or Path(path) == cwd:
         return path
     below = str(Path(path).relative_to(cwd))
     return (
         f"./{below}" if below.startswith("-") else below
-    )  # prevents the path from being parsed as an option
+    )  # keep a path with a leading dash from being parsed as an option
 
 
 def is_full(folder: Path) -> bool:
@@ -106,7 +107,7 @@ def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return this user's home directory, or a private temporary folder if there is none (in a container).
+    """Return this user's home directory, or a private temporary folder if there is none, as in a container.
 
     Raises PermissionError if the temporary folder belongs to another user.
     """
@@ -124,11 +125,11 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_private(folder: Path, others: int = 0o077) -> bool:
-    """Create a private folder for this user; return False if others can write to it or replace it.
+    """Create a private folder for this user; return False if other users can write to it or replace it.
 
-    Others can replace a folder if they can write to its parent, unless the parent has the sticky bit, like
-    /tmp. `others` is the mask of permissions that an existing folder must not grant. Raises OSError if the
-    folder cannot be created.
+    Other users can replace a folder if they can write to its parent, unless the parent has the sticky bit,
+    like /tmp. `others` is the mask of permissions that an existing folder must not grant. Raises OSError if
+    the folder cannot be created.
     """
     ensure_folder(folder, 0o700)
     found, own = folder.lstat(), (os.getuid(), 0)
@@ -148,9 +149,9 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 def typed_path(text: str, cwd: Path, *, is_literal: bool = False) -> Path:
     """Resolve a typed path that is relative to `cwd` or begins with `~`; raise UsageError if it is invalid.
 
-    A path that contains ``${…}`` is invalid, because trainkit does not evaluate it. If `is_literal`, as for a
-    path from a shell, a folder may be named ``${HOME}``, so only a resolver such as ``${hydra:runtime.cwd}``
-    is invalid.
+    A path that contains ``${…}`` is invalid, because trainkit does not interpolate paths. With `is_literal`,
+    as for a path expanded by a shell, a folder may be named ``${HOME}``, so only a resolver such as
+    ``${hydra:runtime.cwd}`` is invalid.
     """
     if url := _URL.match(text):
         hint = "copy the files to a disk that the job's nodes mount, and give the path there"
@@ -184,14 +185,14 @@ def user_name() -> str:
 
 
 def user_groups() -> tuple[str, ...] | None:
-    """Return the names of this user's groups; None for root, whom no list of allowed groups restricts."""
+    """Return the names of this user's groups, or None for root, who is not restricted by lists of groups."""
     import grp
 
     if os.getuid() == 0:
         return None
     found = []
     for number in dict.fromkeys((os.getgid(), *os.getgroups())):
-        with suppress(KeyError):  # a group without a name cannot appear in a list
+        with suppress(KeyError):  # A group without a name cannot appear in a list of allowed groups.
             found.append(grp.getgrgid(number).gr_name)
     return tuple(found)
 
@@ -199,19 +200,19 @@ def user_groups() -> tuple[str, ...] | None:
 PACKAGE = Path(__file__).resolve().parent
 PROJECT_CONFIG = "config.yaml"
 FIRST_RUN, FIRST_RUN_NAME = "first-run.yaml", "first-run"
-"""The run config that `trainkit init` writes, and the name of a run with that config."""
+"""The config file that `trainkit init` writes, and the name of a run that uses this config."""
 QUICKSTART = "quickstart"
 NOT_RUNS = ("clusters", "profiles")
-"""Folders of shipped files that are layered over a run config and are not run configs themselves."""
+"""Folders of built-in YAML files that are merged into run configs and are not run configs themselves."""
 
 
 def shipped_configs() -> Path:
-    """Return the folder of shipped configs: inside the package if installed, next to it in a checkout."""
+    """Return the folder of built-in configs: inside an installed package, or next to it in a checkout."""
     return _shipped("configs")
 
 
 def shipped_templates() -> Path:
-    """Return the folder of shipped templates: inside the package if installed, next to it in a checkout."""
+    """Return the folder of built-in templates: inside an installed package, or next to it in a checkout."""
     return _shipped("templates")
 
 
@@ -221,7 +222,7 @@ def _shipped(name: str) -> Path:
 
 
 def default_config(cwd: Path) -> tuple[str, str]:
-    """Return the default config (a file in `cwd`, else the quickstart) and a description of its origin."""
+    """Return the default config (a file in `cwd`, else the quickstart) and where it comes from."""
     if (cwd / PROJECT_CONFIG).is_file():
         return PROJECT_CONFIG, "in this folder"
     if (cwd / FIRST_RUN).is_file():
@@ -230,7 +231,7 @@ def default_config(cwd: Path) -> tuple[str, str]:
 
 
 def find_shipped_config(name: str) -> Path | None:
-    """Return the file of a shipped config, or None if there is no such config.
+    """Return the file of a built-in config, or None if there is no such config.
 
     `name` has a form such as ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``.
     """
@@ -244,12 +245,12 @@ def find_shipped_config(name: str) -> Path | None:
 
 
 def shipped_config_names() -> list[str]:
-    """Return the names of the shipped run configs, such as ``quickstart`` and ``models/8b``."""
+    """Return the names of the built-in run configs, such as ``quickstart`` and ``models/8b``."""
     folder = shipped_configs()
     others = [
         file
         for file in sorted(folder.glob("*/*.yaml"))
-        # a name that contains a dot is a profile of another config
+        # A file name that contains a dot is a profile for another config.
         if file.parent.name not in NOT_RUNS and "." not in file.stem
     ]
     files = [folder / f"{QUICKSTART}.yaml", *others]
@@ -257,9 +258,9 @@ def shipped_config_names() -> list[str]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Open a regular file for reading; raise OSError for a pipe or device, where reading may never end.
+    """Open a regular file for reading; raise OSError for a pipe or device, where reading could block forever.
 
-    `flags` are combined with the flags of ``os.open``.
+    `flags` are added to the flags passed to ``os.open``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     kind = os.fstat(descriptor).st_mode

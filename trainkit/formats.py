@@ -1,6 +1,6 @@
-"""Formats tables, times, amounts of memory, versions and suggestions for people and for Slurm.
+"""Formats tables, times, amounts of memory, versions and suggestions for users and for Slurm.
 
-All functions here are pure.
+None of the functions in this module have side effects.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from trainkit.terminal import Styled, cut, cut_in_the_middle, painted, plain, text_width, wrapped
 
 JsonObject = dict[str, Any]
-"""A JSON object whose schema is defined by another project or by the user, such as a config.json, a JSON
-schema, a YAML file or a row of data. Objects whose schema trainkit defines are represented by dataclasses."""
+"""A JSON object whose schema is defined outside of trainkit, such as a config.json, a JSON schema, a YAML
+file or a row of data. Objects whose schema trainkit defines are dataclasses instead."""
 GAP = "  "
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
-"""Matches names that cannot be names of runs because commands interpret them differently."""
+"""Matches names that a run cannot have, because commands interpret them as job ids or as the newest run."""
 
 
 MIN_COLUMN = 12
-"""Width to which a wider column may be narrowed to fit a table to a terminal."""
+"""Minimum width, in characters, to which a column may be narrowed to fit a table to a terminal."""
 
 
 def table(
@@ -37,15 +37,15 @@ def table(
 ) -> str:
     """Format rows as aligned columns, one line per row; the first row can be a heading.
 
-    Columns with an index in `right` are right-aligned. A cell longer than `max_width` characters overflows
-    its column instead of widening it.
+    Columns whose index is in `right` are right-aligned. A cell longer than `max_width` characters overflows
+    its column instead of widening the column.
 
     If the table would be wider than `fit` characters, the widest columns are narrowed and their cells are
-    wrapped. With `cuts`, cells are truncated instead of wrapped; in the first `num_keys` columns, the middle
-    of the cell is removed. If the table is still too wide, its last columns follow in a second table, which
-    repeats the first `num_keys` columns.
+    wrapped. With `cuts`, cells are truncated instead of wrapped; in the first `num_keys` columns, cells are
+    truncated in the middle. If the table is still too wide, its last columns are moved to a second table,
+    which repeats the first `num_keys` columns.
 
-    Styled cells contain escape sequences, which `click.echo` removes where needed.
+    Styled cells contain escape sequences; `click.echo` removes these if the output is not a terminal.
     """
     widths = [max(text_width(plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
     if fit is None:
@@ -54,7 +54,7 @@ def table(
         return "\n".join(_line(row, widths, right) for row in rows)
     first = (
         0 if cuts else num_keys
-    )  # index of the first column that may be narrowed; key columns are narrowed only if nothing else helps
+    )  # index of the first column to narrow; key columns are narrowed only as a last resort
     least = [width if index < first else min(width, MIN_COLUMN) for index, width in enumerate(widths)]
     here = len(widths)
     while _width(least[:here]) > fit and here > num_keys + 1:
@@ -78,7 +78,7 @@ def table(
 
 
 def _fitted(cell: str, width: int, shorten: Callable[[str, int], str] | None) -> list[str]:
-    """Return the lines of a cell at a given width, in the cell's style: wrapped, or one truncated line."""
+    """Return the lines of a cell in the cell's style: wrapped to a width, or truncated to one line."""
     text = plain(cell)
     lines = wrapped(text, width) if shorten is None else [shorten(text, width)]
     return [Styled(line, cell.style) for line in lines] if isinstance(cell, Styled) else lines
@@ -106,9 +106,9 @@ KEY_FORMATS = (
 """Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""Prefix for ``token`` in a pattern, which excludes tokens of a tokenizer such as ``eos_token``."""
+"""Prefix for ``token`` in a pattern, which excludes special tokens of a tokenizer such as ``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
-"""Matches a quote, including a quote in nested JSON or in HTML."""
+"""Matches a quote, including an escaped quote in nested JSON or in HTML."""
 _VALUE = r"""(?:(?<=["'])(?:(?!&#3|&quot;)[^"'\n<>\\])+|[^\s"'`<>;,|&\\]+)"""
 _NO_NUMBER = r"(?![\d.,]+(?![\w.,]))"
 _KEY = (
@@ -135,7 +135,7 @@ _BY_PROGRAM = (
     ("smbclient rpcclient", r"smbclient|rpcclient", r"-U\s*[^\s%]{1,100}%"),
     ("openssl", r"openssl", r"(?:-\w+\s+)?pass:"),
 )
-"""Options that precede a password in some programs; in other programs, these options mean something else."""
+"""Options that precede a password in these programs, but have another meaning in other programs."""
 _SECRETS = (
     ("", KEY_FORMATS),
     (
@@ -143,8 +143,8 @@ _SECRETS = (
         r"(-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----)"
         r"(?:[\w+/=\\:,.()\s-]+?(?=-----END )|[\w+/=\\:,.()\s-]+)",
     ),
-    # The password in a URL, or a key in place of the user name. An Oracle URL has a slash before the
-    # password.
+    # The password in a URL, or an API key in place of the user name. In an Oracle URL, the password follows a
+    # slash.
     ("@", r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>\"]{0,100}:)[^\s/<>\"]{1,200}(?=@)"),
     ("@", r"(\b[a-z][a-z0-9+.-]{1,20}://)(?=[\w-]*\d)[\w-]{20,}(?=@)"),
     ("jdbc:oracle", r"(?i)(\bjdbc:oracle:\w+:[^\s/@]{1,100}/)[^\s/@]{1,100}(?=@)"),
@@ -161,7 +161,7 @@ _SECRETS = (
     ("sig= signature= token= auth=", rf"(?i)({_IN_QUERY}(?:sig|signature|token|auth)=)(?!\$){_VALUE}"),
     ("key=", rf"(?i)({_IN_QUERY}key=)(?=[\w.-]{{16}}){_VALUE}"),
     ("sig", rf"(?i)(\b(?:sig|signature){_QUOTE}[:=]\s?{_QUOTE})(?=[\w%+/=-]{{20}}){_VALUE}"),
-    # HTTP headers.
+    # Authorization headers of HTTP.
     ("digest", rf"(?i)({_AUTHORIZATION}digest\s)[^\n<]+"),
     (
         "authorization",
@@ -170,12 +170,12 @@ _SECRETS = (
     ),
     ("cookie:", r"(?i)(\b(?:set-)?cookie:\s?)[^\n\"'<]+"),
     ("bearer", r"(?i)\b(bearer\s{1,3})[\w.~+/=-]{8,}"),
-    # NAME=VALUE and NAME: VALUE, also in connection strings.
+    # NAME=VALUE and NAME: VALUE, including in connection strings.
     (_KEY_WORDS, rf"(?i)\b((?:[\w-]{{1,30}}[_-])?(?:{_KEY})\b{_ASSIGNS})(?!\$){_VALUE}"),
     ("token", rf"(?i)\b((?:{_TOKEN})\b{_ASSIGNS})(?!\$){_NO_NUMBER}{_VALUE}"),
     ("token", rf"(?i)(\btoken{_ASSIGNS})(?=[\w.-]*\d)(?=[\w.-]*[a-z])[\w.-]{{16,}}"),
     ("pwd", rf"(?i)(;\s?pwd\s?=\s?){_VALUE}"),
-    # A line of .netrc, also in a diff.
+    # A line of .netrc, including in a diff.
     ("password", r"(\b(?:machine\s+\S+|default)(?:[\s+]+(?:login|account)\s+\S+)+[\s+]+password\s+)\S+"),
     ("machine", r"(\bmachine\s+[\w-]+\.[\w.-]+[\s+]+password\s+)\S+"),
     # Command-line options.
@@ -194,35 +194,35 @@ _SECRETS = (
         )
         for words, program, option in _BY_PROGRAM
     ),
-    # After -p, a value is masked only if it is not a word (as in -pix_fmt and -partition), a number or a
-    # partition name.
+    # After -p, mask only values with upper-case and lower-case letters and digits. Other values are probably
+    # numbers, partition names, or the rest of an option such as -pix_fmt.
     ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
 )
-"""Each entry has lowercase words, separated by spaces, and the pattern of a secret. A text is searched for
-the pattern only if the text contains one of the words."""
+"""Each entry consists of lowercase words, separated by spaces, and a pattern that matches a secret. A text is
+searched for a pattern only if it contains one of the pattern's words."""
 _PATTERNS_BY_WORD = {
     word: [index for index, (words, _) in enumerate(_SECRETS) if word in words.split(" ")]
     for word in sorted({word for words, _ in _SECRETS for word in words.split(" ")})
 }
-"""Maps each word to the indices of its entries in ``_SECRETS``. A text is searched only once for each word,
-so that masking is fast."""
+"""Maps each word to the indices of its entries in ``_SECRETS``. Each word is searched for only once per text,
+to make masking fast."""
 
 
 def mask_secrets(text: str) -> str:
-    """Replace everything in a text that looks like a key or a password with `***`.
+    """Replace everything that looks like a key or a password in a text with `***`.
 
     The masked text can be shown to others or stored in a file.
     """
     lowered = text.lower()
     found = {index for word, patterns in _PATTERNS_BY_WORD.items() if word in lowered for index in patterns}
     for index in sorted(found):
-        _, pattern = _SECRETS[index]  # compiled on first use, because most processes mask nothing
+        _, pattern = _SECRETS[index]  # Compile the pattern on first use, because most processes mask nothing.
         text = re.sub(pattern, rf"\1{MASK}", text)
     return text
 
 
 def masked_value(value: object, key: str) -> str:
-    """Return a key's value as a user would type it, with `***` in place of what looks like a secret."""
+    """Return a key's value as a user would type it, with `***` for everything that looks like a secret."""
     before = f"{key}: "
     return mask_secrets(before + shown_value(value)).removeprefix(before)
 
@@ -247,7 +247,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _time_of_workers(hours: float) -> tuple[str, str]:
-    """Return the total time of all workers as an amount and its unit: hour, minute or second."""
+    """Return the total time of all workers as an amount and a unit: hours, minutes or seconds."""
     for unit, amount in (("hour", hours), ("minute", 60 * hours)):
         if amount >= (0.1 if unit == "hour" else 1):
             return (number(round(amount, 2)) if unit == "hour" else f"{amount:.1f}"), unit
@@ -275,7 +275,7 @@ def plural(count: int | None, noun: str) -> str:
 
 
 def shown(values: Mapping[str, object]) -> str:
-    """Format a mapping as in ``optimizer.lr=0.1, seed=1``."""
+    """Format a mapping as ``optimizer.lr=0.1, seed=1``."""
     return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())
 
 
@@ -301,7 +301,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 def spans(numbers: Sequence[int]) -> str:
     """Format increasing numbers compactly, such as ``0-2,4``.
 
-    After `MAX_SPANS` spans, the text ends with ``and 504 more``.
+    After `MAX_SPANS` spans, the text ends with, for example, ``and 504 more``.
     """
     found: list[list[int]] = []
     for number in numbers:
@@ -326,9 +326,9 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four significant digits; ``-`` for None and for values that are not finite.
+    """Format a number with four significant digits; ``-`` for None and for non-finite values.
 
-    Numbers from 10,000 up to 1e12 keep all digits of their integer part.
+    Numbers from 10,000 up to 1e12 keep all integer digits.
     """
     if value is None or not math.isfinite(value):
         return "-"
@@ -341,9 +341,9 @@ def result_text(value: float | None) -> str:
 
 
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
-    """Return the candidate in `words` that is closest to `word`; None if none is similar enough.
+    """Return the candidate in `words` that is most similar to `word`, or None if none is similar enough.
 
-    `similar` is the required similarity, between 0 and 1 (equal words).
+    `similar` is the minimum similarity, from 0 to 1 (identical words).
     """
     from difflib import get_close_matches
 
@@ -351,7 +351,7 @@ def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return the start of a hint that suggests the most similar word; empty if no word is similar."""
+    """Return the start of a hint that suggests the most similar word, or "" if no word is similar."""
     match = near(word, words)
     return f"did you mean {match}? " if match else ""
 
@@ -365,12 +365,13 @@ MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400
 MEMORY = r"^(\d+(?:\.\d+)?) *(?:([KMGTPkmgtp])(?:[iI]?[bB])?n?|([bB]|bytes))?$"
-"""Matches an amount of memory: a number with an optional unit; sacct writes an amount per node as `28Gn`."""
+"""Matches an amount of memory: a number with an optional unit; sacct marks amounts per node with an `n`, as
+in `28Gn`."""
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return a time limit in seconds, or None for no limit, which Slurm writes as 0.
+    """Return a Slurm time limit in seconds, or None for no limit, which is written as 0.
 
     Accepts Slurm's formats: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
     """
@@ -393,10 +394,10 @@ def time_text(seconds: int) -> str:
 
 
 def memory_mib(text: str) -> int | None:
-    """Convert an amount such as ``64G``, ``3.5 GiB`` or ``28gb`` to MiB, rounded up.
+    """Convert an amount such as ``64G``, ``3.5 GiB`` or ``28gb`` to MiB, rounding up.
 
-    Return None for ``0``, which means all memory of a node. As in Slurm, every unit is a power of 1024, and a
-    number without a unit is in MiB. Raises ValueError if the text is not an amount of memory.
+    Return None for ``0``, which means all of the node's memory. As in Slurm, every unit is a power of 1024,
+    and a number without a unit is in MiB. Raises ValueError if the text is not an amount of memory.
     """
     match = re.fullmatch(MEMORY, text, re.ASCII)
     if match is None or ("." in match[1] and match[2] == match[3] is None):
@@ -406,7 +407,7 @@ def memory_mib(text: str) -> int | None:
 
 
 def slurm_memory(text: str) -> str:
-    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if `text` is not an amount.
+    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if it is not an amount.
 
     Amounts that sbatch accepts are returned unchanged.
     """
@@ -414,7 +415,7 @@ def slurm_memory(text: str) -> str:
 
 
 def memory_text(mib: float) -> str:
-    """Format an amount of memory as a whole number with the largest possible unit out of M, G and T."""
+    """Format an amount of memory as a whole number with the largest possible unit: M, G or T."""
     number = int(mib)
     for unit in ("M", "G"):
         if number % 1024 or not number:

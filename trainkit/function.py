@@ -1,7 +1,7 @@
-"""Calls a Python function as one rank of a run of `trainkit.submit`: ``python -m trainkit.function``.
+"""Calls a Python function as one rank of a run started by `trainkit.submit`: ``python -m trainkit.function``.
 
-The call and the results are cloudpickle files that only their owner can read; trainkit loads none that
-another user could have written.
+The call and the results are cloudpickle files that only their owner can read; trainkit never loads a pickle
+that another user could have written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from trainkit.run.tracebacks import users_line
 ARGV = (sys.executable, "-m", "trainkit.function")
 CALL_FILE = "call.pkl"
 CALLS_FOLDER = "calls"
-"""Folder in a group that contains the pickled call of each run."""
+"""Folder in a group folder that contains the pickled call of each run."""
 POLL_S = 0.1
 SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
-"""Maps variables that ``submitit.JobEnvironment`` reads to the variables that provide their values."""
+"""Maps each variable that ``submitit.JobEnvironment`` reads to the variable that provides its value."""
 SUBMITIT_FOLDER = "submitit"
-"""Subfolder of a run folder to which `JobEnvironment.paths` refers."""
+"""Subfolder of a run folder that `JobEnvironment.paths` refers to."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Operating system errors that would probably occur again if the function were called again."""
 _BY_CHANCE = re.compile(
@@ -49,13 +49,13 @@ _BY_CHANCE = re.compile(
     r"|NCCL|gloo|CUDA|cuDNN|cuBLAS|\bECC\b|DataLoader worker|shared memory",
     re.IGNORECASE,
 )
-"""Matches errors caused by peers, the network or the hardware, which may not occur again."""
+"""Matches errors caused by peers, the network or the hardware, which may not occur again in a restart."""
 
 
 class Requeue:
-    """Return value of a callable's `checkpoint` method; contains the call that the next attempt makes.
+    """Return value of a callable's `checkpoint` method; contains the call for the next attempt.
 
-    A `Requeue` has the attributes of submitit's ``DelayedSubmission``, which may be returned in its place.
+    A `Requeue` has the attributes of submitit's ``DelayedSubmission``, which `checkpoint` may return instead.
     """
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Call:
-    """A function and its arguments."""
+    """A function and the arguments to call it with."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -80,13 +80,13 @@ class Result:
 
     value: Any = None
     error: Exception | None = None
-    """The exception, or None if there was none or it cannot be pickled."""
+    """The exception, or None if the function returned or the exception cannot be pickled."""
     traceback: str = ""
     """The traceback; empty if the function returned."""
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value, keeping the file names of functions in it for tracebacks."""
+    """Pickle a value, keeping the file names of its functions for tracebacks."""
     import cloudpickle
 
     def reduce(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
@@ -102,15 +102,15 @@ def dumps(value: Any) -> bytes:
 
 
 def read_pickle(path: Path) -> Any:
-    """Load a value that `dumps` pickled; raise UsageError if another user could have written the file."""
+    """Load a value pickled by `dumps`; raise UsageError if another user could have written the file."""
     with open_private(path) as stream:
         return pickle.load(stream)
 
 
 def call_file(run: RunDir) -> Path:
-    """Return the file that contains the call for a run's next attempt.
+    """Return the file with the call for a run's next attempt.
 
-    For a run in a group, the file is in the group folder until the run saves a call of its own.
+    For a run in a group, the file is in the group folder until the run saves a different call.
     """
     own = run.path / CALL_FILE
     return own if own.exists() else run.path.parent / CALLS_FOLDER / f"{run.path.name}.pkl"
@@ -118,18 +118,18 @@ def call_file(run: RunDir) -> Path:
 
 @contextlib.contextmanager
 def by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """Pickle the function's module by value within the block, unless the job can import the module.
+    """Within the block, pickle the function's module by value unless the job can import the module.
 
-    A job can import a module if it is installed or in the current folder, because the run has a copy of that
-    folder.
+    A job can import a module that is installed or in the current folder, because the run has a copy of the
+    current folder.
     """
     import cloudpickle
 
-    named = getattr(function, "func", function)  # functools.partial objects have this attribute
+    named = getattr(function, "func", function)  # functools.partial objects have a `func` attribute
     module = sys.modules.get(getattr(named, "__module__", None) or type(named).__module__)
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__ == "__main__":
-        yield  # cloudpickle always pickles __main__ by value, and the job can import builtins
+        yield  # cloudpickle always pickles __main__ by value, and builtins can be imported in the job.
         return
     parts = module.__name__.split(".")
     here = Path(*parts)
@@ -147,7 +147,7 @@ def by_value(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> None:
-    """Exit with `EXIT_STOPPED` after a stop signal; rank 0 first calls the callable's `checkpoint` method."""
+    """Exit with `EXIT_STOPPED` on a stop signal; rank 0 first calls the callable's `checkpoint` method."""
     checkpoint = getattr(call.function, "checkpoint", None)
     checkpoint = getattr(call.function, "__submitit_checkpoint__", checkpoint)
     saved = attempt.path / "results" / "saved"
@@ -158,7 +158,7 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
         if checkpoint is None:
             raise SystemExit(EXIT_STOPPED)
         if rank:
-            # stay alive, because rank 0 may need this rank to save
+            # keep running, because saving on rank 0 may need this rank
             threading.Thread(target=leave, daemon=True).start()
             return
         try:
@@ -166,7 +166,7 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
             if again is not None:
                 call_again = Call(again.function, tuple(again.args), dict(again.kwargs))
                 write_atomic(run.path / CALL_FILE, dumps(call_again))
-        finally:  # the other ranks wait for this file
+        finally:  # the other ranks wait for this file before they exit
             saved.touch()
         raise SystemExit(EXIT_STOPPED)
 
@@ -182,10 +182,10 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 
 
 def appear_as_submitit(attempt: AttemptDir) -> None:
-    """Set the variables that ``submitit.JobEnvironment`` needs inside a function.
+    """Set the environment variables that ``submitit.JobEnvironment`` reads inside a function.
 
-    On Slurm, the ids are the job's and the array's. Without Slurm, the ids are derived from the run
-    and stay the same in each attempt. `JobEnvironment.paths` refers to the log file.
+    On Slurm, the ids are the ids of the job and the job array. Without Slurm, the ids are derived from the
+    run and are the same in each attempt. `JobEnvironment.paths` refers to the rank's log file.
     """
     job = read_job(attempt.run)
     is_local = job.of_attempt(attempt.number).backend is None
@@ -208,16 +208,16 @@ def appear_as_submitit(attempt: AttemptDir) -> None:
     log = attempt.rank_log(int(os.environ["RANK"]))
     for stream in ("out", "err"):
         link = folder / f"{job_id}_{os.environ['RANK']}_log.{stream}"
-        link.unlink(missing_ok=True)  # an earlier attempt may have created the link
-        with contextlib.suppress(FileExistsError):  # an attempt that is still ending may also create the link
+        link.unlink(missing_ok=True)  # An earlier attempt may have created the link.
+        with contextlib.suppress(FileExistsError):  # an attempt that is still exiting may create the link too
             link.symlink_to(os.path.relpath(log, folder))
 
 
 def would_fail_again(error: BaseException, run: RunDir) -> bool:
     """Return whether calling the function again would probably raise the same exception.
 
-    A second call may succeed if the cause is a peer or the machine, or if the function saved checkpoints with
-    `trainkit.loop` and continues from them.
+    Another call may succeed if the exception was caused by a peer or the machine, or if the function resumes
+    from checkpoints that it saved with `trainkit.loop`.
     """
     is_of_system = isinstance(error, OSError | MemoryError) and not isinstance(error, FOUND)
     is_by_chance = _BY_CHANCE.search(f"{type(error).__name__}: {error}") is not None
@@ -225,13 +225,13 @@ def would_fail_again(error: BaseException, run: RunDir) -> bool:
 
 
 def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: str) -> None:
-    """Record a function's exception twice: as the rank's result, and as the record that `diagnose` reads."""
+    """Record a function's exception both as the rank's result and as the failure that `diagnose` reads."""
     file, raised = attempt.rank_result(rank), error if isinstance(error, Exception) else None
     code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
     try:
         write_atomic(file, dumps(Result(error=raised, traceback=text)))
         pickle.loads(file.read_bytes())
-    except Exception:  # an exception that cannot be pickled is stored as text
+    except Exception:  # An exception that cannot be pickled is stored as text.
         write_atomic(file, dumps(Result(traceback=text)))
     failure = RankFailure(
         rank=rank,
@@ -248,7 +248,7 @@ def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: s
 
 
 def main() -> None:
-    """Call the function of a run as one of its ranks; write the return value or the exception to a file."""
+    """Call the function of a run as one of its ranks, and write the return value or exception to a file."""
     run, rank = RunDir(os.environ["TRAINKIT_JOB_RUN_DIR"]), int(os.environ["RANK"])
     attempt = run.attempt(int(os.environ["TRAINKIT_JOB_ATTEMPT"]))
     file = attempt.rank_result(rank)
@@ -266,14 +266,14 @@ def main() -> None:
         write_atomic(file, _pickled(value))
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (EXIT_STUCK, EXIT_STOPPED, EXIT_NO_RESTART):
-            raise  # the supervisor needs no failure record for these exit codes
+            raise  # These exit codes need no failure record.
         record_failure(attempt, rank, error, traceback.format_exc())
         if isinstance(error, Exception | SystemExit):
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(
             EXIT_FAILED
-        ) from None  # otherwise, Python would end itself with SIGINT after a KeyboardInterrupt
+        ) from None  # Otherwise, Python would terminate itself with SIGINT after a KeyboardInterrupt.
     if rank == 0:
         Path(os.environ["TRAINKIT_JOB_DONE_FILE"]).touch()
 
@@ -287,7 +287,7 @@ def _pickled(value: Any) -> bytes:
 
 
 if __name__ == "__main__":
-    # Import this module under its own name, so that its classes are not pickled as classes of __main__.
+    # Import this module by its name, so that its classes are not pickled as classes of __main__.
     from trainkit import function
 
     function.main()

@@ -1,8 +1,8 @@
 """Provides lock files for processes on one host, or on several hosts that share a file system.
 
-The locks use flock. The kernel releases a flock only when the process and all its forks have closed the file,
-so forks close their copies of the descriptors. The lock file contains the id of the process that holds the
-lock, so that waiting processes can report it.
+The locks use flock. The kernel releases a flock only after the process and all of its forks have closed the
+file, so forked processes close their copies of the descriptors. The lock file contains the id of the process
+that holds the lock, so that waiting processes can report it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from shlex import quote
 
 POLL_S = 0.05
 SLOW_POLL_S = 0.25
-"""Polling interval after the first second; it is long because over NFS each try is a request to the
-server."""
+"""Polling interval in seconds after the first second; it is long because each attempt to lock a file over NFS
+sends a request to the server."""
 NOTICE_S = 5.0
-"""A waiting process prints what it is waiting for after this many seconds."""
+"""Seconds after which a waiting process prints which lock it is waiting for."""
 STOP_S = 2.0
-"""Seconds that a process keeps waiting after a stop signal, because most locks are held only briefly."""
+"""Seconds that a process keeps waiting for a lock after a stop signal, because most locks are held only
+briefly."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
 HOLDER_START = b'{"host": '
 _held: set[int] = set()
-"""Descriptors of this process's locks, from when they are opened until `release_lock`."""
+"""Descriptors of locks that this process holds or is acquiring, until `release_lock` is called."""
 MOUNTS = Path("/proc/self/mounts")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LOCAL_LOCKS = {
@@ -44,7 +45,7 @@ _LOCAL_LOCKS = {
     "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
     "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
 }
-"""Maps a file system to the mount options with which a flock is visible only on the same host."""
+"""Maps a file system to the mount options that make a flock visible only on the same host."""
 NEEDS_FLOCK = "runs require flock: Lustre needs the mount option flock, and NFS needs lockd"
 
 
@@ -55,9 +56,9 @@ class LockUnsupported(OSError):
 
 
 class NotALock(OSError):
-    """Raised if the path of a lock is a link, or not a regular file.
+    """Raised if the path of a lock is a symlink or not a regular file.
 
-    Another user may have planted it there.
+    Another user may have created the file to attack this user.
     """
 
     @property
@@ -71,16 +72,16 @@ class LockBusy(BlockingIOError):
 
 
 class LockStopped(LockBusy):
-    """Raised if a stop signal ended the wait for a lock; the signal remains pending."""
+    """Raised if a stop signal interrupted waiting for a lock; the signal remains pending."""
 
 
 def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, owner: str = "") -> int:
     """Lock a file with flock, and return the descriptor to pass to `release_lock`.
 
     `owner` is a text that `owner_of` returns while the lock is held. Waits until other processes release the
-    lock, or raises LockBusy after `timeout_s`; prints once to stderr what it waits for.
+    lock, or raises LockBusy after `timeout_s`; prints once to stderr what it is waiting for.
 
-    In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: LockStopped is raised, and the
+    If the process blocks SIGTERM or SIGINT, either signal interrupts the wait: LockStopped is raised, and the
     signal remains pending. Raises LockUnsupported if flock is not supported, and OSError if the file cannot
     be created.
     """
@@ -92,8 +93,8 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
     try:
         while True:
             if not _is_current(descriptor, path):
-                # Someone removed the lock file, for example because the host that held the lock is down. From
-                # now on, the new file is the lock.
+                # The lock file was removed, for example because the host that held the lock is down. Use the
+                # new file as the lock from now on.
                 replaced, descriptor = descriptor, _open(path, mode)
                 release_lock(replaced)
             if _try_lock(descriptor, path) and _is_current(descriptor, path):
@@ -120,7 +121,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
 
 
 def release_lock(descriptor: int) -> None:
-    """Release a lock that `acquire_lock` returned."""
+    """Release a lock acquired with `acquire_lock`."""
     _held.discard(descriptor)
     os.close(descriptor)
 
@@ -128,8 +129,9 @@ def release_lock(descriptor: int) -> None:
 def _let_go_in_fork() -> None:
     """In a forked process, replace the descriptors of the parent's locks with /dev/null.
 
-    Otherwise, a fork that outlives its parent would hold the locks, although the lock files name the parent.
-    The descriptors stay valid, so that the fork can call `release_lock` when it leaves a `with` block.
+    Otherwise, a forked process that outlives its parent would hold the locks, although the lock files name
+    the parent. The descriptors stay valid, so that the forked process can call `release_lock` when it leaves
+    a `with` block.
     """
     if _held:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -142,9 +144,9 @@ os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether any process holds the lock of a file. Raises OSError if the file cannot be opened.
+    """Return whether any process holds the lock on a file. Raises OSError if the file cannot be opened.
 
-    Several processes can call this at the same time without blocking each other.
+    Several processes can call this function at the same time without seeing each other's locks.
     """
     try:
         with path.open("rb") as stream:
@@ -158,7 +160,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file during the block; parameters and errors are as in `acquire_lock`."""
+    """Hold the lock on a file during the block; parameters and errors are the same as for `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode)
     try:
         yield
@@ -167,7 +169,7 @@ def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> 
 
 
 def unsupported(folder: Path) -> str | None:
-    """Return the reason why files in a folder cannot be locked; None if they can or it is not writable."""
+    """Return why files in a folder cannot be locked, or None if they can or the folder is not writable."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".trainkit-", dir=folder)
     except OSError:
@@ -183,9 +185,9 @@ def unsupported(folder: Path) -> str | None:
 
 
 def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """Return the reason why locks in a folder are visible only on this host; None if other hosts see them.
+    """Return why locks in a folder are visible only on this host, or None if other hosts see them.
 
-    The folder does not have to exist. None is also returned if the list of mounts cannot be read.
+    The folder need not exist. None is also returned if the list of mounts cannot be read.
     """
     try:
         lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
@@ -197,7 +199,7 @@ def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
         for number, (_, mount, kind, options, *_) in enumerate(lines)
         if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
     ]
-    # If several file systems are mounted at the same place, only the last one is visible.
+    # If several file systems are mounted on the same path, only the last one is visible.
     _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
     option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
     if option is None:
@@ -210,16 +212,15 @@ def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
 
 
 def _open(path: Path, mode: int) -> int:
-    """Open a lock file, but refuse links and anything that is not a regular file.
+    """Open a lock file, rejecting symlinks and everything that is not a regular file.
 
-    The id of the process that holds the lock is written to the file, so it must not be a file with another
-    purpose.
+    The file must have no other purpose, because the id of the process that holds the lock is written to it.
     """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
     except PermissionError:
-        # A file of another user can be locked, but nothing can be written to it.
+        # Another user's file can be locked, but not written to.
         descriptor = os.open(path, flags | os.O_RDONLY)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -240,7 +241,7 @@ def _not_a_lock(path: Path) -> NotALock:
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the file at `path`."""
+    """Return whether an open file is still the file that exists at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -267,15 +268,15 @@ def _write_holder(descriptor: int, owner: str) -> None:
     }
     with contextlib.suppress(
         OSError
-    ):  # on a full disk, the lock works but the process that holds it is not recorded
+    ):  # On a full disk, the lock works, but the process that holds it cannot be recorded.
         if os.pread(descriptor, len(HOLDER_START), 0) not in (b"", HOLDER_START):
-            return  # a file with other content is not a lock file
+            return  # A file with other content is not a lock file.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def owner_of(path: Path) -> str:
-    """Return the `owner` text that the process holding a lock wrote into the lock file."""
+    """Return the `owner` text written to a lock file by the process that holds the lock."""
     return str(_read_holder(path).get("owner") or "another process")
 
 
@@ -289,7 +290,7 @@ def _read_holder(path: Path) -> dict[str, object]:
 
 
 def describe_holder(path: Path) -> str:
-    """Describe, from a lock file's content, who holds it: ``held by process 7 on node1 since …``."""
+    """Describe which process holds a lock, from the lock file: ``held by process 7 on node1 since …``."""
     holder = _read_holder(path)
     try:
         host, pid, job_id, since = (holder[key] for key in ("host", "pid", "job_id", "time"))

@@ -1,6 +1,6 @@
 """Quotes values for a batch script: as bash arguments, in #SBATCH lines and in comments.
 
-The rules for #SBATCH lines differ from bash's, because sbatch parses these lines itself.
+#SBATCH lines have different quoting rules than bash, because sbatch parses these lines itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from trainkit.errors import UsageError
 
 _PLAIN_DIRECTIVE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _NO_DIRECTIVE = re.compile("[\n\r\udc80-\udcff]")
-"""Matches line breaks, and the surrogate escapes for bytes that are not UTF-8."""
+"""Matches newlines, and surrogate escapes, which represent bytes other than UTF-8."""
 _SHORT_ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def quote(value: object) -> str:
-    """Quote a value as one bash argument on one line.
+    """Quote a value as one bash argument on a single line.
 
-    Control characters, and file name bytes that are not UTF-8, become escapes in ``$'…'``. A newline inside
-    plain quotes would also be correct, but hard to read. Raises UsageError for NUL, which no argument can
-    contain.
+    Control characters, and bytes other than UTF-8 in file names, become escapes in ``$'…'``. A newline inside
+    plain quotes would also be valid in bash, but hard to read. Raises UsageError for a NUL character, which
+    an argument cannot contain.
     """
     text = _text(value)
     if text.isprintable():
@@ -39,9 +39,9 @@ def words(values: Iterable[object]) -> str:
 def directive(value: object) -> str:
     """Quote the value of a long option in an ``#SBATCH --option=VALUE`` line.
 
-    sbatch splits such a line itself: quotes group words, a backslash escapes the next character even within
-    single quotes, ``#`` starts a comment, and nothing is expanded. Raises UsageError for characters that such
-    a line cannot contain.
+    sbatch splits `#SBATCH` lines itself: quotes group words, a backslash escapes the next character even
+    within single quotes, ``#`` starts a comment, and nothing is expanded. Raises UsageError for characters
+    that an `#SBATCH` line cannot contain.
     """
     text = _text(value)
     if (broken := _NO_DIRECTIVE.search(text)) is not None:
@@ -54,9 +54,9 @@ def directive(value: object) -> str:
 
 
 def log_path(path: str) -> str:
-    """Escape a path for --output and similar options, so that Slurm does not expand ``%j`` in it.
+    """Escape a path for --output and similar options, so that Slurm does not expand patterns such as ``%j``.
 
-    If a path contains a backslash, Slurm expands nothing and removes one level of backslashes.
+    If a path contains a backslash, Slurm expands no patterns and removes one level of backslashes.
     """
     return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 

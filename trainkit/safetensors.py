@@ -1,4 +1,4 @@
-"""Read slices of tensors in safetensors files, and write such files."""
+"""Reads slices of tensors from safetensors files, and writes safetensors files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a file header in the safetensors format."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of each file that the fingerprint covers."""
+"""Number of bytes at the end of each file that are included in the fingerprint."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor is in a file, and its dtype and shape."""
+    """The position of a tensor in a file, and the tensor's dtype and shape."""
 
     file: Path
     start: int
@@ -48,10 +48,10 @@ class _Stored:
 
 
 class StoredWeights:
-    """The tensors in the safetensors files of a folder; any slice can be read separately."""
+    """The tensors in the safetensors files of a folder; slices can be read without reading whole tensors."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of all files; raise FatalError if there is no file or if a file is damaged."""
+        """Read the headers of all files; raise FatalError if there is no file or a file is damaged."""
         self.folder = folder
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, _Stored] = {}
@@ -63,7 +63,7 @@ class StoredWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest that changes with the files' names, shapes, sizes and last bytes."""
+        """Return a digest that changes if the files' names, tensor shapes, sizes or last bytes change."""
         digest = hashlib.sha256()
         for file, header in self._headers.items():
             size = file.stat().st_size
@@ -76,7 +76,7 @@ class StoredWeights:
         return self._tensors[name].shape
 
     def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
-        """Read a tensor or a slice of it; `index` contains one slice for each of the first dimensions.
+        """Read a tensor or a slice of a tensor; `index` contains one slice for each of the first dimensions.
 
         Only the rows selected by the first slice are read from the file. Raises FatalError if the file is too
         short.
@@ -131,7 +131,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the weight files in a folder; a single weight file takes precedence over an index."""
+    """Return the weight files in a folder; a single weight file takes precedence over an index file."""
     if (folder / FILE_NAME).is_file():
         return [folder / FILE_NAME]
     index = folder / INDEX_NAME
@@ -149,13 +149,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
-    """Read bytes of a file without memory-mapping, which is slow on network filesystems."""
+    """Read bytes from a file without memory-mapping, which is slow on network file systems."""
     buffer = bytearray(num_bytes)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
         stream.seek(offset)
         while view:
-            # Linux reads at most 2 GiB at a time.
+            # Linux reads at most 2 GiB per system call.
             count = stream.readinto(view)
             if not count:
                 raise ValueError("it ends too early")
@@ -166,7 +166,7 @@ def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
 def write_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterator[Tensor]
 ) -> None:
-    """Write a safetensors file, one tensor at a time; `values` must be in the order of `tensors`."""
+    """Write a safetensors file, one tensor at a time; `values` must have the same order as `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():

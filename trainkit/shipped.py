@@ -1,4 +1,4 @@
-"""Describes the shipped capabilities without importing them, and finds the capabilities of other packages."""
+"""Describes the built-in capabilities without importing them, and finds capabilities of other packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.errors import TrainkitError, UsageError
 
 if (
     TYPE_CHECKING
-):  # imported only here, because a command that needs no capability does not load the interface either
+):  # Import the interface only here, so that commands that need no capability do not import it.
     from importlib.metadata import EntryPoint
 
     from trainkit.capability import Capability, NodesChoice
@@ -31,85 +31,86 @@ if (
 
 T = TypeVar("T")
 GROUP = "trainkit.capabilities"
-"""Entry-point group where other packages declare capabilities, as section name -> MODULE:CLASS."""
+"""Entry-point group where other packages declare capabilities as section name -> MODULE:CLASS."""
 OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch")
-"""Files of a run and its attempts that no capability may write."""
+"""Files of a run and of its attempts that capabilities must not write."""
 
 
 class RestartCause(NamedTuple):
-    """A reason for which a capability restarts a run.
+    """A reason why a capability restarts a run.
 
-    Attempts that end for such a reason do not count as attempts without progress.
+    An attempt that ends for this reason is not considered an attempt without progress.
     """
 
     words: str
     """The reason, as shown in the list of restarts."""
     in_place: bool = False
-    """True if the run restarts inside its allocation if possible; if False, the job is requeued."""
+    """True if the run restarts inside its allocation if possible; False if the job is requeued."""
 
 
 class Shipped(NamedTuple):
-    """Describes a capability (a folder of `trainkit/capabilities/`) before it is imported."""
+    """Describes a built-in capability (a folder in `trainkit/capabilities/`) without importing it."""
 
     follows: str = ""
-    """Key of plan.json after which the part is written; a second key is used if the plan lacks the first."""
+    """Key of plan.json after which the capability's part is written; a second key is used if the plan lacks
+    the first."""
     keys: Mapping[str, tuple[str, Any]] = {}
-    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the key's value if there is no
-    part."""
+    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the default value without a part."""
     within: tuple[str, ...] = ()
-    """Fields of the part that are stored at the end of the record `follows`, which every plan has."""
+    """Fields of the part that are stored at the end of the `follows` record, which is in every plan."""
     commands: Mapping[str, str] = {}
     """Maps a command (or a group and a command) to the MODULE:NAME of a click command in the capability's
     folder."""
     options: Mapping[str, str] = {}
-    """Maps a command to the MODULE:NAME of a decorator in the folder.
+    """Maps a command to the MODULE:NAME of a decorator in the capability's folder.
 
-    The decorator adds options to the command, and passes the options' values to the command as a `Choice` in
-    `choices`. The decorator's module is also imported to print the help of the command.
+    The decorator adds options to the command, and passes their values to the command as a `Choice` in
+    `choices`. The decorator's module is also imported when the help of the command is printed.
     """
     in_ranks: bool = False
     """True if the capability's code runs in the ranks of every run, even if the plan lacks the capability's
     part."""
     attends: str = ""
-    """Field of the part that names the rank to which a person may connect; empty if there is none.
+    """Field of the part that contains the rank to which a user may connect; empty if there is no such field.
 
     While a rank waits for user input, the attempt folder contains NAME/rank-*.json, where NAME is the
-    capability's name. Once a user has connected, the file NAME/rank contains the number of that rank.
+    capability's name. Once a user has connected, the file NAME/rank contains the number of the rank that the
+    user is connected to.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
-    """Maps a launcher, which `Capability.argv` starts, to packages; one of them must be installed."""
+    """Maps a launcher started by `Capability.argv` to packages; one of the packages must be installed."""
     events: Mapping[str, bool] = {}
-    """Maps each event that is shown to people to True if the list of past warnings includes the event; see
+    """Maps each event that is shown to users to True if the list of past warnings includes the event; see
     `owner_of`."""
     shown: Mapping[str, Mapping[str, str]] = {}
-    """Maps an output (`status`, `rows` or `report`) to the keys added to it, each with the key that precedes
-    it."""
+    """Maps an output (`status`, `rows` or `report`) to the keys added to the output, each with the key that
+    precedes it."""
     causes: Mapping[str, RestartCause] = {}
-    """Maps the cause of a `PlannedStop` of the capability to how the run restarts."""
+    """Maps the cause of a `PlannedStop` by the capability to a description of the restart."""
     group_file: str | None = None
     """Name of the file that marks a group of runs as created by this capability; None if it creates no
     groups."""
     functions: Mapping[str, str] = {}
-    """Maps the name by which the core calls a function to the function's MODULE:NAME in the folder."""
+    """Maps the name by which the core calls a function to the function's MODULE:NAME in the capability's
+    folder."""
     keeps_media: bool = False
     """True if the capability records the images, histograms and texts that a rank logs."""
     without_keys: bool = False
-    """True if the capability has no config keys, so its class is not imported to check and plan a config."""
+    """True if the capability has no config keys, so that checking and planning a config need not import its
+    class."""
     worker: str | None = None
-    """Module whose `run_worker` the ranks call instead of the trainer's if the plan has the capability's
-    part."""
+    """Module whose `run_worker` replaces the trainer's if the plan has the capability's part."""
 
     @property
     def has_class(self) -> bool:
-        """Return whether the module has a `CAPABILITY`, which is not needed only to add commands."""
+        """Return whether the module defines `CAPABILITY`, which is not needed only to add commands."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 
 LEFT_OUT = object()
-"""Marks a key of plan.json that is omitted if the plan lacks the part."""
+"""Marks a key of plan.json that is omitted if the plan lacks the capability's part."""
 WHOLE = ("", LEFT_OUT)
-"""Describes a part that is the whole value of one key of plan.json; the key is omitted if there is no
-part."""
+"""Describes a part that is the entire value of one key in plan.json; without a part, the key is omitted."""
 SHIPPED = {
     "debugger": Shipped(
         "after replay",
@@ -172,7 +173,7 @@ SHIPPED = {
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped(
         "trackers", {"log_pattern": ("pattern", None)}
-    ),  # before trackers, which send the metrics that curves writes at its end
+    ),  # before trackers, which send the metrics that curves writes when it stops
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),
@@ -184,19 +185,19 @@ SHIPPED = {
         commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
-"""The shipped capabilities by folder name. The companions of these capabilities are stopped in the same
-order."""
+"""The built-in capabilities, keyed by folder name. The companions of these capabilities are stopped in the
+order of this mapping."""
 ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
 """Names of the capabilities that let a user connect to a rank."""
 
 
 class ShippedTask(NamedTuple):
-    """Describes a task of `trainkit/capabilities/` before it is imported."""
+    """Describes a task in `trainkit/capabilities/` without importing it."""
 
     place: str
     """The class of the task as MODULE:CLASS."""
     paths: Mapping[str, str | None]
-    """Maps a key of `task_args` whose value is a path to the one value that is a name instead of a path."""
+    """Maps each key of `task_args` whose value is a path to the one value that is a name, not a path."""
 
 
 TASKS = {
@@ -204,15 +205,15 @@ TASKS = {
         "trainkit.capabilities.multimodal.task:MultimodalLM", {"train": "demo", "val": "demo"}
     ),
 }
-"""The shipped tasks, by the names that a config uses."""
+"""The built-in tasks, keyed by their names in a config."""
 TASK_CHECK = "trainkit.capabilities.task_check.worker"
-"""Module that is run in a separate process to try a user's task or to read all of its samples."""
+"""Module that is run in a separate process to try out a user's task or to read all of its samples."""
 TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
-"""Task for a `model.hf` that only the transformers library can build."""
+"""Task used for a `model.hf` that only the transformers library can build."""
 
 
 def load(name: str) -> Capability:
-    """Return this process's instance of a capability; raise UsageError if the capability is not installed."""
+    """Return this process's instance of a capability; raise UsageError if it is not installed."""
     found = _loaded(name)
     if found is None:
         raise UsageError(
@@ -245,35 +246,35 @@ def _loaded(name: str) -> Capability | None:
 
 @cache
 def entry_point(name: str) -> EntryPoint | None:
-    """Return the entry point of another package's capability, or None if no such capability is installed."""
-    # entry_points() reads the metadata of every package, so call it only for a name that is not shipped.
+    """Return the entry point of an external capability, or None if the capability is not installed."""
+    # entry_points() reads the metadata of every package, so call it only for a name that is not built in.
     from importlib.metadata import entry_points
 
     return next(iter(entry_points(group=GROUP, name=name)), None)
 
 
 def installed_section(name: str) -> type[Section] | None:
-    """Return the config section that an installed package adds under a name, or None."""
+    """Return the config section that an installed package declares under a name, or None."""
     return None if entry_point(name) is None else load(name).Config
 
 
 def shipped_classes() -> list[str]:
-    """Return the names of the shipped capabilities that have a class and config keys."""
+    """Return the names of the built-in capabilities that have both a class and config keys."""
     return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.without_keys]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
-    """Map each launcher of commands to its packages; one of them must be installed."""
+    """Map each launcher for commands to its packages; one of the packages must be installed."""
     return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
 
 
 def with_launcher(name: str) -> Capability:
-    """Return the capability that provides a launcher; raises UsageError if there is none."""
+    """Return the capability that provides a launcher; raise UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
 
 
 def _function(name: str) -> object:
-    """Import and return a function from the shipped capability that provides it."""
+    """Import and return a function from the built-in capability that provides it."""
     folder, place = next(
         (folder, shipped.functions[name]) for folder, shipped in SHIPPED.items() if name in shipped.functions
     )
@@ -285,50 +286,51 @@ def node_chooser() -> NodeChooser:
     """Return the function that chooses a run's number of nodes for `--nodes auto`.
 
     The returned function takes the config and the workload, and the keyword arguments `code_dir` and `facts`.
-    For a run that resumes, it also takes `before` (the previous plan) and `left` (the fraction of steps that
-    remains). The returned function's result is the config with all possible numbers of nodes, the plan for
-    the chosen number, and the reason.
+    For a run that resumes, the returned function also takes `before` (the previous plan) and `left` (the
+    remaining fraction of steps). The returned function's result is the config with all possible numbers of
+    nodes, the plan for the chosen number, and the reason for this choice.
     """
     return cast("NodeChooser", _function("choose_nodes"))
 
 
 def text_inspector() -> TextInspector:
-    """Return the function that finds problems with a config's texts and counts the tokens of each split.
+    """Return the function that finds problems in a config's texts and counts the tokens of each split.
 
-    The returned function takes the config, and the tokenizer or None if the tokenizer cannot be read. If the
-    token counts are unknown, the returned function gives None in their place.
+    The returned function takes the config, and the tokenizer or None if the tokenizer cannot be read. The
+    returned function returns None for token counts that are unknown.
     """
     return cast("TextInspector", _function("inspect_texts"))
 
 
 def text_preparer() -> TextPreparer:
-    """Return the function that prepares a config's texts if necessary and returns the folder of their shards.
+    """Return the function that prepares a config's texts if necessary, and returns the folder of the shards.
 
-    The returned function takes the config, and whether to compare the sizes of existing shards.
+    The returned function takes the config, and whether to compare the sizes of existing shards with the
+    recorded sizes.
     """
     return cast("TextPreparer", _function("prepare_texts"))
 
 
 def of_media() -> Capability:
-    """Return the capability that records the images, histograms and texts that a rank logs."""
+    """Return the capability that records the images, histograms and texts logged by a rank."""
     return load(next(name for name, shipped in SHIPPED.items() if shipped.keeps_media))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
-    """Return the speeds that a capability measured for the runs of a group; None for any other group."""
+    """Return the speeds that a capability measured for the runs of a group, or None if the group has none."""
     files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
     owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
     return None if owner is None else load(owner).speeds(group)
 
 
 def worker_of(names: Iterable[str]) -> str | None:
-    """Return the module that ranks run instead of the trainer if the plan has the parts `names`, or None."""
+    """Return the worker module that replaces the trainer if the plan has the parts `names`, or None."""
     modules = ((name, SHIPPED[name].worker) for name in names if name in SHIPPED)
     return next((f"trainkit.capabilities.{name}.{own}" for name, own in modules if own is not None), None)
 
 
 def shipped_command(name: str) -> str | None:
-    """Return the MODULE:NAME of a shipped capability's command, or None if there is no such command."""
+    """Return the MODULE:NAME of a built-in capability's command, or None if there is no such command."""
     for folder, shipped in SHIPPED.items():
         if name in shipped.commands:
             return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
@@ -336,24 +338,24 @@ def shipped_command(name: str) -> str | None:
 
 
 def in_ranks(parts: Iterable[str]) -> list[str]:
-    """Return the capabilities with code that runs in rank processes: shipped ones, and others in `parts`."""
+    """Return the capabilities with code that runs in ranks: built-in ones, and external ones in `parts`."""
     shipped = (name for name, shipped in SHIPPED.items() if shipped.in_ranks)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
 
 
 def attended_in(parts: Collection[str]) -> str | None:
-    """Return the capability in `parts` that lets a person connect to a rank, or None if there is none."""
+    """Return the capability in `parts` that lets a user connect to a rank, or None if there is none."""
     return next((name for name in ATTENDING if name in parts), None)
 
 
 def shipped_subcommands(group: str) -> list[str]:
-    """Return the commands that shipped capabilities add to a group, such as ``export`` to ``ckpt``."""
+    """Return the commands that built-in capabilities add to a group, such as ``export`` to ``ckpt``."""
     names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
     return [words[1] for words in names if words[0] == group and len(words) > 1]
 
 
 def shipped_options(command: str) -> list[str]:
-    """Return the MODULE:NAME of each decorator of a shipped capability that adds options to a command."""
+    """Return the MODULE:NAME of each decorator that adds a built-in capability's options to a command."""
     found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
     return [f"trainkit.capabilities.{folder}.{place}" for folder, place in found if place is not None]
 
@@ -365,13 +367,13 @@ def installed_command(name: str) -> str | None:
 
 
 def restart_cause(name: str) -> RestartCause:
-    """Return the description of a cause of restarts; an unknown cause is described by its name."""
+    """Return the description of a restart cause; for an unknown cause, the description is its name."""
     known = (shipped.causes[name] for shipped in SHIPPED.values() if name in shipped.causes)
     return next(known, RestartCause(name))
 
 
 def packages_of(names: Iterable[str]) -> dict[str, str]:
-    """Map each capability name that is not shipped to the package, with its version, that provides it."""
+    """Map each external capability's name to the package that provides it, with the package's version."""
     entries = ((name, entry_point(name)) for name in names if name not in SHIPPED)
     return {
         name: f"{entry.dist.name} {entry.dist.version}"
@@ -401,9 +403,9 @@ def take_parts(plan: Mapping[str, object]) -> dict[str, object]:
 
 
 def files_of(parts: Mapping[str, object]) -> dict[str, str]:
-    """Return the files of a plan's parts, as a mapping from the name in the run folder to the text.
+    """Return the files in a plan's parts, as a mapping from the name in the run folder to the content.
 
-    Raises ValueError for a file outside the run folder, or one that would replace a file of the run.
+    Raises ValueError for a path outside the run folder, or for a name that the run uses for another file.
     """
     found: dict[str, str] = {}
     for owner, part in parts.items():
@@ -429,15 +431,15 @@ def keys_of(parts: Mapping[str, object]) -> set[str]:
 
 
 OVER = "_over"
-"""Suffix of the name of an event that ends the effect of another event."""
+"""Suffix in the name of an event that ends the effect of another event."""
 _EVENTS = {event: name for name, shipped in SHIPPED.items() for event in shipped.events}
 _EVENTS |= {f"{event}{OVER}": name for event, name in _EVENTS.items()}
 
 
 def owner_of(event: str) -> str | None:
-    """Return the name of the capability that owns an event, or None for an event of the core.
+    """Return the name of the capability that defines an event, or None for an event of the core.
 
-    An event NAME is in effect until the same attempt has an event NAME_over that has the same rank, or no
+    An event NAME is in effect until the same attempt has an event NAME_over for the same rank or without a
     rank. Events of external capabilities are named CAPABILITY.NAME and are always included in the list of
     past warnings.
     """
@@ -445,14 +447,14 @@ def owner_of(event: str) -> str | None:
 
 
 def is_notable(event: str) -> bool:
-    """Return whether the list of past warnings includes an event of a capability."""
+    """Return whether a capability's event is included in the list of past warnings."""
     owner = None if event.endswith(OVER) else owner_of(event)
     return owner is not None and (owner not in SHIPPED or SHIPPED[owner].events[event])
 
 
 def shown_by(parts: Iterable[str]) -> list[str]:
     """Return the capabilities that can display something about a run whose plan has `parts`."""
-    # Always include shipped capabilities, because a run may have been sent to a tracker that is not in its
+    # Always include built-in capabilities, because a run may have been sent to a tracker that is not in its
     # plan.
     shipped = (name for name, shipped in SHIPPED.items() if shipped.shown)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
@@ -461,10 +463,9 @@ def shown_by(parts: Iterable[str]) -> list[str]:
 def ask_each(
     parts: Iterable[str], ask: Callable[[Capability], T], failed: Callable[[str, str], T]
 ) -> dict[str, T]:
-    """Ask each capability that can display something about a run; return the non-empty answers by name.
+    """Query each capability that can display something about a run; return the non-empty answers by name.
 
-    If a capability fails, its answer is `failed(name, text)`, so that the answers of other capabilities are
-    not lost.
+    If a capability raises an error, its answer is `failed(name, text)`, so that other answers are not lost.
     """
     found = ((name, ask_one(name, ask, failed)) for name in shown_by(parts))
     return {name: answer for name, answer in found if answer}
@@ -474,24 +475,24 @@ def ask_one(name: str, ask: Callable[[Capability], T], failed: Callable[[str, st
     """Return the answer of a capability, or `failed(name, text)` if the capability raises an error."""
     try:
         return ask(load(name))
-    except Exception as error:  # the code may belong to another package
+    except Exception as error:  # The code may belong to another package and raise any exception.
         text = error.message if isinstance(error, TrainkitError) else repr(error)
         return failed(name, f"unknown: {text}")
 
 
 def placed(output: str, own: Mapping[str, T], added: Mapping[str, T]) -> dict[str, T]:
-    """Insert the keys of capabilities into an output, each after the key that it follows, or at the end."""
+    """Insert the keys of capabilities into an output, each after its predecessor, or else at the end."""
     places = [shipped.shown.get(output, {}) for shipped in SHIPPED.values()]
     following = dict[str, dict[str, T]]()
     for key, before in ((key, before) for place in places for key, before in place.items()):
         if key in added:
             following.setdefault(before, {})[key] = added[key]
-    # A key of an external capability must not replace a key of the core that has the same name.
+    # An external capability's key must not replace a core key with the same name.
     return {**in_order(own, following), **{key: added[key] for key in added if key not in own}}
 
 
 def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """Return the items of `own`, inserting after each item those that `following` has under its key."""
+    """Return the items of `own`, with the items of `following[key]` inserted after each `key`."""
     found: dict[str, T] = {}
 
     def add(key: str, value: T) -> None:
@@ -505,7 +506,7 @@ def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> 
 
 
 def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return the content of a plan.json that includes `parts`, which `take_parts` can read."""
+    """Return a plan.json object that includes `parts`, in the form that `take_parts` reads."""
     own: dict[str, dict[str, object]] = {}
     for name, shipped in SHIPPED.items():
         follows, _, other = shipped.follows.partition(" ")
@@ -525,7 +526,7 @@ def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]
 
 
 class Guard:
-    """Calls the capabilities of a run, so that their errors do not end the run.
+    """Calls the capabilities of a run, so that their errors do not terminate the run.
 
     Each distinct error is reported once.
     """
@@ -535,17 +536,17 @@ class Guard:
         self._report, self._reported = report, set[str]()
 
     def each(self, what: Callable[[Capability], T | None]) -> list[tuple[str, T]]:
-        """Call a function with each capability of the plan; return (name, result) where it is not None."""
+        """Call a function with each capability of the plan; return (name, result) for non-None results."""
         found = ((one.name, self.call(one.name, what, one)) for one in self.capabilities)
         return [(name, result) for name, result in found if result is not None]
 
     def call(self, name: str, what: Callable[..., T], *values: Any, **named: Any) -> T | None:
-        """Return the result of a call, or None if the call raises an error."""
+        """Return the result of a call to a capability, or None if the call raises an error."""
         try:
             return what(*values, **named)
         except (
             Exception
-        ) as error:  # the code may belong to another package, whose errors must not end the training
+        ) as error:  # The code may belong to another package, whose errors must not terminate the training.
             text = f"warning: the capability {name} failed: {type(error).__name__}: {error}"
             if text not in self._reported:
                 self._reported.add(text)

@@ -1,6 +1,6 @@
-"""Prepares text for a terminal: its style, its width, and removal of characters that control the terminal.
+"""Prepares text for a terminal: styles text, measures its width, and removes control characters.
 
-All functions here are pure.
+None of the functions in this module have side effects.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ CONTROL = r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\
 """Matches C1 control characters, bidirectional marks, and all C0 control characters except those that move
 the cursor within a line."""
 _SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-"""Maps the name of a style to its code in an escape sequence."""
+"""Maps the name of a style to its SGR code in an escape sequence."""
 
 
 class Styled(str):
-    """A text that a terminal displays in a style such as ``bold red``; everywhere else, it is plain text."""
+    """A text with a terminal style such as ``bold red``; outside of a terminal, it is plain text."""
 
     style: str
 
@@ -29,7 +29,7 @@ class Styled(str):
 
 
 def plain(text: str) -> str:
-    """Convert a text to one line that cannot control a terminal; replace each control character."""
+    """Convert a text to a single line, replacing each control character."""
     if text.isprintable():
         return text
     line = re.sub(r"[\x08-\x0a\x0d]", " ", re.sub(COLOUR, "", text))
@@ -37,7 +37,7 @@ def plain(text: str) -> str:
 
 
 def painted(text: str) -> str:
-    """Add the escape sequences of a `Styled` line's style; remove any other escape sequences."""
+    """Add the escape sequences for the style of a `Styled` line, and remove all other escape sequences."""
     codes = ";".join(_SGR[word] for word in text.style.split()) if isinstance(text, Styled) else ""
     return f"\x1b[{codes}m{plain(text)}\x1b[0m" if codes else plain(text)
 
@@ -51,7 +51,7 @@ def _columns(char: str) -> int:
     from unicodedata import (
         category,
         east_asian_width,
-    )  # imported here because most texts are ASCII and do not need it
+    )  # Import this module here, because most texts are ASCII and do not need it.
 
     return 0 if category(char) in ("Mn", "Me", "Cf") else 2 if east_asian_width(char) in "WF" else 1
 
@@ -70,9 +70,9 @@ def cut(text: str, room: int) -> str:
 
 
 def cut_in_the_middle(text: str, room: int) -> str:
-    """Shorten a text to `room` columns by removing its middle, but keep the last component of a path whole.
+    """Shorten a text to `room` columns by removing its middle, keeping the last component of a path intact.
 
-    If even the last component does not fit, it is shortened too.
+    If the last component does not fit, it is also shortened.
     """
     if text_width(text) <= room:
         return text
@@ -86,7 +86,7 @@ def cut_in_the_middle(text: str, room: int) -> str:
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """Wrap a text to lines of at most `room` columns; break only words that are longer than a line."""
+    """Wrap a text to lines of at most `room` columns, breaking only words that are longer than a line."""
     if text.isascii():
         from textwrap import wrap
 
@@ -106,8 +106,8 @@ def wrapped(text: str, room: int) -> list[str]:
 
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
-"""Maps the state of a run to its style; states not listed use `WATCH`. The style is only an addition, because
-the name of the state is always shown."""
+"""Maps the state of a run to its style; states not listed use `WATCH`. The style only supplements the name of
+the state, which is always shown."""
 
 
 def state_style(state: str) -> str:

@@ -1,4 +1,4 @@
-"""Decides which files and folders may be executed: files of this user, of root, or of the user's project."""
+"""Decides which files may be executed: only files of this user, of root, or of the user's project."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from trainkit.errors import UsageError
 from trainkit.folders import open_regular, shown_path
 
 TRUSTED_VARIABLE = "TRAINKIT_JOB_TRUSTED"
-"""Environment variable that passes folders accepted with ``--trust`` to child processes; jobs do not inherit
-it."""
+"""Environment variable that passes folders accepted with ``--trust`` to child processes, but not to jobs."""
 
 
 def trust(folder: Path) -> None:
-    """Trust a folder and its whole content, whoever wrote it, in this process and its child processes."""
+    """Trust a folder and its content, whatever its owner, in this process and its child processes."""
     os.environ[TRUSTED_VARIABLE] = json.dumps([*_trusted(), os.path.realpath(folder)])
 
 
@@ -32,7 +31,7 @@ def _trusted() -> list[str]:
 
 def is_trusted(path: Path) -> bool:
     """Return whether a path, or a folder above it, was accepted with `trust`."""
-    # A link in a trusted folder is trusted, wherever it leads.
+    # A symlink in a trusted folder is trusted, wherever it points.
     places = (Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name))
     return any(place.is_relative_to(folder) for folder in _trusted() for place in places)
 
@@ -43,11 +42,11 @@ def is_own(found: os.stat_result) -> bool:
 
 
 def is_shared(found: os.stat_result) -> bool:
-    """Return whether a foreign group can write to a file or folder that root does not own.
+    """Return whether a foreign group can write to a file or folder, unless root owns it.
 
     A group is foreign if this user is not a member. Members of a project trust each other, so project folders
-    may be writable for their group. A folder owned by root does not count, because an administrator created
-    it for a group.
+    may be writable by their group. A folder owned by root is not considered shared, because an administrator
+    created it for a group.
     """
     groups = (os.getegid(), *os.getgroups())
     return bool(found.st_mode & stat.S_IWGRP) and found.st_uid != 0 and found.st_gid not in groups
@@ -60,9 +59,9 @@ def is_project(found: os.stat_result) -> bool:
 
 @cache
 def unknown_owner() -> int | None:
-    """Return the uid that stands for all users unknown to this user namespace; None if all users are known.
+    """Return the uid that represents all users outside this user namespace, or None if all users are known.
 
-    In a container without root privileges, even ``/`` belongs to this uid.
+    In a rootless container, even ``/`` belongs to this uid.
     """
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text().splitlines()
@@ -72,9 +71,9 @@ def unknown_owner() -> int | None:
 
 
 def open_trusted(path: str | Path) -> BinaryIO:
-    """Open a file whose content determines what is executed.
+    """Open a file whose content determines which code is executed.
 
-    The check is made on the opened file instead of its name, because another file could take the name later.
+    The opened file is checked, not its name, because the name could refer to another file later.
     Raises UsageError if another user could have written the file, and OSError if it is not a regular file.
     """
     accepted = is_trusted(Path(path))
@@ -95,16 +94,16 @@ def open_trusted(path: str | Path) -> BinaryIO:
 
 
 def read_trusted(path: str | Path) -> str:
-    """Return the text of a file; raise the same errors as `open_trusted`."""
+    """Return the text of a file; raises the same errors as `open_trusted`."""
     with open_trusted(path) as stream:
         return stream.read().decode()
 
 
 def require_own(path: str | Path, found: os.stat_result) -> None:
-    """Raise UsageError if another user could have written a file or folder that decides what is executed."""
+    """Raise UsageError if another user could have written a file or folder that determines executed code."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
-    # A link can only be changed by its owner, whatever its mode is.
+    # Only its owner can change a symlink, whatever its mode.
     if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
         return
     shown = shown_path(path)

@@ -12,7 +12,7 @@ from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
 from trainkit.capability import Capability, Planned, Watch
 from trainkit.errors import KeyProblem
 
-if TYPE_CHECKING:  # `trainkit status` imports this module, but the config modules are slow to import
+if TYPE_CHECKING:  # `trainkit status` imports this module, but not the slow config modules
     from trainkit.capabilities.notifications.notifier import Notifier
     from trainkit.capability import Hosts
     from trainkit.config.loaded import LoadedConfig
@@ -28,7 +28,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Notifications(Capability):
-    """The notifications capability; its part is in every plan."""
+    """The notifications capability, which has a part in every plan."""
 
     name = "notifications"
     quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} reports nothing")
@@ -39,7 +39,7 @@ class Notifications(Capability):
 
         notify, key = config.notify, "notify.mail"
         if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
-            # The value is probably the URL itself, which is a secret, so the message does not quote it.
+            # The value is probably the URL itself, which is a secret, so do not quote it in the message.
             hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and remove notify.webhook"
             yield "notify.webhook", "is not the name of an environment variable", hint
         if notify.mail is None:
@@ -87,7 +87,7 @@ class Notifications(Capability):
     def _notifier(self) -> Notifier:
         from trainkit.capabilities.notifications.notifier import (
             Notifier,
-        )  # imported late because most runs have no webhook
+        )  # Imported here because most runs have no webhook.
 
         return Notifier()
 

@@ -28,7 +28,7 @@ def check_option(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class SendTest(Choice):
-    """The choice to send a test message to the webhook of a config."""
+    """The command-line option that sends a test message to a config's webhook."""
 
     def try_out(self, config: RunConfig) -> str:
         from trainkit.capabilities.notifications.notifier import send_test

@@ -1,7 +1,7 @@
 """Sends notifications about a run to a webhook, from background threads.
 
-The URL of the webhook is a secret. The URL is read from an environment variable, and never written to a file,
-log or message. ``notifications.json`` in the run folder records when the last notifications were sent, so
+The URL of the webhook is a secret. The URL is read from an environment variable, and is never written to a
+file, log or message. ``notifications.json`` in the run folder records when each event was last reported, so
 that `notify.min_interval_s` also limits a run that restarts repeatedly.
 """
 
@@ -35,15 +35,15 @@ from trainkit.shipped import restart_cause
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
-"""Seconds within which the endpoint must respond."""
+"""Seconds within which the webhook endpoint must respond."""
 END_TIMEOUT_S = 6.0
-"""Seconds for which the job's exit waits for notifications that are still being sent."""
+"""Seconds for which a job delays its exit to wait for notifications that are being sent."""
 LAST_EVENTS = ("finished", "failed")
-"""Events that are exempt from the rate limit, because no other event follows them."""
+"""Events that are exempt from the rate limit, because they are the last events of a run."""
 
 
 class DeliveryError(TrainkitError):
-    """Raised if the endpoint did not accept a notification. The error message does not contain the URL."""
+    """Raised if the webhook endpoint did not accept a notification; the message does not contain the URL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, hint="check the URL, and whether this machine can reach its server")
@@ -54,13 +54,13 @@ class Notification:
     """A message about one event of a run."""
 
     event: str
-    """Name of the event in `notify.on`."""
+    """Name of the event, as listed in `notify.on`."""
     text: str
-    """A sentence about the event, without the name of the run."""
+    """A sentence about the event, without the run's name."""
     command: str
     """The trainkit command that shows details, such as ``diagnose``."""
     reason: str | None = None
-    """The cause of the event; if None, `text` is used."""
+    """The cause of the event, or None if `text` states the cause."""
     state: str | None = "running"
     step: int | None = None
     rank: int | None = None
@@ -68,9 +68,9 @@ class Notification:
 
 
 def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notification | None:
-    """Return the notification about an ended attempt, or None if the user or the config ended it.
+    """Return the notification for the end of an attempt, or None if the user or the config ended the attempt.
 
-    `diverged` is the first step at which the run diverged.
+    `diverged` is the first step at which the loss or the gradients were non-finite.
     """
     state, failure = end.state, end.verdict or RankFailure()
     reason = str(with_divergence(end.reason, diverged))
@@ -90,7 +90,7 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
 
 
 def event_notification(event: Event) -> Notification:
-    """Return the notification about a ``slow_rank`` event, or about a ``silent`` event of a COMMAND."""
+    """Return the notification for a ``slow_rank`` event, or for a ``silent`` event of a COMMAND."""
     rank, host, step = event.rank, event.host, event.step
     if event.name == "silent":
         return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
@@ -101,7 +101,7 @@ def event_notification(event: Event) -> Notification:
 
 
 class Notifier:
-    """Sends the notifications of one process, and logs those that could not be sent."""
+    """Sends the notifications of one process, and logs notifications that could not be sent."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -109,15 +109,15 @@ class Notifier:
         self._problem = ""
 
     def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        """Send the notification about an ended attempt, if there is one, in the background."""
+        """Send the notification for the end of an attempt, if there is one, in the background."""
         since = None
-        with contextlib.suppress(OSError):  # report the end even if the metrics cannot be read
+        with contextlib.suppress(OSError):  # report the end of the attempt even if its metrics cannot be read
             since = diverged_since(attempt.run, attempt.number)
         if (notification := end_notification(end, since)) is not None:
             self.send(attempt, notification)
 
     def send(self, attempt: AttemptDir, notification: Notification) -> None:
-        """Send a notification in the background, unless the config or the rate limit rules it out."""
+        """Send a notification in the background, unless the config or the rate limit suppresses it."""
         thread = threading.Thread(target=self._send, args=(attempt, notification), name="notify", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -137,7 +137,7 @@ class Notifier:
                 if policy_of(plan).sends(notification.event):
                     _send_limited(attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:
-                if (problem := str(error)) != self._problem:  # do not repeat the same warning
+                if (problem := str(error)) != self._problem:  # do not log the same problem repeatedly
                     self._problem = problem
                     log_line(f"warning: a notification was not sent: {problem}")
 
@@ -153,31 +153,34 @@ def _send_limited(attempt: AttemptDir, plan: LaunchPlan, notification: Notificat
 
 
 def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -> bool:
-    """Return whether an event may be reported at the time `now`; `last` is when it was last reported."""
+    """Return whether an event may be reported at the time `now`; `last` is the time of its last report."""
     then = parse_time(last)
     if event in LAST_EVENTS or then is None:
         return True
     since_s = (now - then).total_seconds()
-    return not 0.0 <= since_s < min_interval_s  # ignore a time in the future, which a different clock wrote
+    return (
+        not 0.0 <= since_s < min_interval_s
+    )  # ignore a `last` in the future, from a host with a different clock
 
 
 _MENTION = re.compile(r"<(?=[!@#])|@(?=(?:everyone|channel|here)\b)")
-"""Matches mentions that make a chat program notify a whole channel, which could be part of an exception."""
+"""Matches mentions that make a chat program notify a whole channel; an exception message could contain
+them."""
 
 
 def _outside(text: str) -> str:
-    """Remove secrets and mentions from a text that is sent to another machine."""
+    """Remove secrets and mentions from a text before it is sent to another machine."""
     return _MENTION.sub(r"\g<0> ", mask_secrets(text))
 
 
 def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> str:
-    """Return the JSON object for the endpoint; chat programs display its ``text``."""
-    # Import this module here because its import is slow, and most processes send nothing.
+    """Return the message to send to the endpoint, as JSON; chat programs display the value of ``text``."""
+    # Import this module here, because importing it is slow and most processes send nothing.
     from trainkit.config import read_effective
 
     run, job, total_steps = attempt.run, read_job(attempt.run), None
     entry, step = job.of_attempt(attempt.number), notification.step
-    if not plan.workload.is_command:  # a COMMAND does not use train.steps
+    if not plan.workload.is_command:  # `train.steps` does not apply to a COMMAND
         total_steps = read_effective(attempt.config_file).train.steps
     where = f"job {entry.job_id or None}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
@@ -208,7 +211,7 @@ def send_test(url: str, name: str) -> int:
 
 
 def url_problem(url: str) -> str | None:
-    """Return the reason why a value is not the URL of a webhook, without quoting it; None if it is valid."""
+    """Return why a value is not a valid webhook URL, without quoting the value; None if it is valid."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -224,20 +227,20 @@ def url_problem(url: str) -> str | None:
 
 
 def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
-    """Send JSON to a URL without following redirects, and return the HTTP status.
+    """Post JSON to a URL without following redirects, and return the HTTP status.
 
-    Raises DeliveryError, whose message does not contain the URL.
+    Raises DeliveryError with a message that does not contain the URL.
     """
     problem = url_problem(url)
     if problem is not None:
         raise DeliveryError(f"the URL {problem}")
-    # Import these modules here because they are slow to import, and most processes of a job send nothing.
+    # Import these modules here, because importing them is slow and most processes of a job send nothing.
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirect(HTTPRedirectHandler):
-        """Rejects redirects, so that no other server gets the notification."""
+        """Rejects redirects, so that no other server receives the notification."""
 
         def redirect_request(self, *arguments: Any) -> None:
             return None
@@ -253,6 +256,6 @@ def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
             raise DeliveryError(f"the server did not answer within {timeout_s:g} s") from None
-        # Any other error message may contain the URL.
+        # The messages of other exceptions may contain the URL.
         text = (isinstance(reason, OSError) and reason.strerror) or type(reason).__name__
         raise DeliveryError(f"the server cannot be reached: {text}") from None

@@ -1,4 +1,4 @@
-"""Defines the part of the plan that contains the settings of notifications."""
+"""Defines the part of the plan with the notification settings."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotifyPolicy(Part):
-    """The values of the `notify` config section that a job needs."""
+    """The values of the config section `notify` that a job needs."""
 
     CAPABILITY = "notifications"
     on: tuple[str, ...] = ()
     webhook: str | None = None
-    """Name of the environment variable that contains the URL, which is a secret."""
+    """Name of the environment variable that contains the webhook URL, which is a secret."""
     min_interval_s: float = 600.0
     stalled_after_s: float = 1800.0
 
     def sends(self, *events: str) -> bool:
-        """Return whether this process would report any of the given events."""
+        """Return whether this process would report at least one of the given events."""
         return bool(os.environ.get(self.webhook or "")) and any(event in self.on for event in events)
 
 
 def policy_of(plan: LaunchPlan) -> NotifyPolicy:
-    """Return the policy of a plan; a run that waits for user input is never considered stalled."""
+    """Return the policy of a plan; stalls are not reported for a run that waits for user input."""
     policy = plan.part(NotifyPolicy) or NotifyPolicy()
     if plan.attended_in is None:
         return policy

@@ -1,4 +1,4 @@
-"""Reports to the webhook when an attempt stalls, slows down or cannot save."""
+"""Reports to the webhook if an attempt stalls, slows down or cannot save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.run.history import Attempt
 from trainkit.run.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
-"""A run is stalled only if it is silent for this multiple of the longest interval between two of its
+"""A run is considered stalled if it is silent for at least this multiple of the longest interval between its
 records."""
 WATCHED_EVENTS = ("slow_rank", "silent", *SAVE_EVENTS)
 
@@ -26,7 +26,8 @@ class ProgressWatch(Watch):
         self._attempt = attempt
         self._notifier = notifier
         self._limit_s = limit_s
-        # The trainer's log files may grow without progress. A command may write nothing but its log files.
+        # For the trainer, do not watch the log files, because they may grow without progress. For a COMMAND,
+        # watch the log files, because it may write nothing else.
         self._output = OutputWatch(attempt, self._limit_s, with_logs=plan.workload.is_command)
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
@@ -35,7 +36,7 @@ class ProgressWatch(Watch):
         self._is_stalled = False
 
     def poll(self) -> None:
-        """Report new stalls and events. Raises OSError if the files cannot be read."""
+        """Report stalls and events since the last call. Raises OSError if the run's files cannot be read."""
         silent_s = self._output.poll()
         if silent_s is None:
             return

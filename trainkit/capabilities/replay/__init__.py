@@ -1,4 +1,4 @@
-"""Recomputes steps of a run, compares the results, and shows the samples of the steps."""
+"""Recomputes steps of a run, compares the results with the run's records, and lists each step's samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SampleLosses:
 
 @dataclass(frozen=True)
 class ReplayPart(Part):
-    """The part of a launch plan that says which steps `trainkit replay` recomputes."""
+    """The part of a launch plan that specifies which steps `trainkit replay` recomputes."""
 
     CAPABILITY = "replay"
     steps: tuple[int, int]
@@ -31,7 +31,7 @@ class ReplayPart(Part):
 class Replay(Capability):
     """The capability of `trainkit replay`.
 
-    Only that command adds a `ReplayPart` to the plan, which selects the replay worker.
+    Only `trainkit replay` adds a `ReplayPart` to the plan, which selects the replay worker.
     """
 
     name = "replay"

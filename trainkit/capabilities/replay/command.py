@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from trainkit.run.rundir import RunDir
 
 MAX_SAMPLES = 10
-"""Maximum number of samples that are listed."""
+"""Maximum number of samples listed per step."""
 MAX_TEXT = 60
-"""Maximum number of characters of a text on one line."""
+"""Maximum number of characters of a sample's text shown on one line."""
 MAX_DOCUMENTS = 3
 SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 
@@ -74,12 +74,12 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Recompute steps of RUN from the checkpoint before them, and compare the results with RUN's records.
+    """Recompute steps of RUN from the checkpoint before them, and compare the results with its metrics.
 
-    If loss and gradient norm are equal to the last digit, a spike in the loss is due to the data or the
-    optimisation. The command then lists the samples of the steps with source file and position, those with
-    the highest loss first. If the values differ, the hardware or a library is the cause. The command then
-    prints the rank and the host that caused the difference, if the records show them.
+    If the recomputed loss and gradient norm equal the recorded ones to the last digit, a spike in the loss is
+    due to the data or the optimisation. The command then lists the samples of the steps with source file and
+    position, highest loss first. If the values differ, the hardware or a library is the cause, and the
+    command prints the rank and the host that caused the difference, if the records show them.
 
     The steps are computed on this machine or, with --submit, in a job that has its own run folder; --follow
     or --collect then compares the results. RUN itself is not changed. The exit code is 1 if any step differs.
@@ -125,7 +125,7 @@ def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None,
 
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
-    """Compute the steps on this machine in a temporary folder, and compare the results."""
+    """Compute the steps on this machine in a temporary folder, and compare the results with the records."""
     from trainkit.capabilities.replay.replay import run_replay
     from trainkit.job.signals import exit_on_stop
 
@@ -146,7 +146,7 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
-    """Submit a replay job; with --follow, wait for the job and compare the results."""
+    """Submit a replay job; with --follow, wait for the job and compare its results with the records."""
     from trainkit.capabilities.replay.replay import submit_replay
     from trainkit.cli.logs import follow_detachable
     from trainkit.cli.started import print_started
@@ -166,7 +166,7 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
 
 
 def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
-    """Compare the steps, print the result, and return the exit code."""
+    """Compare the recomputed steps with the records, print the result, and return the exit code."""
     from trainkit.capabilities.replay.compare import DIFFERENT, compare, worst_samples
     from trainkit.capabilities.replay.steps import find_step, step_samples
 
@@ -180,7 +180,7 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        judged = [  # write a loss that is not finite as null, as in metrics.jsonl
+        judged = [  # Write non-finite losses as null, as in metrics.jsonl.
             {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
             for step, loss, sample in worst
         ]
@@ -278,8 +278,8 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     """Show the samples of a step of RUN, in the order of the global batch, without computing the step.
 
     For each sample, the output contains its index in the dataset, the rank and microbatch that read it, the
-    source file and position of its documents, and the beginning of its text. The step can also be in the
-    future.
+    source file and position of its documents, and the beginning of its text. The step may also be one that
+    RUN has not reached yet.
     """
     from trainkit.capabilities.replay.steps import find_step, step_samples
     from trainkit.run.registry import find_run
@@ -310,7 +310,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
 
 
 def sample_fields(sample: StepSample) -> dict[str, object]:
-    """Return a sample as a JSON object with truncated texts."""
+    """Return the JSON object for a sample, with texts truncated to one line."""
     fields = asdict(sample)
     for document in fields["documents"]:
         document["text"] = document["text"][:1000]
@@ -318,7 +318,7 @@ def sample_fields(sample: StepSample) -> dict[str, object]:
 
 
 def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
-    """Yield a line about a sample, and a line about each of its first documents."""
+    """Yield a line that describes a sample, and a line for each of its first documents."""
     ranks = (
         f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
     )
@@ -332,6 +332,6 @@ def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text on one line; control characters are escaped."""
+    """Return the beginning of a text on one line, with control characters escaped."""
     cut = repr(text[:MAX_TEXT])[1:-1]
     return f"{cut}…" if len(text) > MAX_TEXT else cut

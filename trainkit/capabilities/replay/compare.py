@@ -19,21 +19,21 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
-"""Maps `precision.dtype` to the relative difference in loss and gradient norm that rounding alone may
-cause."""
+"""Maps `precision.dtype` to the largest relative difference in loss and gradient norm attributed to
+rounding."""
 JUMP = 30.0
-"""Rounding errors grow slowly. A difference that exceeds the largest earlier difference by this factor is not
-caused by rounding."""
+"""Rounding errors grow slowly from step to step. A difference larger than the largest earlier difference
+times this factor is not attributed to rounding."""
 MAX_UNSEEN = 10
 """Number of steps during which accumulated rounding errors stay below the tolerance."""
 VALUES = ("loss", "grad_norm")
 FACTS = ("trainkit", "torch", "processor", "threads", "cudnn", "nccl", "triton", "driver")
-"""Recorded versions and hardware that influence a result bit for bit."""
+"""Recorded versions and hardware properties that affect results bit for bit."""
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """The recorded and the replayed values of a step; a value that was not finite is None."""
+    """The recorded and the replayed values of a step; a non-finite value is None."""
 
     step: int
     attempt: int | None
@@ -44,17 +44,17 @@ class ComparedStep:
     """The largest relative difference between recorded and replayed values; None if the step was not
     recorded."""
     is_exact: bool
-    """True if run and replay round in the same way, so that their values must be equal to the last digit."""
+    """True if run and replay round identically, so that their values must be equal to the last digit."""
     is_equal: bool | None
     """True if the values are equal, up to rounding unless `is_exact`; None if the step was not recorded."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The ranks on which a step first differed, according to the records of the ranks."""
+    """The ranks on which a step first differed, according to the metrics that each rank recorded."""
 
     ranks: tuple[int, ...]
-    """The ranks that differed first; empty if the records do not show them."""
+    """The ranks that differed first; empty if the records do not identify them."""
     hosts: tuple[str, ...]
     """The hosts of `ranks`; if `ranks` is empty, all hosts that could be the cause."""
     what: str
@@ -70,9 +70,9 @@ class Comparison:
     is_exact: bool
     """True if each step is exact (see `ComparedStep.is_exact`) or has equal values."""
     tolerance: float
-    """The relative difference up to which steps count as equal unless they are exact."""
+    """Largest relative difference at which steps that are not exact are considered equal."""
     rounding: tuple[str, ...]
-    """What differs from the run and affects rounding, such as the layout; one phrase each."""
+    """Differences between run and replay that affect rounding, such as the layout; one phrase each."""
     start_step: int
     steps: tuple[ComparedStep, ...]
     """The compared steps in order; a step that several attempts recorded appears once per attempt."""
@@ -107,7 +107,7 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
         before = attempt_starts(what.run).get(number, Start())
         refuse_other_data(number, before.data, start.data)
         reasons[number] = list(_rounding(what, *settings[number], before, start))
-    # A difference in rounding in one attempt also affects all later attempts.
+    # A rounding difference in one attempt also affects all later attempts.
     inexact = next((number for number in attempts if reasons[number]), math.inf)
     tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
@@ -144,10 +144,10 @@ def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
 def _recorded(
     what: ReplayPlan, first: int, settings: dict[int, tuple[RunConfig, LaunchPlan]]
 ) -> dict[int, dict[int, dict[str, float | None]]]:
-    """Map each recorded step, from step `first` on, to the values of each attempt.
+    """Map each recorded step, starting with step `first`, to the values that each attempt recorded.
 
-    Attempts are skipped if their config changes the result of a step. The config and the plan of each attempt
-    are added to `settings`.
+    Attempts whose config would change the result of a step are skipped. The config and the plan of each
+    attempt are added to `settings`.
     """
     found: dict[int, dict[int, dict[str, float | None]]] = {}
     comparable: dict[int, bool] = {}
@@ -167,7 +167,7 @@ def _recorded(
 def _rounding(
     what: ReplayPlan, config: RunConfig, plan: LaunchPlan, before: Start, start: Start
 ) -> Iterator[str]:
-    """Yield differences between an attempt and the replay that affect rounding."""
+    """Yield each difference between an attempt and the replay that affects rounding."""
     now = what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
@@ -186,7 +186,7 @@ def _rounding(
 
 
 def _difference(recorded: float | None, replayed: float | None) -> float:
-    """Return the difference relative to the smaller value; infinite if only one of the values is finite."""
+    """Return the difference relative to the smaller value, or infinity if only one value is finite."""
     if recorded == replayed:
         return 0.0
     if recorded is None or replayed is None or not recorded or not replayed:
@@ -197,7 +197,7 @@ def _difference(recorded: float | None, replayed: float | None) -> float:
 def _culprit(
     copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir, num_ranks: int
 ) -> Culprit:
-    """Find the ranks that differed first, from the values recorded before and after the reduction."""
+    """Find the ranks that differed first, comparing values recorded before and after gradient reduction."""
     ranks = range(num_ranks)
     was = [rank_records(attempt, rank, bad.step) for rank in ranks]
     hosts = tuple(str(records[0].get("host", "")) if records else "" for records in was)
@@ -246,9 +246,9 @@ def _culprit(
 
 
 def rank_records(attempt: AttemptDir, rank: int, step: int) -> list[dict[str, object]]:
-    """Return the records of a rank for a step: one, or one per optimizer turn (see `Task.turns`).
+    """Return the records of a rank for a step: one per optimizer turn (see `Task.turns`), or one in total.
 
-    The list is empty if the step was not recorded, or if its records were deleted.
+    The list is empty if the step was not recorded or its records were deleted.
     """
     found = dict[object, dict[str, object]]()
     for record in read_jsonl_reversed(attempt.rank_record(rank)):
@@ -264,7 +264,7 @@ def worst_samples(
 ) -> list[tuple[int, float | None, StepSample]]:
     """Return (step, loss, sample) for all samples, highest loss first.
 
-    The loss is the mean over the tokens of the sample; it is infinite if it was not finite, and None for a
+    The loss is the mean over the tokens of the sample; it is infinity for a non-finite loss, and None for a
     user's task.
     """
     lines = (read_record(SampleLosses, record) for record in read_jsonl(copy.path / SAMPLES_FILE))

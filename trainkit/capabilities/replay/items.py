@@ -1,6 +1,6 @@
-"""Prints training data items of a run with a user's task.
+"""Prints items of the training data for a run of a user's task.
 
-``python -m trainkit.capabilities.replay.items`` reads a JSON object with the run, the attempt and the
+``python -m trainkit.capabilities.replay.items`` reads a JSON object with the run, the attempt and the item
 positions from standard input.
 """
 
@@ -35,7 +35,7 @@ def items_of(request: JsonObject) -> JsonObject:
     indices = dict(zip(positions, found, strict=True))
 
     def text(position: int) -> str:
-        """Return the shortened repr of an item, which is read with the same random seeds as in training."""
+        """Return the shortened repr of an item, reading it with the same random seeds as in training."""
         seed_generators(stable_key(config.seed, "train", "item", position))
         return repr(data.samples[indices[position]])[:MAX_CHARS]
 
@@ -44,7 +44,7 @@ def items_of(request: JsonObject) -> JsonObject:
 
 
 def main() -> None:
-    """Print the items requested on standard input."""
+    """Read a request from standard input and print the requested items."""
     try:
         print(json.dumps(items_of(json.load(sys.stdin))))
     except TrainkitError as error:

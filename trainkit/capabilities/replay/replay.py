@@ -1,6 +1,6 @@
 """Plans and starts a replay: chooses the steps, the checkpoint, the layout and the machine.
 
-The ranks of a replay run on this machine in a temporary folder, or in a separate job.
+The ranks of a replay run on this machine in a temporary folder, or in a separate Slurm job.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainkit.shipped import load
 SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"
 Flags = Mapping[str, tuple[str, object]]
-"""Maps a dotted config key to the command-line flag as typed and its value."""
+"""Maps a dotted config key to a command-line flag, as typed, and the value of the flag."""
 WITHOUT_EXTRAS: Mapping[str, object] = {
     "train.log_every": 1,
     "train.eval_every": None,
@@ -66,7 +66,7 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
-"""Config values that turn off everything without influence on the computed steps; `quiet_keys` are also set
+"""Config values that turn off everything that does not affect the recomputed steps; `quiet_keys` are also set
 to null."""
 IRRELEVANT = (
     "name:",
@@ -87,12 +87,12 @@ IRRELEVANT = (
     "data.num_workers",
     "device",
 )
-"""Config keys that can be ignored: they affect only rounding, or the plan shows their effect."""
+"""Config keys to ignore: they affect only rounding, or their effect is visible in the plan."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """The steps of a replay, with the config and the plan that compute them."""
+    """The steps to replay, with the config and the plan that compute them."""
 
     run: RunDir
     first: int
@@ -100,16 +100,16 @@ class ReplayPlan:
     start_step: int
     """Step of the checkpoint where the replay starts; 0 for the initial weights."""
     at: RunStep
-    """The last step to replay, as the run computed it."""
+    """The last step to replay, with the attempt that computed it."""
     config: RunConfig
     plan: LaunchPlan
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result, one sentence each."""
+        """Reasons to doubt the result of the replay, one sentence each."""
         started = parse_time(self.at.began.time)
         if started is None or self.at.job.code:
-            return ()  # the run has a copy of the code, which later edits do not change
+            return ()  # The run has its own copy of the code, so later edits do not affect the replay.
         named = (self.at.config.task, self.at.config.model.architecture)
         with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
@@ -122,7 +122,7 @@ class ReplayPlan:
 
     @property
     def cost(self) -> str:
-        """Describe which steps will be computed, and how long the run took for them."""
+        """Describe which steps will be computed, and how long they took in the run."""
         count = self.last - self.start_step
         origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
         ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
@@ -140,24 +140,24 @@ class ReplayPlan:
 def plan_replay(
     run: RunDir, first: int, last: int, layout: str, flags: Flags, *, submits: bool = False
 ) -> ReplayPlan:
-    """Plan to recompute the steps `first` to `last`.
+    """Plan a replay that recomputes the steps `first` to `last`.
 
     `layout` is ``same``, ``single`` or degrees such as ``tp=2,dp_shard=2``. `flags` change the number of
     nodes and GPUs and, with `submits`, also the Slurm options. Raises UsageError if the run cannot be
-    replayed with this layout or on this machine.
+    replayed in this layout or on this machine.
     """
     at = find_step(run, last)
     _refuse_later(run, at)
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
-    if layout == SAME and not flags and not submits:  # run the same ranks on this machine
+    if layout == SAME and not flags and not submits:  # Run the same ranks on this machine.
         values = _flags({**_without_extras(at.config), "device": at.plan.device})
         config = load_config(at.attempt.config_file, flags=values, layers=False).config
         plan = replace(at.plan, slurm=None)
     else:
         config, plan = _planned(at, layout, flags, submits)
     if at.began.threads is not None and plan.layout == at.plan.layout:
-        # On CPUs, the results depend on the number of threads.
+        # On CPUs, the results depend on the number of threads, so use the number that the attempt used.
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if not load(name).quiet}
     plan = replace(plan, requeue=replace(plan.requeue, on=()), parts=parts)
@@ -176,7 +176,7 @@ def plan_replay(
 
 
 def _refuse_later(run: RunDir, at: RunStep) -> None:
-    """Raise UsageError if the records show that the run has not reached a step."""
+    """Raise UsageError if the records show that the run has not yet reached a step."""
     newest = max((record.step for record in training_curve(run)), default=0)
     if at.step > newest + at.config.train.log_every:
         raise UsageError(
@@ -202,7 +202,7 @@ def _start_step(run: RunDir, first: int) -> int:
 
 
 def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
-    """Raise UsageError if the config has changed between the checkpoint and the last step to replay."""
+    """Raise UsageError if the config changed between the checkpoint and the last step to replay."""
     begins = {start_step, *(start.step for start in attempt_starts(run).values())}
     for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
         before = find_step(run, step)
@@ -218,7 +218,7 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
 
 
 def changed_values(attempt: AttemptDir, config: RunConfig, was: LaunchPlan, at: RunStep) -> list[str]:
-    """Return a line for each value that affects a step and differs between an attempt and the one in `at`."""
+    """Return a line for each step-affecting value that differs between `attempt` and the attempt in `at`."""
     if attempt.number == at.attempt.number:
         return []
     now, lines = at.plan, changes(config, at.config)
@@ -235,7 +235,7 @@ def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tupl
 
 
 def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[RunConfig, LaunchPlan]:
-    """Return the config and the plan for a different layout or for a job."""
+    """Return the config and the plan for a replay in a different layout or in a Slurm job."""
     backend = at.config.launch.backend
     values = {
         **_without_extras(at.config),
@@ -280,7 +280,7 @@ def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
 
 
 def _refuse_other_size(at: RunStep, flags: Flags) -> None:
-    """Raise UsageError unless the requested nodes and GPUs yield the world size of the run."""
+    """Raise UsageError unless the requested nodes and GPUs yield the same world size as in the run."""
     nodes, per_node = (int(str(flags[key][1])) for key in ("resources.nodes", "resources.gpus_per_node"))
     if nodes * per_node != at.plan.world_size:
         raise UsageError(
@@ -302,9 +302,10 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
 
 
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
-    """Compute the steps in an empty folder, and return the folder as a run with the metrics of every step.
+    """Compute the steps in an empty folder, and return the folder as a run with metrics for every step.
 
-    The replayed run is not changed. If ranks fail, raises TrainkitError with the error of the first one.
+    The original run is not changed. If ranks fail, raises TrainkitError with the error of the rank that
+    failed first.
     """
     copy = RunDir(folder)
     copy.checkpoints_dir.mkdir()
@@ -313,7 +314,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
             # Link all checkpoints, because the trainer falls back to an earlier one if the newest is damaged.
             _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
     if what.run.job_file.is_file():
-        # job.json contains the path of the code snapshot.
+        # Copy job.json, because it contains the path of the code snapshot.
         write_json(copy.job_file, read_json(what.run.job_file))
     attempt = copy.attempt(1)
     attempt.create()
@@ -326,7 +327,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link the files of a checkpoint, so that the replay keeps them if the run deletes them."""
+    """Hard-link a checkpoint's files, so that the replay keeps them if the run deletes the checkpoint."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except OSError:
@@ -360,9 +361,9 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
 
 
 def replay_of(copy: RunDir) -> ReplayPlan:
-    """Return the replay plan of a folder that `submit_replay` created.
+    """Return the replay plan stored in a folder that `submit_replay` created.
 
-    Raises UsageError if the folder is not a replay or the replayed run no longer exists, and TrainkitError if
+    Raises UsageError if the folder is not a replay or the original run no longer exists, and TrainkitError if
     the job has not computed all steps.
     """
     try:
@@ -405,14 +406,15 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir, code: CodeCopy | None) -> 
                 code=code,
             )
             argv = worker_argv(plan, env, attempt.run)
-            # Block signals, because Python drops exceptions that a signal handler raises during a fork.
+            # Block signals during the fork, because Python drops exceptions that a signal handler raises
+            # there.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, signal.SIGHUP})
             try:
                 with attempt.rank_log(rank).open("ab") as log:
                     procs.append(start_child(argv, environ=environ, output=log, keeps_mask=False))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Stop after the first failure, because the other ranks would wait for the failed rank.
+        # Stop after the first failure, because the other ranks would wait for the failed rank in collectives.
         if (failed := first_failed(procs)) is not None:
             record_silent_death(attempt, failed, 0, exit_code(procs[failed]))
             failure = first_rank_failure(attempt) or RankFailure()

@@ -1,4 +1,4 @@
-"""Finds the attempt that computed a step, the samples of the step, and their source documents."""
+"""Finds the attempt that computed a step, the samples in the step, and their source documents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 @dataclass(frozen=True)
 class Start:
-    """An attempt's ``training`` event: the first position in the data, the data, libraries and hardware."""
+    """The ``training`` event of an attempt: first data position, data, libraries and hardware."""
 
     time: str | None = None
     step: int = 0
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunStep:
-    """A step of a run, with the attempt that computed it and the positions of its samples."""
+    """A step of a run, with the attempt that computed it and the positions of the step's samples."""
 
     step: int
     attempt: AttemptDir
@@ -73,7 +73,7 @@ class RunStep:
     stop: int
     """The position after the step's last sample."""
     is_stream: bool
-    """True if the samples come from a stream, where they have no positions."""
+    """True if the samples come from a stream and therefore have no positions."""
     began: Start = field(default_factory=Start)
 
 
@@ -86,15 +86,16 @@ class StepSample:
     index: int
     """The sample's index in the dataset."""
     ranks: tuple[int, ...]
-    """The ranks that read the sample; more than one if several ranks share the work on a sample."""
+    """The ranks that read the sample; more than one if several ranks process the same sample, as in tensor
+    parallelism."""
     microbatch: int
     documents: tuple[Document, ...] = ()
     text: str = ""
-    """The shortened repr of the item; only for a user's task."""
+    """The shortened repr of the item; empty unless the run has a user's task."""
 
 
 def attempt_starts(run: RunDir) -> dict[int, Start]:
-    """Return a mapping from the number of each attempt to its start."""
+    """Return a mapping from each attempt number to the attempt's `Start`."""
     return {
         event.attempt: read_record(Start, event.values)
         for event in read_events(run, "training")
@@ -103,9 +104,9 @@ def attempt_starts(run: RunDir) -> dict[int, Start]:
 
 
 def find_step(run: RunDir, step: int) -> RunStep:
-    """Return a step as the newest attempt that reached it computed it, or as it will be computed.
+    """Return a step as the newest attempt that reached it computed the step, or as it will be computed.
 
-    Raises UsageError if the run does not have the step.
+    Raises UsageError if the step is beyond the last step of the run.
     """
     _refuse_other_runs(run)
     started = attempt_starts(run)
@@ -147,7 +148,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
 
 
 def _refuse_other_runs(run: RunDir) -> None:
-    """Raise UsageError for a replay, and for a run of a COMMAND, whose steps trainkit cannot compute."""
+    """Raise UsageError for a replay or a run of a COMMAND, because trainkit cannot recompute their steps."""
     refuse_replay(run)
     numbers = run.attempt_numbers()
     plan = read_plan(run.attempt(numbers[-1]) if numbers else run)
@@ -160,7 +161,7 @@ def _refuse_other_runs(run: RunDir) -> None:
 
 
 def step_samples(at: RunStep) -> list[StepSample]:
-    """Return the samples of a step in order; if the data cache was deleted, prepare the data again.
+    """Return the samples of a step in order, preparing the data again if the data cache was deleted.
 
     Raises UsageError if the run trains on a stream or the data cannot be read, and TrainkitError if a user's
     task fails.
@@ -186,7 +187,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
 
 
 def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
-    """Raise UsageError if two fingerprints of the data differ; a fingerprint of None means unknown."""
+    """Raise UsageError if two fingerprints of the data differ; None is an unknown fingerprint."""
     if before is not None and now is not None and before != now:
         raise UsageError(
             f"the training data has changed since attempt {attempt}: the steps had other samples then",
@@ -195,7 +196,7 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks that read the sample at a position, and the microbatch that contains it."""
+    """Return the ranks that read the sample at a position, and the number of the sample's microbatch."""
     layout = at.plan.layout
     microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
@@ -232,10 +233,10 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """A part of a sample that comes from one document or text file."""
+    """The part of a sample that comes from one document or text file."""
 
     file: str
-    """The source file, or the shard if an older trainkit version prepared the dataset."""
+    """The source file, or the data shard if an older trainkit version prepared the dataset."""
     unit: str
     """The unit of `position`: ``byte`` and ``token`` count from 0, ``line`` and ``row`` from 1."""
     position: int
@@ -247,12 +248,12 @@ class Document:
 
     @property
     def where(self) -> str:
-        """The position as text, such as ``corpus.jsonl line 7``, with the path shortened for display."""
+        """The position as text, such as ``corpus.jsonl line 7``, with a shortened path."""
         return f"{shown_path(self.file)} {self.unit} {self.position:,}"
 
 
 class SampleSources:
-    """Finds the source documents of the samples of a dataset."""
+    """Finds the source documents for each sample of a dataset."""
 
     def __init__(self, config: DataConfig, data: TokenShards | TokenMixture) -> None:
         parts = data.parts if isinstance(data, TokenMixture) else (data,)
@@ -266,7 +267,7 @@ class SampleSources:
 
 
 class _Source:
-    """Finds the source documents for the samples of one prepared folder."""
+    """Finds the source documents for each sample of one prepared folder."""
 
     def __init__(self, config: DataConfig, data: TokenShards) -> None:
         self._config, self._data = config, data
@@ -281,7 +282,7 @@ class _Source:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer with which the text was tokenised; None if it is unknown."""
+        """Return the tokenizer that was used to prepare the text, or None if it is unknown."""
         name = self._config.tokenizer
         if self._data.tokenizer.kind == BYTES:
             return Tokenizer(BYTES)
@@ -316,7 +317,7 @@ class _Source:
         return Document(file, unit, position, skipped, stop - first, self._text(shard, first, stop))
 
     def _num_bytes(self, shard: Path, first: int, stop: int) -> int:
-        """Return the number of bytes of some tokens' text; exact if decoding restores the original text."""
+        """Return the number of bytes encoded by some tokens; exact if decoding restores the original text."""
         if self._data.tokenizer.kind == BYTES:
             return stop - first
         return len(self._text(shard, first, stop).encode())
@@ -328,7 +329,7 @@ class _Source:
 
 
 def _read_places(file: Path) -> Any:
-    """Read the positions of a shard's texts; None if an older trainkit version prepared the dataset."""
+    """Read the document positions of a shard, or None if an older trainkit version prepared the dataset."""
     return np.fromfile(file, dtype=PLACES) if file.is_file() else None
 
 
@@ -341,15 +342,15 @@ def _continues(place: Any, following: Any) -> bool:
 
 
 class _LineCounter:
-    """Counts the line ends before a position in a file; an uncompressed file is read only about once."""
+    """Counts the newlines before a position in a file; reads an uncompressed file about once in total."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._counts = [0]
-        """Number of line ends before each counted block, and after the last counted block."""
+        """Number of newlines before each counted block, and after the last counted block."""
 
     def count(self, end: int) -> int:
-        """Return the number of line ends in the first `end` bytes of the decompressed file."""
+        """Return the number of newlines in the first `end` bytes of the decompressed file."""
         with gzip.open(self._file) if self._file.endswith(".gz") else open(self._file, "rb") as stream:
             block = min(end // _BLOCK, len(self._counts) - 1)
             stream.seek(block * _BLOCK)

@@ -1,7 +1,7 @@
-"""The worker of `trainkit replay`, which recomputes steps of a run and the loss of each of their samples.
+"""The worker of `trainkit replay`, which recomputes steps of a run and the loss of each sample in them.
 
-The worker trains in a folder of its own, from the checkpoint in that folder. Rank 0 writes the losses of the
-samples to `SAMPLES_FILE`.
+The worker trains in a separate run folder, starting from the checkpoint in this folder. Rank 0 writes the
+losses of the samples to `SAMPLES_FILE`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainkit.trainer.worker import join_and_build
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
-    """Compute the requested steps as one rank, and return the worker's exit code."""
+    """Compute the requested steps on one rank, and return the worker's exit code."""
     part = plan.part(ReplayPart)
     assert part is not None
     first, last = part.steps
@@ -62,9 +62,9 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
     """Compute the mean loss of each sample of a step, in the order of the global batch.
 
-    A loss that is not finite is ``inf``. All ranks must call this function. The model gets complete
-    microbatches with labels for only one sample, so that tensor shapes and random numbers are the same as
-    in training.
+    A non-finite loss is returned as ``inf``. All ranks must call this function. The model receives each
+    microbatch once per sample, with labels for only this sample, so that tensor shapes and random numbers are
+    the same as in training.
     """
     world = trainer.world
     num_micro, size = len(batch.microbatches), len(batch.microbatches[0].labels)
@@ -80,6 +80,6 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
             place[1] = (labels != IGNORE_LABEL).sum() * world.counts_samples
     all_reduce_sum(sums, world)
     pairs = sums.flatten(0, 2).tolist()
-    # Samples after the end of the data have no labels, so skip them.
+    # Skip padding samples after the end of the data, which have no labels.
     means = [total / count for total, count in pairs if count]
     return [mean if math.isfinite(mean) else "inf" for mean in means]

@@ -1,1 +1,1 @@
-"""Reports on runs: an HTML page about a run or a group, and a comparison of runs in the terminal."""
+"""Reports on runs: an HTML page for a run or a group, and a comparison of runs in the terminal."""

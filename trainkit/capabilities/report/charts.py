@@ -1,7 +1,7 @@
-"""Draws the charts of a report as inline SVG, and prepares the chart data for the script in the page.
+"""Draws the charts of a report as inline SVG, and prepares the chart data for the JavaScript in the page.
 
-Chart labels are HTML elements, so that they stay readable when the SVG is stretched. The script
-`templates/charts.js` zooms the charts and shows values. The script redraws charts by the rules of this
+Chart labels are HTML elements, not SVG text, so that they stay readable when the SVG is stretched. The script
+`templates/charts.js` zooms the charts and shows values. The script redraws charts by the same rules as this
 module, so change a rule in both places.
 """
 
@@ -31,7 +31,7 @@ from trainkit.formats import shown_value
 WIDTH, HEIGHT = 2000, 500
 """Width and height of each SVG's coordinate system, which the browser stretches to fit the page."""
 Point = tuple[float, float]
-"""A position on the horizontal axis and a value, which is nan or -inf if it was not finite."""
+"""A position on the horizontal axis and a value; non-finite values are nan or -inf."""
 TINY = 1e-300
 """A value with a smaller magnitude is drawn as 0."""
 MAX_LOG_TICKS = 6
@@ -39,7 +39,7 @@ MAX_X_LABELS = 6
 EDGE = 0.08
 """Margin on either side of a `dot_chart` that leaves room for half a label, as a fraction of the width."""
 DENSE = 400
-"""A line with more points than this is drawn thin, because its peaks would otherwise merge."""
+"""A line with more points than this is drawn thinner, because its peaks would otherwise merge."""
 MAX_LABEL = 14
 MAX_CHARTS = 40
 TITLES = {
@@ -55,13 +55,13 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "mem_gib_peak": "Peak memory (GiB)",
 }
-"""Maps a metric that the trainer logs to its chart title. Metrics that the user's code logs keep their
-names."""
+"""Maps a metric that the trainer logs to its chart title. Metrics logged by the user's code have their names
+as titles."""
 _PART = re.compile(r"(?:train|training|val|valid|validation|eval|evaluation|test)[_/.](.+)")
 
 
 class Color(NamedTuple):
-    """A colour, in one variant for light pages and one for dark pages."""
+    """A colour, in one variant for the light theme and one for the dark theme."""
 
     light: str
     dark: str
@@ -73,8 +73,8 @@ PALETTE = [
         COLORS, ("#4BA3DC", "#FF8A45", "#2FC79B", "#E9A3CB", "#F2B632", "#9AD7F7", "#E4E8EE"), strict=True
     )
 ]
-"""Colours for values that are not numbers. Readers with any kind of colour vision can distinguish these
-colours."""
+"""Colours for lines whose config values are not numbers. The colours can be distinguished with any kind of
+colour vision."""
 BEST, OTHER, MEDIAN = PALETTE[1], PALETTE[0], Color("#9AA3AF", "#6B7686")
 VIRIDIS = (
     "440154", "482475", "414487", "355F8D", "2A788E", "21918C", "22A884", "44BF70", "7AD151",
@@ -86,7 +86,7 @@ VIRIDIS = (
 def viridis(place: float) -> Color:
     """Return the viridis colour at a position from 0 to 1.
 
-    The lightest colours are left out on light pages, and the darkest on dark pages.
+    The lightest colours are left out in the light theme, and the darkest in the dark theme.
     """
     return Color(_viridis(0.87 * place), _viridis(0.25 + 0.75 * place))
 
@@ -99,7 +99,7 @@ def _viridis(place: float) -> str:
 
 
 def colors_of(values: Sequence[object]) -> list[Color]:
-    """Return a colour for each value: viridis colours for numbers, `PALETTE` colours for names."""
+    """Return a colour for each config value: viridis colours for numbers, `PALETTE` colours for names."""
     places = number_places(list(map(as_number, values)))
     if places is not None:
         return list(map(viridis, places))
@@ -108,7 +108,7 @@ def colors_of(values: Sequence[object]) -> list[Color]:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number, or a text such as ``1e-4``, as a float; None if the value is not a number."""
+    """Convert a number, or a numeric string such as ``1e-4``, to a float; return None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -126,13 +126,13 @@ class Line:
     color: Color
     name: str = ""
     spread: Sequence[float] | None = None
-    """The standard deviation at each point, nan where unknown; None for a line without a band."""
+    """The standard deviation at each point, nan where unknown; None if the line has no band."""
     kind: str = ""
     """CSS classes: ``best``, ``median``, ``dot``, and ``d1`` to ``d3`` for dashed lines."""
 
     @property
     def style(self) -> str:
-        """The line's colours as CSS variables."""
+        """The CSS variables that set the line's colours."""
         return f"--l:{self.color.light};--d:{self.color.dark}"
 
 
@@ -154,12 +154,12 @@ class Label:
     text: str
     style: str = ""
     is_low: bool = False
-    """True for a cross at the lower edge of the chart."""
+    """True for a cross at the lower edge of the chart, False for one at the upper edge."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart in the form that the HTML template needs."""
+    """The values that the HTML template needs to render a chart."""
 
     title: str
     over: str
@@ -168,22 +168,22 @@ class Chart:
     y_labels: list[Label]
     x_labels: list[Label]
     data: dict[str, object]
-    """The chart data for the script in the page, written to the page as JSON."""
+    """The chart data for the JavaScript in the page, embedded as JSON."""
     names: list[Drawn] = field(default_factory=list)
-    """The legend, with `Drawn.line` as the name of a line."""
+    """The legend entries; `Drawn.line` is the name of a line."""
     crosses: list[Label] = field(default_factory=list)
-    """Positions of values that are not finite or lie outside the axis."""
+    """Positions of crosses for values that are non-finite or outside the axis range."""
     marks: list[Label] = field(default_factory=list)
-    """The steps at which attempts began."""
+    """The steps at which attempts began, marked on the horizontal axis."""
 
     @property
     def alt(self) -> str:
-        """A text alternative of the chart for screen readers."""
+        """The alternative text of the chart for screen readers."""
         return f"{self.title} over {self.over}"
 
 
 class Scale(NamedTuple):
-    """An axis: the values at its two ends and at its ticks."""
+    """An axis: the values at both ends and at the ticks."""
 
     low: float
     high: float
@@ -197,11 +197,11 @@ class Scale(NamedTuple):
         return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
     def fits(self, value: float) -> bool:
-        """Return whether a value is on the axis; False for NaN."""
+        """Return whether a value is within the range of the axis; False for NaN."""
         return self.low <= value <= self.high
 
     def labels(self) -> Iterator[tuple[float, str]]:
-        """Yield the position and the text of each tick."""
+        """Yield the position and the label of each tick."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else self.high - self.low
         largest = max(map(abs, self.ticks), default=0.0)
         for tick in self.ticks:
@@ -210,7 +210,7 @@ class Scale(NamedTuple):
 
 
 def scale_of(values: Iterable[float]) -> Scale:
-    """Return an axis for the given values; it is logarithmic if they are positive and span a wide range."""
+    """Return an axis for the given values, logarithmic if they are positive and span a wide range."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
     if low >= TINY and is_wide(found):
@@ -250,9 +250,9 @@ def _log_scale(low: float, high: float) -> Scale:
 
 
 def tick_text(value: float, step: float, largest: float) -> str:
-    """Return the text of a tick label, such as ``0.25``, ``20k`` or ``3e-4``.
+    """Return the label of a tick, such as ``0.25``, ``20k`` or ``3e-4``.
 
-    The text has enough digits to distinguish the tick from the next tick, which is `step` larger.
+    The label has enough digits to distinguish the tick from the next tick, which is `step` larger.
     """
     if value == 0:
         return "0"
@@ -274,7 +274,7 @@ def line_chart(
     over: str = "step",
     has_names: bool = True,
 ) -> Chart | None:
-    """Return a line chart; None if no line has points."""
+    """Return a line chart, or None if no line has points."""
     lines = [line for line in lines if line.points]
     if not lines:
         return None
@@ -313,14 +313,14 @@ def line_chart(
 
 
 def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
-    """Return the lowest value of bands that fits on the axis: -inf unless the axis is logarithmic."""
+    """Return the lower limit for bands on a logarithmic axis, or -inf if the axis is linear."""
     if not is_wide(values):
         return -math.inf
     return band_floor(values[0], (value - size for line in lines for value, size in _spread(line)))
 
 
 def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> Iterator[float]:
-    """Yield the ends of bands that the axis must include in addition to the `values` of its lines."""
+    """Yield the band edges that the axis must include in addition to the `values` of its lines."""
     if floor > -math.inf:
         yield floor
         return
@@ -336,7 +336,7 @@ def _spread(line: Line) -> Iterator[tuple[float, float]]:
 
 
 def _outside(name: str, at: float, value: float) -> str:
-    """Return the text of a cross: where the line leaves the axis, and its value at that point."""
+    """Return the tooltip of a cross: where the line leaves the axis range, and its value there."""
     return (
         f"{name}: {value:.4g} at {at:,.0f}" if math.isfinite(value) else f"{name}: not finite from {at:,.0f}"
     )
@@ -347,7 +347,7 @@ def _y_labels(y: Scale) -> list[Label]:
 
 
 def _kind(line: Line, y: Scale) -> str:
-    """Return the CSS classes of a line; a line with a single point is drawn as a dot."""
+    """Return the CSS classes for a line; a line with a single point is drawn as a dot."""
     is_dot = sum(y.fits(value) for _, value in line.points) == 1
     more = "dot" if is_dot else "dense" if len(line.points) > DENSE else ""
     return f"{line.kind} {more}".strip()
@@ -356,7 +356,7 @@ def _kind(line: Line, y: Scale) -> str:
 def _pieces(
     points: Iterable[tuple[float, float, float]], y: Scale
 ) -> Iterator[list[tuple[float, float, float]]]:
-    """Yield the consecutive points whose values are on the axis, as one list per stretch."""
+    """Yield each run of consecutive points whose values are within the axis range."""
     piece: list[tuple[float, float, float]] = []
     for point in points:
         if y.fits(point[1]):
@@ -369,13 +369,13 @@ def _pieces(
 
 
 def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    """Return the SVG path of a line, with gaps where its values are not on the axis."""
+    """Return the SVG path of a line, with gaps where its values are outside the axis range."""
     pieces = _pieces(((at, value, 0.0) for at, value in points), y)
     return "".join(_drawn([(x.place(at), y.place(value)) for at, value, _ in piece]) for piece in pieces)
 
 
 def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
-    """Return the SVG path of a line's band, which is cut off below `floor`."""
+    """Return the SVG path of a line's band, cut off below `floor`."""
     if line.spread is None:
         return ""
     text = ""
@@ -389,14 +389,14 @@ def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
 
 
 def _within(value: float, y: Scale) -> float:
-    """Return the vertical position of a band's edge, limited to the axis."""
+    """Return the vertical position of a band's edge, clipped to the axis range."""
     return y.place(min(max(value, y.low), y.high))
 
 
 def _drawn(places: Sequence[Point]) -> str:
     """Return an SVG path through positions from 0 to 1.
 
-    The path uses relative coordinates, which are shorter.
+    The path uses relative coordinates, which need fewer characters than absolute ones.
     """
     found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
     (left, top), *_ = found
@@ -405,16 +405,16 @@ def _drawn(places: Sequence[Point]) -> str:
         for (before_x, before_y), (x, y) in pairwise(found)
         if (x, y) != (before_x, before_y)
     ]
-    # A minus sign also separates two numbers.
+    # Remove the space before a minus sign, because the sign also separates two numbers.
     text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")
     return f"M{left} {top}" + (f"l{text}" if steps else "h0")
 
 
 def _data(line: Line) -> dict[str, object]:
-    """Return a line's data for the script in the page.
+    """Return a line's data for the JavaScript in the page.
 
-    Steps are written as differences from the previous step, without rounding. Values are written with six
-    digits, or as null if they are not finite. `low` lists the indices of the values that are -inf.
+    Each step is written, unrounded, as the difference from the previous step. Values are written with six
+    digits, or as null if they are non-finite. `low` lists the indices of the values that are -inf.
     """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
@@ -435,13 +435,13 @@ def _short(value: float) -> float | int | None:
 
 
 def _whole(value: float) -> float | int:
-    """Return a whole number as an int, because JSON is shorter without a decimal point."""
+    """Return a whole number as an int, because it needs fewer characters in JSON than a float."""
     return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
 @dataclass(frozen=True)
 class Dot:
-    """A run's result for one value of a config key."""
+    """A run's result, plotted at the run's value of a config key."""
 
     value: object
     result: float | None
@@ -451,9 +451,9 @@ class Dot:
 
 
 def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
-    """Return a chart with one dot per result, plotted over the values of a key; None if no run has a result.
+    """Return a chart of results over the values of a config key, or None if no run has a result.
 
-    If the values are numbers, a line joins the medians. The best result has a colour of its own. A run
+    If the values are numbers, a line joins the medians. The best result is drawn in a different colour. A run
     without a result, or with a result far from the others, is shown as a cross at the edge.
     """
     results = [dot.result for dot in dots if dot.result is not None]
@@ -502,7 +502,7 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
 
 
 def _places(values: Sequence[object]) -> dict[str, float]:
-    """Map the text of each value to its position from 0 to 1, at equal distances.
+    """Map the text of each value to its position on the axis, from 0 to 1, at equal distances.
 
     Numbers come first, in ascending order, followed by other values.
     """
@@ -519,7 +519,7 @@ def _places(values: Sequence[object]) -> dict[str, float]:
 
 
 def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
-    """Return the labels of the horizontal axis, without those that would touch the previous label."""
+    """Return the labels of the horizontal axis, excluding labels that would overlap the previous label."""
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place - labels[-1][0] >= 1 / MAX_X_LABELS:
@@ -533,7 +533,8 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
 def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
     """Return metrics in the order their charts are shown.
 
-    The order is: the metric `first`, losses, the user's metrics, speed, learning rate, norm and memory.
+    The order is: the metric `first`, losses, the user's metrics, speed, learning rate, gradient norm and
+    memory.
     """
     own = list(names)
     shown = list(TITLES)
@@ -557,7 +558,7 @@ def base_of(name: str) -> str:
 
 
 def title_of(name: str, counts_samples: bool) -> str:
-    """Return a chart's title; `counts_samples` says that ``tokens_per_s`` counts samples, not tokens."""
+    """Return a chart's title; `counts_samples` means that ``tokens_per_s`` counts samples, not tokens."""
     title = TITLES.get(name, name)
     is_speed = counts_samples and name.startswith("tokens_per_s")
     return title.replace("Tokens", "Samples") if is_speed else title
@@ -569,7 +570,7 @@ def run_charts(
     counts_samples: bool = False,
     first: str | None = None,
 ) -> list[Chart]:
-    """Return the charts of a run: one per metric, shared by its training and validation values.
+    """Return the charts of a run: one per metric, with both its training and its validation values.
 
     The chart of the metric `first` comes first.
     """
@@ -596,5 +597,5 @@ def csv_command(folder: str, metrics: Iterable[str]) -> str:
 
 
 def dash(number: int) -> str:
-    """Return the CSS class for a dash pattern. The dash patterns have the same order as in figures."""
+    """Return the CSS class for a dash pattern; the patterns are ordered as in the matplotlib figures."""
     return f"d{number % len(DASHES)}" if number % len(DASHES) else ""

@@ -26,7 +26,7 @@ from trainkit.shipped import measured_speeds
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write an HTML report to report.html in the folder of RUN, and print the path of the file.
 
-    The page shows the run's timeline, its goodput and where the remaining time went, its curves, GPU
+    The page shows the run's timeline, its goodput and how the remaining time was spent, its curves, GPU
     utilisation, requested and used resources, and how to repeat the run. The page can be viewed without
     network access.
 
@@ -51,7 +51,7 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     if isinstance(found, RunDir):
         report = read_report(*look_at(found, warn)[:2], now)
         if metric is not None:
-            # `rank` raises UsageError, which lists the metrics that the run has logged.
+            # `rank` raises UsageError with a list of the metrics that the run has logged.
             rank([found], metric, None)
         folder, page, value = found.path, render_report(report, metric), report.to_dict()
     else:

@@ -44,7 +44,7 @@ from trainkit.run.trial import as_numbers
 from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
-"""Width of a curve in a table, in characters."""
+"""Width of an inline curve in a table, in characters."""
 MAX_CELL = 40
 """Maximum number of characters of a value in a table."""
 SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "worker_hours")
@@ -102,15 +102,15 @@ def command(
 ) -> None:
     """Compare the results of runs and the config keys that differ between the runs.
 
-    A group of runs or a bench stands for all of its runs that have started. For runs that differ only in
+    The name of a group or bench stands for all of its runs that have started. For runs that differ only in
     their seeds, an additional table shows the mean and standard deviation of their results.
 
     --curves and --plot compare the curves of the runs. The figure has one line per combination of values of
-    these keys, with the mean and standard deviation over seeds. With --csv, --curves writes a table with one
-    row per logged step.
+    the differing keys, with the mean and standard deviation over seeds. With --csv, --curves writes a table
+    with one row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        names, csv_file = (csv_file, *names), "-"  # `--csv` was given without FILE, in front of the runs.
+        names, csv_file = (csv_file, *names), "-"  # `--csv` without FILE precedes the run names
     table_file = None
     if csv_file is not None and csv_file != "-":
         table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
@@ -160,7 +160,7 @@ def command(
 
 
 def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None:
-    """Print a note on stderr that says how many runs lack data or have not ended.
+    """Print a note on stderr with the number of runs that lack data or have not ended.
 
     `num_without` maps a description of the data to the number of started runs that lack them.
     """
@@ -178,7 +178,7 @@ def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None
 
 @contextmanager
 def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
-    """Open the output for a table: standard output, or a file whose path is printed once it is written."""
+    """Open the output for a table: stdout, or a file whose path is printed after writing."""
     if file is None:
         yield sys.stdout
         return
@@ -192,7 +192,7 @@ def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
 
 
 def _curve_table(curves: Curves) -> str:
-    """Return a table with one row per run and metric: the last, lowest and highest value, and the curve."""
+    """Return a table with one row per run and metric: last, lowest and highest value, and an inline curve."""
     rows: list[Sequence[str]] = [("RUN", "METRIC", "STEP", "LAST", "LOWEST", "HIGHEST", "CURVE")]
     for metric in curves.metrics:
         for run, points in curves.points(metric):
@@ -276,15 +276,15 @@ def _compare_runs(
 
 @dataclass(frozen=True)
 class Repetition:
-    """The runs that differ only in their seeds, and the mean of their results."""
+    """Runs that differ only in their seeds, and the mean of their results."""
 
     values: Mapping[str, object]
-    """Values of the keys, other than the seed, that differ between the compared runs."""
+    """Values of the keys that differ between the compared runs, excluding the seed."""
     rows: Sequence[int]
-    """The table indices of the runs."""
+    """The row indices of the runs in the table."""
     num_results: int
     mean: float | None
-    """The mean of the results; None without results."""
+    """The mean of the results; None if there are no results."""
     sd: float | None
     """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
 
@@ -302,7 +302,7 @@ class Repetition:
 def _repetitions(
     keys: Sequence[str], values: Sequence[Mapping[str, object]], results: Sequence[float | None]
 ) -> list[Repetition]:
-    """Group the runs whose keys are equal except for the seed; return [] if no group has several runs."""
+    """Group runs whose keys are equal except for the seed; return [] if no group has several runs."""
     own = [key for key in keys if key != SEED]
     grouped: dict[str, list[int]] = {}
     for index, known in enumerate(values):
@@ -326,7 +326,7 @@ def _repetitions(
 
 
 def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, object]:
-    """Return the CSV columns that a run shares with its repetitions; {} if no run is repeated."""
+    """Return the CSV columns shared by all repetitions of a run; {} if no run is repeated."""
     if not repeated:
         return {}
     own = next((one for one in repeated if index in one.rows), None)
@@ -335,7 +335,7 @@ def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, obje
 
 
 def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
-    """Return a table of means and standard deviations, with one row per combination of values of the keys."""
+    """Return a table of means and standard deviations, with one row per combination of key values."""
     own = [key for key in keys if key != SEED]
     rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
     for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):
@@ -349,7 +349,7 @@ def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ra
 
 
 def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -> JsonObject:
-    """Return the results of one run; unknown results are None."""
+    """Return the results of one run, with None for unknown results."""
     progress = report.status.progress
     found = [] if progress.diverged_since is not None else report.val_loss
     best_step, best = min(found, key=lambda point: point[1], default=(None, None))
@@ -365,7 +365,7 @@ def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -
         "val_loss": progress.val_loss,
         "best_val_loss": best,
         "best_step": None if best_step is None else int(best_step),
-        # Use the median, because profiled steps and steps after a save are slow.
+        # Use the median, because profiled steps and steps after a checkpoint save are slower than others.
         "tokens_per_s": median(speeds) if speeds else None,
         "allocated_s": round(report.allocated_s, 3),
         "worker_hours": report.worker_hours,
@@ -407,9 +407,9 @@ def _figures(
 
 
 def _result(measured: Measured, report: Report) -> str:
-    """Return a run's result and step as text, or the step where its metric diverged.
+    """Return a run's result and step as text, or the step at which its metric diverged.
 
-    If the loss has diverged, another column shows this.
+    A divergence of the loss is shown in another column.
     """
     if measured.result is not None:
         return f"{result_text(measured.result.value)} at {cell(measured.result.step)}"
@@ -418,7 +418,7 @@ def _result(measured: Measured, report: Report) -> str:
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
-    """Return a table of the keys that differ between the runs.
+    """Return a table of the config keys that differ between the runs.
 
     The table has one row per key or, if there are many runs, one row per run.
     """

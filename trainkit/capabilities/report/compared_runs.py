@@ -1,4 +1,4 @@
-"""Finds the runs to compare, the names that tables show for them, and the keys that differ between them."""
+"""Finds the runs to compare, the names shown for them in tables, and the config keys that differ."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ VARIABLES = "launch.env"
 """The config key whose value is a mapping of environment variables. Each environment variable is compared as
 a key of its own."""
 _VERSION = re.compile(r"\d+\.\d*0")
-"""Matches a version number, such as 3.10, that would lose its last zero if it were read as a number."""
+"""Matches a version number such as 3.10, which would lose its trailing zero when parsed as a float."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run to compare, under a name that no other compared run has."""
+    """A run to compare, with a name that is unique among the compared runs."""
 
     name: str
     run: RunDir
@@ -48,17 +48,17 @@ def _runs_of(name: str) -> list[RunDir]:
 
 
 def _named(name: str) -> list[RunDir]:
-    """Return the run with a name, or all runs of a group, including those that have not started."""
+    """Return the run with the given name, or all runs of the group, including those that have not started."""
     found = find_run_or_group(name)
     return [found] if isinstance(found, RunDir) else [found.run(index) for index in sorted(found.trials)]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts of the named runs: all, those not started, and those started but not ended."""
+    """Numbers of named runs: in total, not started, and started but not ended."""
 
     noun: str
-    """``trial`` if all of the runs are trials of groups, else ``run``."""
+    """``trial`` if all of the runs are trials of groups, otherwise ``run``."""
     num_runs: int
     num_not_started: int
     num_not_ended: int
@@ -66,7 +66,7 @@ class Progress:
 
 
 def progress_of(names: Iterable[str]) -> Progress:
-    """Count the named runs: all, those not started, and those started but not ended."""
+    """Count the named runs: in total, not started, and started but not ended."""
     runs = list({run.path.resolve(): run for name in names for run in _named(name)}.values())
     started = [run for run in runs if run.exists()]
     ends = [read_newest_end(run.path) for run in started]
@@ -79,7 +79,7 @@ def progress_of(names: Iterable[str]) -> Progress:
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
-    """Return the names of the run folders; if two names are equal, their parent folders are included."""
+    """Return the names of the run folders, including their parent folders where two names are equal."""
     names = [run.path.name for run in runs]
     for depth in range(2, max((len(run.path.parts) for run in runs), default=0) + 1):
         if len(set(names)) == len(names):
@@ -89,10 +89,10 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def compared_value(key: str, value: object) -> object:
-    """Return the number that a text represents, or the text itself if it is not a number.
+    """Convert a numeric string to a number; return other values unchanged.
 
-    For a config key that takes text, such as an environment variable, 3.10 is a version number and differs
-    from 3.1. In a sweep over numbers, 0.10 and 0.1 are the same number.
+    For a config key whose values are strings, such as an environment variable, 3.10 is a version number and
+    differs from 3.1. In a sweep over numbers, 0.10 and 0.1 are considered the same value.
     """
     is_version = isinstance(value, str) and _VERSION.fullmatch(value) and is_known(tuple(key.split(".")))
     return value if is_version else as_number(value)
@@ -101,8 +101,8 @@ def compared_value(key: str, value: object) -> object:
 def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
     """Return, in alphabetical order, the keys whose values differ between the runs.
 
-    Some runs may lack a key; for example, a run of a COMMAND has no keys of the trainer. A key that some runs
-    lack is omitted if all runs that have the key use its default.
+    Some runs may lack a key; for example, a run of a COMMAND has no trainer keys. A key missing from some
+    runs is omitted if all runs that have the key use its default.
     """
     texts = [
         {key: shown_value(compared_value(key, one)) for key, one in own.items()} for own in values if own
@@ -119,7 +119,7 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
 def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, object]:
     """Return the config values of a run, with a separate key for each variable in `launch.env`.
 
-    The config's `name` is omitted unless the user swept it. `asked` comes from `asked_of`.
+    The config's `name` is omitted unless the user swept it. `asked` is the result of `asked_of`.
     """
     dropped = (VARIABLES,) if "name" in values_of(run) else ("name", VARIABLES)
     found = {key: value for key, value in asked.items() if key not in dropped}

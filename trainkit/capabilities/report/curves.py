@@ -1,4 +1,4 @@
-"""Reads the curves of runs into one table, for figures and for user programs.
+"""Reads the curves of runs into one table, for plotting and for use in Python programs.
 
 table = trainkit.curves("lr-sweep", metrics=["loss", "val_loss"])
 pandas.DataFrame(table).groupby("optimizer.lr")["val_loss"].min()
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = ("run", *AXES.values())
-"""Columns that every table has. A table also has a column for each key that differs between the runs, and for
-each metric."""
+"""Columns present in every table. A table also has a column for each config key that differs between the
+runs, and for each metric."""
 LAST_STEP = 2**53
-"""Upper limit for step numbers, because a float cannot represent every larger integer."""
+"""Upper limit for step numbers, because a float cannot represent every integer above it."""
 SHOWN_ROWS = 10
 """Number of rows that a notebook displays."""
 
@@ -45,9 +45,9 @@ class Curves(dict[str, list[Any]]):
     """A table with one row per logged step of each run: a dictionary of columns of equal length.
 
     The columns are ``run``, the keys that differ between the runs, ``step``, ``tokens``, ``time_s``,
-    ``gpu_hours`` and the metrics. If a config key has the same name as another column, its column is called
-    ``config.NAME``. A value that was not logged is None. Non-finite values are nan, except for -inf, which is
-    kept. `pandas.DataFrame(curves)` converts the table into a data frame.
+    ``gpu_hours`` and the metrics. If a config key has the same name as another column, the key's column is
+    called ``config.NAME``. A value that was not logged is None. Non-finite values are nan, except for -inf,
+    which is kept. `pandas.DataFrame(curves)` converts the table to a DataFrame.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Curves(dict[str, list[Any]]):
     ) -> None:
         self.metrics = tuple(metrics)
         self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
-        """The keys that differ between the runs, including those that are not columns."""
+        """The config keys that differ between the runs, including keys that are not columns."""
         self.unreadable = tuple(one.name for one, _ in runs if not one.values)
         """The names of the runs whose config cannot be read. The config keys of these runs are unknown."""
         shown = self.keys_that_differ if keys is None else keys
@@ -87,9 +87,9 @@ class Curves(dict[str, list[Any]]):
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
     def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield the name of each run with its points, which pair a column's value with a metric's value.
+        """Yield each run's name with its points: pairs of a value in `column` and a value of the metric.
 
-        Steps that lack either value are omitted.
+        Steps without one of the two values are omitted.
         """
         for one, own in self._runs:
             pairs = zip(self[column][own], self[metric][own], strict=True)
@@ -102,7 +102,7 @@ class Curves(dict[str, list[Any]]):
     def write_csv(self, stream: TextIO) -> None:
         """Write the table as CSV with a header line.
 
-        Values that were not logged are written as empty fields.
+        Values that were not logged become empty fields.
         """
         writer = csv.writer(stream)
         writer.writerow(self)
@@ -111,12 +111,12 @@ class Curves(dict[str, list[Any]]):
             writer.writerow(["" if value is None else value for value in texts])
 
     def plot(self, *, x: str = "step", smooth: float = 0.0, by: str | None = None) -> Figure:
-        """Draw one chart per metric, with a line per combination of key values; return a matplotlib figure.
+        """Plot one chart per metric, with a line per combination of key values, as a matplotlib figure.
 
         Each line is the mean over seeds, with the sample standard deviation drawn as a band. `x` selects the
         horizontal axis: ``step``, ``tokens``, ``time`` or ``gpu_hours``. `smooth` is the weight of earlier
-        values in a moving average: at least 0 and less than 1. The values of the key `by` determine the
-        colours of the lines; default: the first key that differs between the runs.
+        values in an exponential moving average: at least 0 and less than 1. The values of the key `by`
+        determine the line colours; by default, `by` is the first key that differs between the runs.
 
         Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,
         or matplotlib is missing.
@@ -159,9 +159,9 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
 
     `runs` are names, folders, or objects returned by `trainkit.submit` and `trainkit.runs`. `metrics` are
     names of metrics that the trainer or your script has logged to metrics.jsonl. `keys` are the config keys
-    that become columns; by default, the keys that differ between the runs.
+    that become columns; default: the keys that differ between the runs.
 
-    Raises UsageError if a run does not exist, or if no run has one of the keys or has logged one of the
+    Raises UsageError if a run does not exist, no run has one of the keys, or no run has logged one of the
     metrics.
     """
     names = [str(getattr(run, "path", run)) for run in _flat(runs)]
@@ -197,12 +197,12 @@ def _flat(runs: Iterable[object]) -> Iterator[object]:
 
 
 def _records(run: RunDir) -> list[StepRecord]:
-    """Return the records of all steps of all attempts, in order.
+    """Return the records of all steps in all attempts, in order.
 
-    A COMMAND logs validation losses as events; these are added to the records of the same steps.
+    A COMMAND logs validation losses as events; the losses are added to the records of the same steps.
     """
     found: dict[tuple[int, int], dict[str, object]] = {}
-    attempt = 0  # a record without an attempt number belongs to the same attempt as the previous record
+    attempt = 0  # A record without an attempt number belongs to the same attempt as the previous record.
     for record in read_steps(run):
         attempt = attempt if record.attempt is None else record.attempt
         if 0 <= record.step < LAST_STEP:
@@ -217,9 +217,10 @@ def _records(run: RunDir) -> list[StepRecord]:
 
 
 def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) -> list[dict[str, object]]:
-    """Return a row for each step that the run kept, with its metrics and the training time so far.
+    """Return a row for each step that was kept, with its metrics and the training time up to that step.
 
-    Training time excludes queueing and start-up. For a step that was computed twice, both durations count.
+    Training time excludes queueing and startup. If a step was computed twice, the durations of both
+    computations are included.
     """
     events = read_events(run, "started", "training")
     attempts = {one.number: one for one in ended_attempts(attempts_of(events), None)}
@@ -230,7 +231,7 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
     for record in records:
         attempt = attempts.get(record.attempt or 0, Attempt(0))
         if before is not None and before.attempt != record.attempt:
-            # The attempt of this record has computed these steps again.
+            # Drop these steps: the attempt of this record computed them again.
             for stale in [step for step in kept if step >= record.step]:
                 del kept[stale]
             before = None
@@ -254,10 +255,10 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
 
 
 def _value(record: StepRecord, name: str) -> float | None:
-    """Return the value of a metric at a step; None if it was not logged or is not a number.
+    """Return the value of a metric at a step, or None if it was not logged or is not a number.
 
-    A value that was not finite is nan or -inf. Numbers beyond `LARGEST` count as not finite, because sums of
-    such numbers overflow.
+    Non-finite values are returned as nan or -inf. Numbers beyond `LARGEST` are treated as non-finite, because
+    sums of such numbers overflow.
     """
     value: object = record.values.get(name)
     if name not in record.values or isinstance(value, bool | str | list | dict):
@@ -272,7 +273,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
-    """Return the seconds since the previous record, or since training began in the attempt."""
+    """Return the seconds since the previous record or, without one, since the attempt began training."""
     now = parse_time(record.time)
     if now is None:
         return 0.0
@@ -283,7 +284,7 @@ def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) ->
 
 
 def writable_file(option: str, file: Path, *, overwrites: bool) -> Path:
-    """Check and return the output file given with an option.
+    """Return the output file given with an option after checking that it can be written.
 
     Raises UsageError if the file exists and `overwrites` is False, or if its parent folder does not exist.
     """

@@ -1,4 +1,4 @@
-"""Computes how a run spent its allocated time, and its curves, in a single pass over metrics.jsonl."""
+"""Computes how a run spent its allocated time, and the run's curves, in a single pass over metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CATEGORIES = {
 }
 """Maps each category of allocated time to its label, in the order the report lists them."""
 NUM_BUCKETS = 800
-"""Number of batches for processing the records of a file."""
+"""Number of batches into which the records of a file are divided for processing."""
 WHOLE_BYTES, CHUNK_BYTES = 2**26, 2**16
-"""File size up to which a file is read completely, and the size of each chunk read from a larger file."""
+"""Size up to which a file is read completely, and the chunk size for reading a larger file; in bytes."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Curves:
     is_measured: bool = False
     """True if the records of any attempt contain step durations."""
     thinned: dict[int, Thinned] = field(default_factory=dict)
-    """Maps an attempt to its metrics, without steps that a later attempt recomputed."""
+    """Maps an attempt to its metrics, excluding steps that a later attempt recomputed."""
 
     @property
     def series(self) -> dict[str, dict[int, list[Point]]]:
@@ -62,7 +62,7 @@ class Curves:
 
     @property
     def metrics(self) -> dict[str, list[Point]]:
-        """The points of each metric sorted by step; a value that was not finite is nan or -inf."""
+        """The points of each metric, sorted by step; non-finite values are nan or -inf."""
         return joined(own for _, own in sorted(self.thinned.items()))
 
 
@@ -87,7 +87,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             begin = attempt.training or attempt.started
             is_timed = number in clocks or any(record.number("step_s") is not None for record in own)
             if begin is None or attempt.ended is None or not is_timed:
-                continue  # the log of a COMMAND seldom contains step durations
+                continue  # Logs of a COMMAND seldom contain step durations.
             clock = clocks.get(number, (begin, attempt.start_step))
             clocks[number], num_lost = _add_steps(spent[number], attempt, own, clock)
             curves.num_steps_lost += num_lost
@@ -100,7 +100,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
 def _add_steps(
     spent: dict[str, float], attempt: Attempt, records: Sequence[StepRecord], clock: tuple[float, int]
 ) -> tuple[tuple[float, int], int]:
-    """Assign the time between consecutive records to categories.
+    """Assign the time between consecutive step records to categories.
 
     Return the new clock (the time and step of the last record) and the number of lost steps.
     """
@@ -127,9 +127,9 @@ def _add_steps(
 
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
-    """Return the category of the time between two records that was not spent on steps."""
+    """Return the category for the time between two records that was not spent on steps."""
     # A step's record is written after its evaluation and before its save. A save that begins in the same
-    # millisecond as the record is therefore counted after the record.
+    # millisecond as the record was written is therefore placed after the record.
     evaluated = bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
     saved = bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
     if evaluated and saved:
@@ -138,11 +138,11 @@ def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
 
 
 def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int] | None) -> None:
-    """Assign the time before the first record and after the last; without records, assign all of the time."""
+    """Assign the time before the first and after the last record; without records, assign all of it."""
     if attempt.started is None or attempt.ended is None:
         return
     if clock is None:
-        # A COMMAND does not report its first step, so the end of its start-up is unknown.
+        # A COMMAND does not report its first step, so it is unknown when its startup ended.
         until = attempt.training or attempt.first_step or attempt.started
         spent["startup"] += max(0.0, until - attempt.started)
         spent["unmeasured"] += max(0.0, attempt.ended - until)

@@ -15,19 +15,20 @@ from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_val
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
-"""Placeholder in the page for its script. No value can contain this text, because values are escaped."""
+"""Placeholder for the script in the page. No value can contain this text, because `<` is escaped in
+values."""
 
 _IMAGE = re.compile('((?<=src=")data:image/png;base64,[A-Za-z0-9+/=]*(?="))')
-"""Matches image data in a page. No value can match, because quotes in values are escaped."""
+"""Matches base64 image data in a page. No value can match, because quotes in values are escaped."""
 
 
 def _gib(amount: float | None) -> str:
-    """Return the text for an amount of memory in GiB, in a suitable unit."""
+    """Return an amount of memory in GiB as text with a suitable unit."""
     return "unknown" if amount is None else size(amount * GIB)
 
 
 def result_figure(value: float | None) -> str:
-    """Return the text for a result: five digits, but all digits before the decimal point."""
+    """Return a result as text with five significant digits, but with all digits before the decimal point."""
     if value is None:
         return "unknown"
     return f"{value:,.5g}" if abs(value) < 99_999.5 else number(value)
@@ -55,9 +56,9 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def _masked(page: str) -> str:
-    """Return a page with anything that looks like a secret replaced with `***`.
+    """Return a page, replacing everything that looks like a secret with `***`.
 
-    Images are not searched, because they are long and cannot contain secrets.
+    Images are not searched for secrets, because they are long and cannot contain any.
     """
     parts = _IMAGE.split(page)
     parts[::2] = map(mask_secrets, parts[::2])

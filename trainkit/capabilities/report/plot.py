@@ -1,4 +1,4 @@
-"""Draws curves with matplotlib, sized for one column of a paper."""
+"""Plots curves with matplotlib, sized for one column of a paper."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
-"""Maps the name of a horizontal axis to the table column that contains its values."""
+"""Maps the name of a horizontal axis to the table column with its values."""
 SEED = "seed"
-"""The config key whose value distinguishes repetitions of a run. Runs that differ only in this key are drawn
+"""The config key that distinguishes repetitions of a run. Runs that differ only in this key are drawn
 as one line."""
 Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
-"""Figure width, height of one metric's chart, and height of a legend row, in inches."""
+"""Figure width, height of each metric's chart, and height of a legend row, in inches."""
 KINDS = ("pdf", "svg", "png")
 LARGEST = 1e300
-"""A larger value is drawn as if it were not finite, because sums of such values overflow."""
+"""Values above this limit are drawn as non-finite, because sums of such values overflow."""
 MAX_LABEL = 44
 """Maximum number of characters of a legend entry."""
 MAX_CROSSES = 20
-"""Maximum number of crosses per line; a larger number of crosses would merge into a bar."""
+"""Maximum number of crosses per line; more crosses would merge into a bar."""
 MIN_TYPICAL = 5
-"""Outliers are only looked for if there are at least this many values."""
+"""Minimum number of values for detecting outliers."""
 FAR, FAR_DECADES = 1000, 10
-"""A value is an outlier if its distance from the median exceeds the quartiles' distance by this factor.
+"""A value is an outlier if its distance from the median exceeds the interquartile range by this factor.
 
 `FAR` applies to linear distances, and `FAR_DECADES` to distances in powers of ten.
 """
 LOG_FROM = 50
-"""An axis of positive values is logarithmic if the largest value exceeds the smallest by this factor."""
+"""An axis for positive values is logarithmic if the largest value exceeds the smallest by this factor."""
 MAX_LEGEND = 12
 """Maximum number of entries in a legend. A figure with more lines has a colour bar, or a legend that lists
 only the first lines."""
@@ -74,21 +74,22 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
-    "pdf.fonttype": 42,  # publishers require text to be embedded as text
+    "pdf.fonttype": 42,  # Publishers require text in PDF files to be embedded as text.
     "svg.fonttype": "none",
-    "svg.hashsalt": "trainkit",  # with a fixed salt, the same data produce the same file
+    "svg.hashsalt": "trainkit",  # With a fixed salt, the same data always produce the same file.
 }
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run that is drawn in a figure."""
+    """A run that is plotted in a figure."""
 
     name: str
     values: Mapping[str, object] | None
-    """Values of the keys that differ between the runs; None if the run's config cannot be read."""
+    """Values of the config keys that differ between the runs; None if the run's config cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Maps a metric and a step to the position on the axis and the value (nan or -inf if not finite)."""
+    """Maps each metric to its points by step: the position on the axis, and the value (nan or -inf if
+    non-finite)."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,21 @@ class Line:
     spread: Sequence[float] | None = None
     """Sample standard deviation over the runs at each point; None for a single run."""
     diverged_at: float | None = None
-    """The first position after the last finite value; None if the last value is finite."""
+    """The position of the first non-finite value after the last finite one; None if the last value is
+    finite."""
     diverged_to: float = math.nan
     """The value at `diverged_at`: nan or -inf."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that have the same values for all keys except the seed."""
+    """Runs with the same values for all config keys except the seed."""
 
     values: Mapping[str, object] | None
     runs: tuple[DrawnRun, ...]
 
     def label(self, keys: Sequence[str]) -> str:
-        """Return the values of the keys as text, or the names of the runs if they have none of the keys."""
+        """Return the key values as text, or the names of the runs if they have none of the keys."""
         values = self.values or {}
         named = [
             f"{short}={shown_value(masked(values[key], key))}"
@@ -125,7 +127,7 @@ class Series:
 
 
 def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
-    """Return the label of each series; equal labels are numbered."""
+    """Return the label of each series, numbering equal labels."""
     labels = [one.label(keys) for one in series]
     return [
         f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label
@@ -134,9 +136,9 @@ def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
 
 
 def _verbatim(text: str) -> str:
-    """Escape a text so that matplotlib draws it literally: a ``$`` does not begin a formula.
+    """Escape a text so that matplotlib draws it literally: ``$`` does not begin a formula.
 
-    Characters that cannot be drawn, or that SVG does not allow, are replaced.
+    Characters that the font cannot draw or that SVG does not allow are replaced.
     """
     shown = (char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return "".join(shown).replace("$", r"\$")
@@ -203,7 +205,7 @@ def draw(
 
 
 def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
-    """Write a figure in the format given by the file's suffix, without a timestamp.
+    """Save a figure in the format given by the file's suffix, without a timestamp.
 
     Raises FileExistsError if the file exists and `overwrites` is False, OSError if it cannot be written, and
     UsageError if the suffix is not supported.
@@ -216,7 +218,7 @@ def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
 
 
 def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
-    """Write an output file that the user requested. If writing fails, no incomplete file is left behind.
+    """Write an output file that the user requested. If writing fails, no incomplete file remains.
 
     Raises FileExistsError if the file exists and `overwrites` is False, and OSError if it cannot be written.
     """
@@ -252,9 +254,9 @@ def _style() -> AbstractContextManager[None]:
 
 
 def series_of(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
-    """Group runs that have equal values of the keys.
+    """Group runs that have equal values for all keys.
 
-    Series whose values are numbers are sorted by these numbers.
+    Series with numeric key values are sorted by these values.
 
     Runs are grouped only if they differ in a key or, with `has_seeds`, in their seeds.
     """
@@ -274,16 +276,16 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _number(value: object) -> float | None:
-    """Return a value as a float; None if it is not a number that can be drawn."""
+    """Return a value as a float, or None if it is not a finite number of drawable size."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
 def mean_line(series: Series, metric: str) -> Line:
-    """Return the mean of the runs in a series, with the standard deviation.
+    """Return the mean line of the runs in a series, with the standard deviation.
 
-    The mean includes a step only if every run whose curve extends to that step has logged it. The line ends
-    where one run diverged, because the mean of the remaining runs would hide the divergence.
+    A step is included in the mean only if it was logged by every run whose curve extends to that step. The
+    line ends where the first run diverged, because the mean of the remaining runs would hide the divergence.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]
     steps = sorted(set().union(*points))
@@ -302,7 +304,7 @@ def mean_line(series: Series, metric: str) -> Line:
         ys.append(fmean(values) if is_finite else sum(values))
         spread.append(stdev(values) if is_finite and len(values) > 1 else math.nan)
     diverged_to = math.nan
-    # Values that are not finite are gaps unless they are at the end of the curve.
+    # Non-finite values are drawn as gaps unless they are at the end of the curve.
     while ys and not math.isfinite(ys[-1]):
         diverged_at, diverged_to = xs.pop(), ys.pop()
         spread.pop()
@@ -312,7 +314,7 @@ def mean_line(series: Series, metric: str) -> Line:
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
     """Return the exponential moving average of values; `weight` is the weight of earlier values.
 
-    The average has no bias towards zero at the beginning. The bias correction follows section 3 of
+    The average is bias-corrected, so it does not start near zero. The bias correction follows section 3 of
     https://arxiv.org/abs/1412.6980.
     """
     found, mean, total = list[float](), 0.0, 0.0
@@ -334,7 +336,7 @@ class Style:
 def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
     """Return the style of each series: the key `by` determines the colour, the other keys the dash pattern.
 
-    Numbers get viridis colours, and other values get colours of the palette.
+    Numbers get viridis colours; other values get colours from the palette.
     """
     if by is None or any(one.values is None for one in series):
         return [
@@ -358,7 +360,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> li
 
 
 def viridis() -> Colormap:
-    """Return the viridis colormap without its upper end, which is too light on a white background."""
+    """Return the viridis colormap, excluding its upper end, which is too light on a white background."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -366,9 +368,9 @@ def viridis() -> Colormap:
 
 
 def number_places(values: Sequence[object]) -> list[float] | None:
-    """Return the positions of numbers on a colormap, from 0 to 1; None if a value is not a number.
+    """Return the positions of numbers on a colormap, from 0 to 1, or None if a value is not a number.
 
-    If the numbers span a wide range, their positions are logarithmic.
+    If the numbers span a wide range, the positions are logarithmic.
     """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
@@ -380,17 +382,17 @@ def number_places(values: Sequence[object]) -> list[float] | None:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Return whether values are positive and span a range wide enough for a logarithmic axis."""
+    """Return whether all values are positive and span a range wide enough for a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
 def typical(values: Iterable[float]) -> list[float]:
-    """Return the finite values in ascending order, without outliers that would flatten a curve.
+    """Return the finite values in ascending order, excluding outliers that would flatten a curve.
 
-    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If all values
+    An outlier is more than `FAR` times as far from the median as both the quartiles and zero. If all values
     have the same sign, distances are measured in powers of ten: an outlier is more than `FAR_DECADES` times
     as far from the median as the quartiles, and at least `FAR_DECADES` powers of ten away. Zero is never an
-    outlier in this case.
+    outlier if distances are measured in powers of ten.
     """
     found = sorted(value for value in values if math.isfinite(value))
     has_one_sign = bool(found) and (found[0] >= 0 or found[-1] <= 0)
@@ -409,16 +411,16 @@ def typical(values: Iterable[float]) -> list[float]:
 def band_floor(lowest: float, ends: Iterable[float]) -> float:
     """Return the lower limit for bands on a logarithmic axis, where a band cannot reach 0.
 
-    The result is the minimum of `lowest` (the lowest value of the lines) and the lower `ends` of the bands
-    that are at least a tenth of `lowest`.
+    The result is the minimum of `lowest` (the lowest value of the lines) and all lower band `ends` that are
+    at least a tenth of `lowest`.
     """
     return min((end for end in ends if lowest / 10 <= end < lowest), default=lowest)
 
 
 def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
-    """Return the points at which a line leaves the range from `low` to `high`; a cross is drawn at each.
+    """Return the points at which a line leaves the range from `low` to `high`; each is drawn as a cross.
 
-    Values that are not finite are outside the range. If there are more than `MAX_CROSSES` points, only the
+    Non-finite values are considered outside the range. If there are more than `MAX_CROSSES` points, only the
     first ones and the last one are returned.
     """
     found, was_inside = list[tuple[float, float]](), True
@@ -464,9 +466,10 @@ def _draw_chart(
 
 
 def _dots(values: Sequence[float]) -> list[int]:
-    """Return the indices of points to draw as dots: both points of a short line, and points between gaps.
+    """Return the indices of points to draw as dots: both points of a two-point line, and points between gaps.
 
-    A point between two gaps would otherwise be invisible, because matplotlib draws only lines between points.
+    Without a dot, a point between two gaps would be invisible, because matplotlib draws only lines between
+    points.
     """
     if len(values) < 3:
         return list(range(len(values)))
@@ -479,7 +482,7 @@ def _dots(values: Sequence[float]) -> list[int]:
 
 
 def _time_unit(largest_s: float) -> tuple[str, float]:
-    """Return the unit for a time axis: its name for the label, and its length in seconds."""
+    """Return the unit for a time axis: its name, and its length in seconds."""
     for name, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if largest_s >= 2 * size:
             return f" ({name})", size
@@ -487,7 +490,7 @@ def _time_unit(largest_s: float) -> tuple[str, float]:
 
 
 def _num_columns(labels: Sequence[str]) -> int:
-    """Return the number of columns of a legend; three labels use 3 columns or 1, so that no gap is left."""
+    """Return the number of legend columns; three labels use 3 columns or 1, so that no cell is empty."""
     longest = max(map(len, labels), default=0)
     if len(labels) == 3:
         return 3 if longest <= MAX_LABEL // 3 else 1
@@ -503,7 +506,7 @@ def _add_legend(
     by: str | None,
     num_columns: int,
 ) -> None:
-    """Add a legend below the charts, or a colour bar if the lines show many numeric values of one key."""
+    """Add a legend below the charts, or a colour bar if the lines cover many numeric values of one key."""
     from matplotlib.lines import Line2D
 
     if len(series) > MAX_LEGEND and by is not None:

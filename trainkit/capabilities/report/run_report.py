@@ -1,4 +1,4 @@
-"""Makes the report of a run: its results, how it spent its time, and an HTML page."""
+"""Creates the report of a run: its results, how it spent its time, and an HTML page."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
-"""Factors by which the advice exceeds the measured time and the measured memory."""
+"""Factors by which the recommended request exceeds the measured time and the measured memory."""
 NOTHING, NOT_ASKED = "nothing", "nothing: only Slurm jobs request it"
 BY = {"cgroup": " of the job's control group", "processes": " of its processes"}
-"""Maps the method by which a job's memory was measured to its description."""
+"""Maps the method used to measure a job's memory to a description."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Requested and used amount of a resource, and the recommended request for the next run."""
+    """The requested and the used amount of a resource, and the recommended request for the next run."""
 
     resource: str
     asked: str
@@ -49,7 +49,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a run; unknown values are None."""
+    """The results of a run; unknown results are None."""
 
     status: RunStatus
     verdict: str
@@ -57,19 +57,19 @@ class Report:
     allocated_s: float
     queued_s: float | None
     spent: dict[str, float]
-    """Maps a category of time to seconds. The seconds of all categories add up to `allocated_s`."""
+    """Maps each time category to seconds. The seconds of all categories add up to `allocated_s`."""
     percent: dict[str, float]
-    """Maps a category of time to its percentage of `allocated_s`. The mapping is empty if no time was
+    """Maps each time category to its percentage of `allocated_s`. The mapping is empty if no time was
     allocated."""
     goodput: float | None
-    """The fraction of allocated time spent on steps that the run kept; None if it was not measured."""
+    """The fraction of allocated time spent on steps that were kept; None if it was not measured."""
     world_size: int | None
     worker_hours: float | None
     num_records: int
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
     metrics: dict[str, list[Point]] = field(metadata=LEFT_OUT)
-    """Maps a metric to its points; a value that was not finite is nan or -inf."""
+    """Maps each metric to its points; non-finite values are nan or -inf."""
     val_loss: list[Point] = field(metadata=LEFT_OUT)
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
@@ -77,9 +77,9 @@ class Report:
     layout: dict[str, int]
     provenance: dict[str, object]
     added: dict[str, object] = field(metadata=LEFT_OUT)
-    """Keys that other capabilities add to the report."""
+    """Keys that capabilities add to the report."""
     sections: dict[str, str] = field(metadata=LEFT_OUT)
-    """Maps the titles of page sections that capabilities add to the HTML of these sections."""
+    """Maps the title of each page section added by a capability to the section's HTML."""
 
     def to_dict(self) -> dict[str, object]:
         return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))
@@ -94,7 +94,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     attempts = ended_attempts(events.attempts, now if status.is_active else _last_time(history))
     checkpoints = list_checkpoints(run)
     if attempts and not status.is_active and status.state != "finished" and not status.is_command:
-        # Steps after the newest checkpoint are lost.
+        # Steps after the newest published checkpoint are lost.
         saved = [item.step or 0 for item in checkpoints if item.state == "published"]
         attempts[-1].kept_step = max(saved, default=0)
     curves = read_curves(run.metrics_file, attempts)
@@ -162,14 +162,14 @@ def _charts(report: Report, metric: str | None) -> list[Chart]:
         (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
     series = report.metrics
-    # The validation losses of a script are logged as events, not metrics.
+    # A COMMAND logs validation losses as events, not as metrics.
     if report.val_loss and "val_loss" not in series:
         series = {**series, "val_loss": report.val_loss}
     return run_charts(series, marks, report.status.progress.samples_per_s is not None, metric)
 
 
 def _timeline(report: Report) -> list[dict[str, object]]:
-    """Return a row per attempt: its time spans and ticks, in percent of the run's total time."""
+    """Return a row per attempt with its time spans and ticks, in percent of the run's total time."""
     times = [
         time
         for attempt in report.attempts
@@ -205,7 +205,7 @@ def _timeline(report: Report) -> list[dict[str, object]]:
 
 
 ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"cancelled": "was cancelled"}
-"""Maps the final state of a run to the verb in the first sentence of the page."""
+"""Maps the final state of a run to the verb used in the first sentence of the page."""
 
 
 def _summary(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
@@ -270,7 +270,7 @@ def _advice(
 
 
 def _last_time(history: RunHistory) -> float | None:
-    """Return when a run whose end was not recorded was last known to be alive."""
+    """Return the last time at which a run without a recorded end was known to be alive."""
     times = [timestamp(event.time) for event in list(history.events.recent)[-1:]]
     file = history.run.metrics_file
     if file.exists():

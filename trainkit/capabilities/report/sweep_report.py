@@ -1,4 +1,4 @@
-"""Makes the report of a sweep, another group of runs, or a bench, with all runs on one page.
+"""Creates the report of a sweep, another group of runs, or a bench, with all runs on one page.
 
 Because a sweep can have thousands of runs, only a limited number of records is read per run.
 """
@@ -73,23 +73,23 @@ from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
-"""Maximum number of lines in a chart; more would cover each other."""
+"""Maximum number of lines in a chart, because more lines would cover each other."""
 MAX_DRAWN = 400
-"""Maximum number of runs whose curves are read. This maximum exceeds `MAX_LINES`, because a line can be the
+"""Maximum number of runs whose curves are read. The maximum exceeds `MAX_LINES`, because a line can be the
 mean of several runs."""
 NUM_BUCKETS = 6000
 """Total number of buckets for all curves of a metric, which limits the size of a page with many runs."""
 MIN_BUCKETS = 64
 """Minimum number of buckets of a curve."""
 CURVE_BYTES = 2**29
-"""Bytes read for all curves together; reading them takes a few seconds. Files that would exceed this total
-are read in chunks."""
+"""Total number of bytes to read for all curves, which takes a few seconds. Files are read only in part if
+their total size exceeds this limit."""
 OPEN_ROWS = 100
-"""Number of runs that the page lists without a click."""
+"""Number of runs that the page shows without expanding the list."""
 MAX_ROWS = 2000
 """Maximum number of runs that the page lists."""
 MAX_AXIS_KEYS = 6
-"""Maximum number of keys for which a chart of the results is drawn."""
+"""Maximum number of config keys with a chart that plots the results over the key's values."""
 NUM_SAMPLES = 64
 """Number of evenly spaced records that are read from a long metrics file."""
 WHOLE_BYTES = 65_536
@@ -97,8 +97,8 @@ WHOLE_BYTES = 65_536
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
 REPETITIONS = (SEED, REPEAT)
-"""Keys that distinguish repetitions of the same trial. Runs that differ only in these keys are drawn as one
-line."""
+"""Config keys that distinguish repetitions of the same trial. Runs that differ only in these keys are drawn
+as one line."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,18 @@ class Objective:
 
 
 SPEED = Objective("tokens_per_s", "tokens per second", False)
-"""The objective that a bench optimises."""
+"""The objective of a bench."""
 
 
 def objective_of(ranking: Ranking) -> Objective:
-    """Return the objective of a sweep, derived from the metric that ranks its runs."""
+    """Return the objective of a sweep, based on the metric that ranks its runs."""
     label = "best validation loss" if ranking.metric == "val_loss" else ranking.label
     return Objective(ranking.metric, label, ranking.mode == "min")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialReport(TrialStatus):
-    """The results of one run; unknown values are None."""
+    """The results of one run; unknown results are None."""
 
     job_id: str | None = field(metadata=LEFT_OUT)
     best: Best | None = field(metadata=LEFT_OUT)
@@ -130,14 +130,14 @@ class TrialReport(TrialStatus):
     age_s: float | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
-    """The run's value of the objective."""
+    """The run's value for the objective."""
     tokens_per_s: float | None
     """Median of ``tokens_per_s`` over the records that were read."""
     worker_hours: float | None
     counts_samples: bool = field(default=False, metadata=LEFT_OUT)
-    """True if ``tokens_per_s`` counts samples."""
+    """True if ``tokens_per_s`` counts samples instead of tokens."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Maps an attempt to its last step that the run kept. Later steps of the attempt were recomputed or
+    """Maps each attempt to its last step that was kept. Later steps of the attempt were recomputed or
     lost."""
 
 
@@ -150,18 +150,18 @@ class SweepReport:
     keys: list[str]
     objective: Objective
     trials: list[TrialReport]
-    """All trials, with failed ones first and the others sorted by result."""
+    """All trials: failed trials first, the others sorted by result."""
     states: dict[str, int]
     best: TrialReport | None
     is_cuda: bool
     worker_hours: float | None
     curves: dict[int, Thinned] = field(metadata=LEFT_OUT)
-    """Maps the index of a trial to its curves, for trials that the page draws."""
+    """Maps the index of each trial drawn on the page to its curves."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as a JSON object, whose key for the trials is `points`, as in sweep.json."""
+        """Return the report as a JSON object, with the trials under the key `points`, as in sweep.json."""
         return {"points" if key == "trials" else key: value for key, value in to_json(self).items()}
 
     @property
@@ -181,9 +181,9 @@ def read_sweep(
 ) -> SweepReport:
     """Compute the report of a sweep.
 
-    `now` is in seconds since the epoch; attempts that are still running count as ending then. `speeds` maps
-    the index of a trial to the speed that a bench measured. If `speeds` is given, trials are compared by
-    speed.
+    `now` is in seconds since the epoch, and is used as the end time of attempts that are still running.
+    `speeds` maps the index of each trial to the speed that a bench measured. If `speeds` is given, trials are
+    compared by speed.
     """
     record, plan = group.record, PlanRecord(group.record.plan)
     objective = objective_of(status.ranking) if speeds is None else SPEED
@@ -214,7 +214,7 @@ def read_sweep(
 
 
 def _order(trial: TrialReport, objective: Objective) -> tuple[bool, int, float, int]:
-    """Return the sort key of a trial: failed trials first, then by result, then trials without a result."""
+    """Return the sort key of a trial: failed trials first, then trials by result, then trials without one."""
     is_failed = trial.state in FAILED
     severity = ORDER.index(trial.state) if trial.state in ORDER else 0
     return (
@@ -273,7 +273,7 @@ def sample_records(path: Path) -> list[StepRecord]:
 def _repetitions(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> list[list[TrialReport]]:
-    """Group trials that are repetitions of each other; the best group and its best trial come first."""
+    """Group trials that are repetitions of each other, with the best group and its best trial first."""
     own = [key for key in keys if key not in REPETITIONS]
     found: dict[str, list[TrialReport]] = {}
     for trial in sorted(trials, key=lambda trial: (_rank(trial, objective), trial.index)):
@@ -285,7 +285,7 @@ def _repetitions(
 def _read_curves(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> dict[int, Thinned]:
-    """Read the curves of the best trials; the keys of the result are indices of trials."""
+    """Read the curves of the best trials; return them by trial index."""
     started = [trial for trial in trials if trial.step is not None]
     lines = _repetitions(started, keys, objective)[:MAX_LINES]
     chosen = [trial for line in lines for trial in line][:MAX_DRAWN]
@@ -335,7 +335,7 @@ def render_sweep(report: SweepReport, metric: str | None = None) -> str:
 
 
 def trial_name(trial: TrialReport) -> str:
-    """Return the name of a trial: its values of the swept keys, or its number if it has none."""
+    """Return the name of a trial: its values for the swept keys, or its number if it has no values."""
     return shown(trial.written) or f"trial {trial.index}"
 
 
@@ -388,7 +388,8 @@ def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[C
 def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, str]]:
     """Return the colour and the dash pattern of each line.
 
-    The first key that differs between the trials determines the colour, the other keys the dash pattern.
+    The first key that differs between the trials determines the colour; the other keys determine the dash
+    pattern.
     """
     known = [one.values or {} for one in series]
     by = next((key for key in keys if len({repr(own.get(key)) for own in known}) > 1), None)
@@ -401,7 +402,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, 
 
 
 def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
-    """Return one chart per key that shows the results over its values, including runs that have diverged."""
+    """Return one chart per key that plots the results over the key's values, including diverged runs."""
     known = [trial for trial in report.trials if trial.result is not None or trial.diverged_since is not None]
     best = None if report.best is None else report.best.index
     label = report.objective.label.capitalize()

@@ -1,6 +1,6 @@
 """Reduces the metrics of a run to buckets, each covering a range of steps.
 
-The buckets keep a long run's charts small, but preserve each spike and the first value that is not finite.
+The buckets limit the size of charts for long runs, but preserve each spike and the first non-finite value.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MAX_BUCKETS = 512
 MAX_METRICS = 128
 """Maximum number of metrics per run. If a run logs more metrics, those logged first are kept."""
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
-"""Numeric keys that locate a record within the training and are therefore not metrics."""
+"""Numeric keys that give the position of a record in the training and are therefore not metrics."""
 NUMBERS = frozenset({int, float})
 CHUNK_BYTES = 2**18
-"""Number of bytes that are read and parsed at once."""
+"""Number of bytes to read and parse at once."""
 NUM_CHUNKS = 512
-"""Number of chunks read from a file that is too large to be read completely."""
+"""Number of chunks to read from a file that is too large to be read completely."""
 Point = tuple[float, float]
-"""A step and a value; a value that was not finite is nan or -inf."""
+"""A step and a value; non-finite values are nan or -inf."""
 
 
 @dataclass(slots=True)
@@ -50,11 +50,11 @@ class Bucket:
     last: int
     """The last step in the bucket."""
     broken: Point | None
-    """The first step with a value that is not finite, and that value (-inf or nan)."""
+    """The first step with a non-finite value, and this value (-inf or nan)."""
 
     @property
     def mean(self) -> Point:
-        """The last step and the mean of the finite values; the mean is nan or -inf if no value is finite."""
+        """The last step and the mean of the finite values; the mean is nan or -inf if there are none."""
         if self.count:
             return self.last, self.total / self.count
         return self.last, math.nan if self.broken is None else self.broken[1]
@@ -80,13 +80,13 @@ class Thinned:
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """Number of steps per bucket. The number is a power of two, so that the buckets of several runs can
-        be aligned."""
+        """Number of steps per bucket. The number is a power of two, so that buckets of different runs can be
+        aligned."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
-        """Maps a metric to its buckets, which are numbered by ``step // width``."""
+        """Maps each metric to its buckets, keyed by ``step // width``."""
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Add records from metrics.jsonl. If a metric has several values for a step, the newest counts."""
+        """Add records from metrics.jsonl; if a metric has several values for a step, use the newest one."""
         for place, own in groupby(records, lambda record: record["step"] // self.width):  # type: ignore[operator]
             self._add(place, list(own))
         while max(map(len, self.buckets.values()), default=0) > self.most:
@@ -117,7 +117,7 @@ class Thinned:
 
     @property
     def names(self) -> list[str]:
-        """The metrics with at least one finite value, and all losses.
+        """The metrics that have at least one finite value, and all losses.
 
         A loss without any finite value has diverged. Any other metric without a finite value was not
         measured.
@@ -129,7 +129,7 @@ class Thinned:
         ]
 
     def points(self, name: str) -> list[Point]:
-        """Return each bucket's lowest and highest value, and its first value that is not finite."""
+        """Return the lowest and the highest value of each bucket, and its first non-finite value."""
         found = list[Point]()
         for _, bucket in sorted(self.buckets.get(name, {}).items()):
             own = {bucket.low, bucket.high} if bucket.count else set()
@@ -139,16 +139,16 @@ class Thinned:
         return found
 
     def means(self, name: str) -> dict[int, Point]:
-        """Map each bucket's number to the mean of the bucket; see `Bucket.mean`."""
+        """Map the number of each bucket to its mean; see `Bucket.mean`."""
         return {place: bucket.mean for place, bucket in sorted(self.buckets.get(name, {}).items())}
 
 
 def _columns(
     records: Sequence[Mapping[str, object]],
 ) -> Iterator[tuple[str, Sequence[object], Sequence[object]]]:
-    """Yield each key, and the steps and values of the records that have it."""
+    """Yield each key with the steps and values of the records that contain it."""
     first, *others = map(tuple, records)
-    if all(keys == first for keys in others):  # most runs log the same metrics at each step
+    if all(keys == first for keys in others):  # Most runs log the same metrics at each step.
         columns = dict(zip(first, zip(*(record.values() for record in records), strict=True), strict=True))
         yield from ((name, columns["step"], values) for name, values in columns.items())
         return
@@ -158,7 +158,7 @@ def _columns(
 
 
 def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
-    """Summarise a metric's values at some steps in a bucket; None if no value is a number or null."""
+    """Summarise a metric's values in a bucket, or return None if no value is a number or null."""
     finite: Sequence[float] = values  # type: ignore[assignment]
     at: Sequence[int] = steps  # type: ignore[assignment]
     broken: Point | None = None
@@ -193,7 +193,7 @@ class Wanted:
 
     folder: str
     kept: Mapping[int, float]
-    """Maps an attempt to its last step that the run kept. Later steps of the attempt were recomputed or
+    """Maps each attempt to its last step that was kept. Later steps of the attempt were recomputed or
     lost."""
     most_buckets: int
     """Maximum number of buckets of a curve."""
@@ -202,7 +202,7 @@ class Wanted:
 
 
 def read_thinned(wanted: Wanted) -> Thinned:
-    """Read the metrics of a run. A COMMAND logs validation losses as events, so these are read too."""
+    """Read the metrics of a run, including validation losses, which a COMMAND logs as events."""
     run, found = RunDir(wanted.folder), Thinned(wanted.most_buckets)
     with opened(run.metrics_file) as stream:
         for number, chunk in enumerate(() if stream is None else _chunks(stream, wanted.most_bytes)):
@@ -222,7 +222,7 @@ def read_thinned(wanted: Wanted) -> Thinned:
 
 
 def _first_width(first_step: object, run: RunDir, num_lines: int, most: int) -> int:
-    """Return half of the bucket width that a run will probably need, so that few buckets are merged later."""
+    """Return half of the bucket width that a run will probably need, to avoid merging buckets later."""
     last_step = next(read_jsonl_reversed(run.metrics_file), {}).get("step")
     if not isinstance(first_step, int) or not isinstance(last_step, int):
         return 1
@@ -231,7 +231,7 @@ def _first_width(first_step: object, run: RunDir, num_lines: int, most: int) -> 
 
 
 def _records(lines: bytes) -> Iterable[dict[str, object]]:
-    """Parse lines as JSON objects: all lines at once, which is faster, unless a line is damaged."""
+    """Parse lines as JSON objects, all at once for speed, or one by one if a line is damaged."""
     text = b"[%b]" % lines.rstrip(b"\n").replace(b"\n", b",")
     try:
         if b"NaN" in text or b"Infinity" in text:
@@ -248,7 +248,7 @@ def _records(lines: bytes) -> Iterable[dict[str, object]]:
 def _kept(
     records: Iterable[Mapping[str, object]], kept: Mapping[int, float]
 ) -> Iterator[Mapping[str, object]]:
-    """Yield the records of steps that the run kept; `kept` maps each attempt to its last such step."""
+    """Yield the records of steps that were kept; `kept` maps each attempt to its last such step."""
     limits = {attempt: step for attempt, step in kept.items() if step < LAST_STEP}
     for record in records:
         step = record.get("step")
@@ -262,8 +262,8 @@ def _kept(
 def _chunks(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
     """Yield a file in chunks of whole lines.
 
-    If the file is larger than `most_bytes`, yield only evenly spaced chunks. The last chunk ends at the end
-    of the file.
+    If the file is larger than `most_bytes`, yield only evenly spaced chunks of it. The last chunk ends at the
+    end of the file.
     """
     size = os.fstat(stream.fileno()).st_size
     if size <= most_bytes:
@@ -283,7 +283,7 @@ def _chunks(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
 def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
     """Read the metrics of several runs, using one process per core if that is faster.
 
-    `num_bytes` is the total size of the files that will be read.
+    `num_bytes` is the total size of the files to read.
     """
     cores = len(os.sched_getaffinity(0))
     if num_bytes < 2**24 or min(cores, len(wanted)) < 2:
@@ -296,7 +296,7 @@ def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
 
 
 def joined(attempts: Iterable[Thinned]) -> dict[str, list[Point]]:
-    """Join the attempts of a run: return the points of each metric, sorted by step."""
+    """Merge the attempts of a run: return the points of each metric, sorted by step."""
     found = dict[str, list[Point]]()
     for thinned in attempts:
         for name in thinned.names:

@@ -21,7 +21,7 @@ from trainkit.run.rundir import RUNS_FOLDER
     "--node N", "Index of the node in the job, counted from 0; default: 0.", type=options.INDEX, default=0
 )
 def attach(run_name: str, node: int) -> NoReturn:
-    """Open a shell on a node of RUN's job, next to the job's processes."""
+    """Open a shell on a node of RUN's job, alongside the job's processes."""
     from trainkit.capabilities.shell import shell
 
     shell.attach(find_run(run_name, acts=True), node)
@@ -40,9 +40,9 @@ def attach(run_name: str, node: int) -> NoReturn:
 def shell(
     config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
 ) -> None:
-    """Allocate nodes and open a shell on the first one, with the environment that a job would have.
+    """Allocate nodes and open a shell on the first one, with the same environment as in a job.
 
-    In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
+    In the shell, `srun trainkit run CONFIG` trains on all allocated nodes.
     """
     from trainkit.capabilities.shell.shell import open_shell, shell_argv, shell_start_file
 

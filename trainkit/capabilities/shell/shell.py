@@ -34,27 +34,28 @@ BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-
 
 
 def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
-    """Return a salloc command that requests the resources of a config and starts a shell.
+    """Return a salloc command that requests the resources set in a config and starts a shell.
 
-    The shell runs on the first node of the allocation. Raises ConfigError with all problems.
+    The shell runs on the first node of the allocation. Raises ConfigError with all problems found in the
+    config.
     """
     plan = make_plan(loaded, Facts(NOWHERE, make_target(loaded, "sbatch")), Workload(("bash",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}
-    # Request one task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.
+    # Request one task per GPU, even with `launch.per: node`, so that `srun trainkit run` needs no options.
     options |= {"nodes": plan.num_nodes, "ntasks-per-node": plan.workers_per_node}
     if plan.threads_per_worker is not None:
         options["cpus-per-task"] = plan.threads_per_worker
     if plan.clusters:
         options["clusters"] = ",".join(plan.clusters)
     shell = ["bash", "--rcfile", start_file, "-i"]
-    # `srun --interactive` does not consume the allocation's resources, so steps started from the shell can
-    # use all of them.
+    # `srun --interactive` does not consume the allocation's resources, so job steps started from the shell
+    # can use all of them.
     return ["salloc", *option_argv(options), "srun", "--interactive", "--preserve-env", "--pty", *shell]
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
-    """Return the shell's startup file: the user's own startup file, then the environment of a job.
+    """Return the shell's startup file: the user's own startup file, followed by a job's environment.
 
     The shell runs outside of any container, just like salloc and srun.
     """
@@ -68,9 +69,10 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
 
 def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
-    """Replace this process with a shell in a new allocation; write the shell's startup file to `folder`.
+    """Replace this process with a shell in a new allocation, and write the shell's startup file to `folder`.
 
-    Raises UsageError if there is no terminal or no Slurm, and ConfigError with all problems.
+    Raises UsageError if there is no terminal or no Slurm, and ConfigError with all problems found in the
+    config.
     """
     start_file = shell_start_file(loaded.config, Path.cwd())
     require_terminal("`trainkit submit` works without a terminal")
@@ -88,7 +90,7 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
 
 
 def attach(run: RunDir, node: int) -> NoReturn:
-    """Replace this process with a shell on a node of a run's job; raise UsageError if no job is running."""
+    """Replace this process with a shell on a node of the run's job; raise UsageError if no job is running."""
     entry, job = running_job(run)
     hosts = job.hosts
     if node >= len(hosts):
@@ -99,7 +101,7 @@ def attach(run: RunDir, node: int) -> NoReturn:
 
 
 def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
-    """Return the newest attempt of a run and its job; raise UsageError unless the job is running on Slurm."""
+    """Return the newest attempt of a run and its job; raise UsageError unless a Slurm job is running."""
     entry = read_job(run).newest or AttemptRecord()
     if entry.backend is None:
         hint = "use a shell on the machine where the run is running"
@@ -112,7 +114,7 @@ def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
 
 
 def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
-    """Replace this process with a program on one of the job's hosts, attached to this terminal."""
+    """Replace this process with a program that runs on a host of the job, attached to this terminal."""
     argv = [
         "srun",
         *([f"--clusters={cluster}"] if cluster else []),
@@ -130,6 +132,6 @@ def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str
 
 
 def require_terminal(hint: str) -> None:
-    """Raise UsageError with a hint unless this process has a terminal for a person to type in."""
+    """Raise UsageError with a hint unless this process has an interactive terminal."""
     if not sys.stdin.isatty():
         raise UsageError("a shell needs a terminal", hint=hint)

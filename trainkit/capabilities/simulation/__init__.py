@@ -1,4 +1,4 @@
-"""Simulates one step of one rank in a job of any size, for `trainkit check --simulate-world`."""
+"""Simulates a training step of one rank in a job of any size, for `trainkit check --simulate-world`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Simulation:
-    """Memory and collectives of one rank in the second simulated step."""
+    """Memory use and collectives of one rank in the second simulated step."""
 
     rank: int
     world_size: int
     peak_bytes: dict[str, int]
-    """Maps a kind of memory, or ``total``, to its peak in bytes."""
+    """Maps a memory category, or ``total``, to its peak in bytes."""
     collectives: dict[str, int]
-    """Maps a kind of collective to the number of calls in the step."""
+    """Maps a type of collective to the number of its calls per step."""
     num_params: int
     """Number of parameters on the simulated rank."""
     seconds: float

@@ -16,7 +16,7 @@ from trainkit.launch.config_request import ConfigRequest
 
 
 def simulation_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add the simulation options to `trainkit check`; a simulation replaces the usual check."""
+    """Add the simulation options to `trainkit check`; a simulation replaces the usual checks."""
 
     @functools.wraps(function)
     def with_simulation(
@@ -35,7 +35,7 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
                 f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
                 hint="to use these options, run `trainkit check` without --simulate-world",
             )
-        # Import this module here to keep `trainkit check --help` fast.
+        # Import this module here, to keep `trainkit check --help` fast.
         from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan, simulation_lines
 
         loaded = request.load()

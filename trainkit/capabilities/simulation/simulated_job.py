@@ -1,4 +1,4 @@
-"""Plans a job of any size, and simulates a step of one of its ranks in a separate process."""
+"""Plans a job of any size, and simulates a training step of one of its ranks in a separate process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import write_atomic
 
 GPUS_PER_NODE = 8
-"""Number of GPUs per node in a simulated job if the config does not set it."""
+"""Number of GPUs per node in a simulated job, unless the config sets the number."""
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
-    """Plan a run on `world_size` GPUs; raise ConfigError with all problems."""
+    """Plan a run on `world_size` GPUs; raise ConfigError with all problems found in the config."""
     loaded.require_decoder(
         ("which cannot be simulated", "--simulate-world requires the task causal_lm"),
         ("whose models cannot be simulated", "--simulate-world requires trainkit's own decoder"),
@@ -42,7 +42,7 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
 
 
 def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
-    """Simulate a step of one rank.
+    """Simulate a training step of one rank.
 
     Raises UsageError if the rank does not exist, and TrainkitError if the simulation fails.
     """
@@ -54,8 +54,8 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        # Disable compilation and float8, which need a GPU or real values. Without compilation and float8, the
-        # peak memory is not smaller.
+        # Disable compilation and float8, because they require a GPU or real tensor values. Disabling
+        # compilation and float8 does not reduce the peak memory.
         parallel = config.parallel.model_copy(update={"compile": False})
         precision = config.precision.model_copy(update={"float8": False})
         simulated = config.model_copy(update={"parallel": parallel, "precision": precision})
@@ -68,7 +68,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
 
 
 def simulation_lines(found: Simulation) -> list[str]:
-    """Format the result of a simulation as lines of text."""
+    """Format the result of a simulation as lines of text for the terminal."""
     peak = dict(found.peak_bytes)
     total = peak.pop("total")
     kinds = ", ".join(f"{name} {size(amount)}" for name, amount in peak.items() if amount)

@@ -1,7 +1,7 @@
-"""Simulates one rank of a job of any size, without allocating its memory and without the other ranks.
+"""Simulates one rank in a job of any size, without allocating the rank's memory or starting the other ranks.
 
 ``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints the rank's peak memory and its
-number of collectives per step as JSON. Tensors have shapes but no values, and collectives return immediately.
+collectives per step as JSON. Tensors have shapes but no data, and collectives return immediately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainkit.trainer.torch_private import (
 
 
 class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the calls of each kind of collective."""
+    """Counts the calls of each type of collective."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
             state = [tensor for _, tensor in optimizer.state_tensors()]
             tracker.track_external(*built.model_parts, *masters, *state)
             with tracker:
-                step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
+                step()  # Allocate tensors that later steps reuse, such as pipeline buffers.
             with tracker, collectives:
                 step()
             peak = tracker.get_tracker_snapshot("peak")[world.device]
@@ -108,7 +108,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
 def _step(
     config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
 ) -> Callable[[], None]:
-    """Return a function that runs a training step without the operations that need tensor values."""
+    """Return a function that runs a training step, omitting operations that need tensor values."""
     batch = plan.batch
     shape = (batch.device_batch_size, config.data.seq_len)
     micro = Microbatch(

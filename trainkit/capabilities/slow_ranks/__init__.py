@@ -1,4 +1,4 @@
-"""Detects slow ranks, whose hosts a run can exclude, and a COMMAND that prints nothing."""
+"""Detects slow ranks, whose hosts can be excluded from the run, and commands that print nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SlowRanks(Capability):
-    """The capability for slow ranks and silent commands; its part is in every plan."""
+    """The capability that detects slow ranks and silent commands; it has a part in every plan."""
 
     name = "slow_ranks"
 
@@ -34,7 +34,7 @@ class SlowRanks(Capability):
         warnings = list[str]()
         if draft.slurm is None and part.slow_hosts != "ignore":
             warnings.append("requeue.slow_hosts has no effect: only Slurm jobs can exclude a host")
-        # Ranks that are started as a Slurm step have no supervisor that could inspect a command.
+        # Ranks started as a Slurm step have no supervisor that could inspect a command.
         if not draft.workload.is_command or facts.target.node_sizes is not None:
             return Planned(part, warnings=tuple(warnings))
         before = "end" if out_of_reach(draft.workload.argv) is None else "notice"
@@ -53,8 +53,8 @@ class SlowRanks(Capability):
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
         is_inspected = plan.workload.is_command and part.inspect_after_s is not None
-        # Without a spare node, the restarted job would wait in the queue, which may cost more than the slow
-        # host.
+        # Without a spare node, the restarted job would wait in the queue, which may cost more time than the
+        # slow host.
         leaves = part.slow_hosts == "restart" and has_spare
         if not (is_inspected or leaves):
             return None

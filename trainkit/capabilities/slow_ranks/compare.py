@@ -1,4 +1,4 @@
-"""Finds slow ranks by comparing how long each rank computes before the first collective of a step.
+"""Finds slow ranks by comparing how long each rank computes before the first collective in a step.
 
 Rank 0 compares the times of all ranks at the end of each window of steps; see `trainkit.trainer.step_clock`.
 """
@@ -18,22 +18,23 @@ from trainkit.capability import NewEvent, RankObserver, TimedRanks
 log = getLogger(__name__)
 Phase = Literal["data", "compute"]
 WINDOWS = 2
-"""A rank is considered slow, or no longer slow, after this many consecutive windows."""
+"""Number of consecutive windows after which a rank is considered slow, or no longer slow."""
 RATIO = 1.4
 """A rank is slow if it takes more than this multiple of the time that other ranks take."""
 MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
-"""The smallest time difference that counts, in seconds and as a fraction of the step.
+"""Minimum time difference for a slow rank, in seconds and as a fraction of the step time.
 
-The fraction of the step applies only if the measured time includes the forward pass. With sharded ranks,
-little more than the optimizer update is measured, which shows the speed of a rank but is a small fraction of
-the step.
+The minimum fraction applies only if the measured time includes the forward pass. For sharded ranks, the
+measured time covers little more than the optimizer update, which shows the speed of a rank but is a small
+fraction of the step.
 """
 MIN_SLOW_S = 3.0
-"""Seconds for which a rank must be slow, because short steps vary in duration on busy hosts."""
+"""Minimum number of seconds for which a rank must be slow, because short steps vary in duration on busy
+hosts."""
 FEW = 4
-"""In a group with fewer ranks than this, a rank is compared with the rest, because it would affect the
-median."""
+"""In a group with fewer ranks than this, a rank is compared with only the other ranks, because it would
+affect the median of the group."""
 
 
 def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -43,7 +44,7 @@ def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass
 class Slowdown:
-    """A rank that may be slow; `SlowRanks.compare` returns slowdowns that are certain, and when they end."""
+    """A rank that may be slow; `SlowRanks.compare` returns slowdowns that became certain or ended."""
 
     rank: int
     host: str
@@ -51,12 +52,13 @@ class Slowdown:
     phase: Phase = "compute"
     """The phase that accounts for most of the time difference."""
     own_s: float = 0.0
-    """Seconds of a step on this rank before the first collective."""
+    """Seconds per step that this rank computes before the first collective."""
     usual_s: float = 0.0
-    """Seconds of a step on other ranks before the first collective."""
+    """Seconds per step that other ranks compute before the first collective."""
     is_over: bool = False
     level: int = 0
-    """Rises by one with each slow window, up to `WINDOWS`, and falls by one with each other window."""
+    """Increases by one with each slow window, up to `WINDOWS`, and decreases by one with each other
+    window."""
     slow_s: float = 0.0
     is_certain: bool = False
 
@@ -79,14 +81,14 @@ class Slowdown:
 
 
 class SlowRanks(RankObserver):
-    """Compares the step times of all ranks; runs on rank 0."""
+    """Maps a pipeline stage to its ranks, which all do the same amount of work."""
 
     def __init__(self, ranks: TimedRanks) -> None:
         self._hosts, self._window, layout = ranks.hosts, ranks.window, ranks.layout
         self._has_local_forward = layout.has_local_forward
         self._groups: dict[int, list[int]] = defaultdict(list)
         """Maps a pipeline stage to its ranks, which all do the same work."""
-        # On CPUs, other processes on the host affect the update time more than a slow CPU does.
+        # On CPUs, the update time depends more on other processes on the host than on the speed of the CPU.
         if ranks.on_gpu or self._has_local_forward:
             for rank in range(layout.world_size):
                 self._groups[layout.place(rank).pp].append(rank)
@@ -94,11 +96,11 @@ class SlowRanks(RankObserver):
         self._slow: dict[int, Slowdown] = {}
         self._has_started = False
         self.values: dict[str, float | str] = {}
-        """Metrics that name the rank with the longest time in the newest window, whether that rank is slow or
+        """Metrics that identify the rank with the longest time in the newest window, whether it is slow or
         not."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterator[NewEvent]:
-        """Add a step; log and yield an event for each rank that has become slow or has recovered."""
+        """Add a step's times; log and yield an event for each rank that has become slow or has recovered."""
         for found in self.compare(step, times, step_s):
             shown = f"step={step} rank {found.rank} on {found.host}"
             if found.is_over:
@@ -114,16 +116,16 @@ class SlowRanks(RankObserver):
             yield "slow_rank_over" if found.is_over else "slow_rank", values
 
     def compare(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
-        """Add a step; at the end of a window, return the slowdowns that became certain or ended."""
+        """Add a step's times; at the end of a window, return the slowdowns that became certain or ended."""
         self._steps_s.append(step_s)
         if not times:
             return []
-        # Use lists, because NumPy's overhead per call would delay every rank here.
+        # Use lists instead of NumPy, whose overhead per call would delay every rank here.
         own, steps_s = list(zip(times[::2], times[1::2], strict=True)), self._steps_s
         self._steps_s = []
         if not self._has_started:
-            # Skip the first complete window, which includes compilation and the first accesses to files and
-            # memory.
+            # Skip the first complete window, which includes compilation and first-time file and memory
+            # accesses.
             self._has_started = len(steps_s) >= self._window
             return []
         changed, first = [], step - len(steps_s) + 1

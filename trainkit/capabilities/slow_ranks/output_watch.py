@@ -1,4 +1,4 @@
-"""Measures how long a running attempt has made no progress, judging by the files that it writes."""
+"""Measures how long a running attempt has made no progress, based on changes to the files that it writes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ SILENCE_POLL_S = 10.0
 
 
 class OutputWatch:
-    """Watches the files that change while a run makes progress."""
+    """Watches files that change while a run makes progress."""
 
     def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
-        """Watch the log files of the ranks if `with_logs`, otherwise the events of the trainer.
+        """Watch the log files of the ranks if `with_logs`, otherwise the trainer's events.
 
-        `limit_s` is the length of silence that the caller looks for; the polling interval depends on
-        it.
+        `limit_s` is the number of seconds without a change that the caller checks for, and determines the
+        polling interval.
         """
         self._attempt = attempt
         self._with_logs = with_logs
         self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
-        # Measure time with this host's clock, because file times come from the clocks of other hosts.
+        # Measure time with this host's clock, because file timestamps come from other hosts' clocks.
         self._changed_s = self._polled_s = time.monotonic()
         self._seen: dict[str, tuple[int, int]] = {}
         self._at_start: dict[str, tuple[int, int]] | None = None
 
     @property
     def has_output(self) -> bool:
-        """Return whether any rank has printed something or has written metrics or a heartbeat."""
+        """Return whether any rank has printed output or written metrics or a heartbeat."""
         run, before = self._attempt.run, self._at_start or {}
         signs = (str(run.metrics_file), str(run.heartbeat_file))
-        # Ignore the log files of nodes, because an agent writes to them before its ranks start.
+        # Ignore log files of nodes, because an agent writes to them before its ranks start.
         logs = (size for name, (size, _) in self._seen.items() if Path(name).name.startswith("rank-"))
         return any(logs) or any(self._seen.get(name) != before.get(name) for name in signs)
 
     def poll(self) -> float | None:
-        """Return the seconds since the last change, or None if the next poll is not due.
+        """Return the seconds since the last change, or None if it is too early for the next poll.
 
-        Raises OSError if the files cannot be read.
+        Raises OSError if the watched files cannot be read.
         """
         now_s = time.monotonic()
         if now_s < self._polled_s + self._pause_s:

@@ -1,4 +1,4 @@
-"""Defines the part of the plan that contains the limits for slow ranks and silent commands."""
+"""Defines the part of the plan with the limits for slow ranks and silent commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlowRanksPlan(Part):
-    """The values of the `requeue` config keys that concern slow ranks and silent commands."""
+    """The values of config keys in `requeue` that apply to slow ranks and silent commands."""
 
     CAPABILITY = "slow_ranks"
     inspect_s: float | None = 600.0
@@ -23,13 +23,13 @@ class SlowRanksPlan(Part):
 
     @property
     def inspect_after_s(self) -> float | None:
-        """Return after how many seconds without output to inspect a command: at most half of `silence_s`."""
+        """Return the seconds without output after which to inspect a command: at most half of `silence_s`."""
         limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def silence(self) -> str:
-        """Describe, for the dry run, what happens to a command that prints nothing."""
+        """Describe, for a dry run, what happens to a command that prints nothing."""
         if self.inspect_after_s is None:
             return "not watched: requeue.inspect_s and requeue.silence_s are null"
         case = "if nothing has been printed yet or a rank waits for a lock file"
@@ -40,5 +40,5 @@ class SlowRanksPlan(Part):
 
 
 def slow_ranks_plan(plan: LaunchPlan) -> SlowRanksPlan:
-    """Return the part of a plan, or default values if the plan lacks this part."""
+    """Return the slow-rank part of a plan, or default values if the plan lacks this part."""
     return plan.part(SlowRanksPlan) or SlowRanksPlan()

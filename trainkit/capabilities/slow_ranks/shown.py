@@ -1,4 +1,4 @@
-"""Describes slow ranks, slow runs and silent commands for status, watch, report and diagnose."""
+"""Describes slow ranks, slow runs and silent commands for `status`, `watch`, `report` and `diagnose`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainkit.run.files import numbers, read_record
 from trainkit.run.rundir import RunDir
 
 SLOW_EVENTS = ("slow_rank", "slow_run")
-"""Names of the events which say that a rank or the whole run has become slow."""
+"""Names of events that report a slow rank or a slow run."""
 SLOWDOWN_EVENTS = (*SLOW_EVENTS, "slow_rank_over", "slow_run_over")
 SLOW = 3
-"""Severity of a slow rank as a problem of its host."""
+"""Severity of a slow rank in the list of its host's problems."""
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A period during which a rank was slow, or the whole run if `rank` is None."""
+    """A period during which a rank was slow or, if `rank` is None, the whole run was slow."""
 
     attempt: int | None = None
     rank: int | None = None
@@ -30,11 +30,12 @@ class Slowdown:
     noticed: str | None = None
     since_step: int | None = None
     until_step: int | None = None
-    """Step at which the speed was normal again; None if the attempt ended before that or is still running."""
+    """Step at which the speed was normal again; None if that has not happened in the attempt."""
     own_s: float | None = None
-    """Seconds per step of the run or, for a rank, seconds before its first collective."""
+    """Seconds per step of the slow run or, for a slow rank, its seconds per step before the first
+    collective."""
     usual_s: float | None = None
-    """Like `own_s`, but of other ranks or, for a slowdown of the whole run, before the slowdown."""
+    """Normal value of `own_s`: from other ranks or, for a slow run, from before the slowdown."""
 
 
 def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
@@ -52,7 +53,7 @@ def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
 
 
 def sentence(event: Event, since: str = "has been slow since") -> str:
-    """Describe one of the `SLOW_EVENTS` in a sentence; `since` is its verb."""
+    """Describe one of the `SLOW_EVENTS` in a sentence that uses the phrase `since`."""
     is_rank = event.rank is not None
     who = f"rank {event.rank} on {event.host}" if is_rank else "the run"
     own, usual = (f"{1e3 * (event.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
@@ -62,7 +63,7 @@ def sentence(event: Event, since: str = "has been slow since") -> str:
 
 
 def slow_of(events: Iterable[Event]) -> list[Event]:
-    """Return only those events whose names are in `SLOW_EVENTS`."""
+    """Return only the events whose names are in `SLOW_EVENTS`."""
     return [event for event in events if event.name in SLOW_EVENTS]
 
 
@@ -72,7 +73,7 @@ def silence_of(events: Sequence[Event]) -> Event | None:
 
 
 def notices_of(run: RunDir, lasting: Sequence[Event]) -> Iterator[Notice]:
-    """Yield warnings about slow ranks and silent commands."""
+    """Yield warnings about slow ranks, slow runs and silent commands."""
     for event in slow_of(lasting):
         yield Notice(event.time, sentence(event), event.host, event.rank)
     if (silence := silence_of(lasting)) is not None:
@@ -80,7 +81,7 @@ def notices_of(run: RunDir, lasting: Sequence[Event]) -> Iterator[Notice]:
 
 
 def hosts_of(lasting: Iterable[Event]) -> dict[str, HostView]:
-    """Return the hosts that have slow ranks, each with its slowest rank."""
+    """Return the hosts with slow ranks, each with its slowest rank."""
     slow: dict[str, list[Event]] = {}
     for event in sorted(slow_of(lasting), key=_ratio, reverse=True):
         if event.rank is not None:
@@ -99,7 +100,7 @@ def _ratio(event: Event) -> float:
 
 
 def advice_values(lasting: Sequence[Event]) -> Mapping[str, str]:
-    """Return values for placeholders in advice: the first slowdown and the silence."""
+    """Return values for placeholders in advice: the first slowdown, and the silence of a command."""
     values, slow, silence = {}, slow_of(lasting)[:1], silence_of(lasting)
     if len(numbers(slow, "own_s") + numbers(slow, "usual_s")) == 2:
         values["slowdown"] = sentence(slow[0], "was slow since")

@@ -1,7 +1,8 @@
-"""Inspects a COMMAND that prints nothing; it may be waiting for a lock file of a killed process.
+"""Inspects a COMMAND that prints nothing, because it may be waiting for a lock file left by a killed process.
 
-Silence is not necessarily a failure, because a script may write to other files. Silence is therefore only
-reported, unless `requeue.silence_s` is set, which ends the attempt.
+A silent command has not necessarily failed, because a script may write to other files. Silence is therefore
+only reported, unless `requeue.silence_s` is set. With `requeue.silence_s`, a silent attempt is stopped after
+that time.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import AttemptDir
 
 STACKS_TIMEOUT_S = 30.0
-"""Seconds that the agents may take to collect stacks; py-spy alone takes up to 20 s per process."""
+"""Seconds for which to wait until agents have collected stacks; py-spy alone takes up to 20 s per process."""
 
 
 class SilenceWatch:
-    """Inspects a command whose ranks write no output, no metrics and no heartbeat.
+    """Inspects a COMMAND whose ranks write no output, no metrics and no heartbeat.
 
     After `SlowRanksPlan.inspect_after_s`, the watch collects the Python stacks of the ranks. The watch logs a
-    ``silent`` event if no rank has printed anything yet, or if a rank seems to wait for a lock file. The
-    watch logs a ``silent_over`` event at the next output. After `requeue.silence_s`, the watch writes hang
-    reports like those that ranks of the built-in trainer write themselves.
+    ``silent`` event if no rank has printed anything yet, or if a rank seems to be waiting for a lock file.
+    The watch logs a ``silent_over`` event when a rank writes output again. After `requeue.silence_s`, the
+    watch writes hang reports like those written by ranks of the built-in trainer.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        """Watch an attempt whose plan sets `SlowRanksPlan.inspect_after_s`."""
+        """Watch an attempt whose plan sets a limit in `SlowRanksPlan.inspect_after_s`."""
         policy = slow_ranks_plan(plan)
         assert policy.inspect_after_s is not None
         self._attempt = attempt
@@ -48,11 +49,11 @@ class SilenceWatch:
         self._request_until_s = 0.0
         self._silence: Silence | None = None
         self._stacks: dict[int, tuple[str, ...]] = {}
-        """Maps each rank that is considered running to its stack frames."""
+        """Maps each rank that is considered running to the frames of its stack."""
         self._is_reported = False
 
     def poll(self) -> None:
-        """Inspect the ranks after the first limit, and report a hang after the second limit.
+        """Inspect the ranks after `inspect_after_s`, and report a hang after `requeue.silence_s`.
 
         Raises OSError if files cannot be read or written.
         """
@@ -82,9 +83,9 @@ class SilenceWatch:
             self._output.reset()
 
     def _explain(self, replies: Sequence[Reply]) -> Silence:
-        """Explain the silence from the stacks that ranks sent in reply, and keep these stacks.
+        """Explain the silence of a command from the stacks that its ranks sent, and store these stacks.
 
-        If at most half of the ranks reply, all ranks are considered running, with empty stacks.
+        If no more than half of the ranks reply, all ranks are considered running, with empty stacks.
         """
         replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
         self._stacks = replied

@@ -1,4 +1,4 @@
-"""Finds hosts with slow ranks during an attempt or after it, so that these hosts can be excluded."""
+"""Finds hosts with slow ranks during or after an attempt, so that these hosts can be excluded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.run.rundir import AttemptDir
 
 
 def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
-    """Return the `hosts` whose ranks were slow at the end of an attempt."""
+    """Return those `hosts` whose ranks were slow when an attempt ended."""
     found, seen = set(), OwnedEvents(read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number))
     for event in seen.lasting(attempt.number):
         if event.host is not None and event.host in hosts:
@@ -28,22 +28,22 @@ def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
 
 
 class SlowHostWatch:
-    """Watches an attempt's events for ranks that stay slow."""
+    """Watches an attempt's events for ranks that remain slow."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
-        """Watch an attempt; `hosts` are the good hosts of the allocation, by their names in Slurm."""
+        """Watch an attempt; `hosts` are the Slurm names of the good hosts in the allocation."""
         self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
         self._after_s = slow_ranks_plan(plan).slow_after_s
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
         self._seen = OwnedEvents()
         self._since_s: dict[int, float] = {}
-        """Maps a slow rank to the time when this watch first saw it."""
+        """Maps a slow rank to the time at which this watch first detected it."""
 
     def poll(self) -> PlannedStop | None:
-        """Return a planned stop, after which the run restarts without the slow host, or None.
+        """Return a planned stop to restart the run without a slow host, or None if no restart is needed.
 
-        Raises OSError if the events cannot be read.
+        Raises OSError if the attempt's events cannot be read.
         """
         for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
             self._seen.add(event)

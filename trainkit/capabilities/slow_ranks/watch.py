@@ -13,19 +13,19 @@ from trainkit.run.rundir import AttemptDir
 
 
 class RanksWatch(Watch):
-    """Combines the watch for slow hosts and the watch for a silent command."""
+    """Combines the watches for slow hosts and for a silent command."""
 
     while_stopping = False
 
     def __init__(
         self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str] | None, *, is_inspected: bool
     ) -> None:
-        """Watch an attempt; slow hosts among `hosts` are excluded, or no hosts if it is None."""
+        """Watch an attempt; slow hosts in `hosts` are excluded; if `hosts` is None, no host is excluded."""
         self._silence = SilenceWatch(attempt, plan) if is_inspected else None
         self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
 
     def poll(self) -> PlannedStop | None:
-        """Inspect a silent command; return a planned stop if a slow host is to be excluded, or None.
+        """Inspect a silent command; return a planned stop if a slow host should be excluded, otherwise None.
 
         Raises OSError if the attempt's files cannot be read or written.
         """

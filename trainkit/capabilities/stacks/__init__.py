@@ -1,1 +1,1 @@
-"""Implements `trainkit stacks`, which prints the Python stacks of the ranks of a running job."""
+"""Implements `trainkit stacks`, which prints the Python stacks of all ranks in a running job."""

@@ -1,4 +1,4 @@
-"""Implements ``trainkit stacks``, which prints the Python stacks of every rank of a running job."""
+"""Implements ``trainkit stacks``, which prints the Python stacks of all ranks in a running job."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainkit.run.registry import find_run
 from trainkit.run.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
-"""Seconds to wait for replies. Agents poll every two seconds, ranks have three seconds to reply, and network
-file systems add latency."""
+"""Seconds to wait for replies from the ranks. Agents poll every two seconds, ranks have three seconds to
+reply, and network file systems add latency."""
 
 
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
@@ -33,8 +33,8 @@ file systems add latency."""
 def command(run_name: str, rank: int | None, as_json: bool) -> None:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 
-    Training continues meanwhile. Ranks that do not respond, and ranks of a COMMAND, are inspected with py-spy
-    if it is installed.
+    Training continues while the stacks are collected. Ranks that do not respond, and ranks of a COMMAND, are
+    inspected with py-spy if it is installed.
     """
     run = find_run(run_name, acts=True)
     attempt, replies, silent = _ask_stacks(run, rank)
@@ -65,7 +65,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> None:
 
 
 def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
-    """Request the stacks of all ranks of the running attempt, or of a single rank.
+    """Request the stacks of all ranks in the running attempt, or of a single rank.
 
     Returns the attempt, the replies, and the ranks that did not reply. Raises UsageError if the run or the
     rank is not running, and TrainkitError if no rank replied.
@@ -111,7 +111,8 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
     lines = [f"{rank_list([reply.rank for reply in group])} on {hosts}{_position(group)}"]
     for name, frames in group[0].threads.items():
         lines += [f"  thread {name}"] if all_threads else []
-        # Remove the path of the site-packages folder from each frame, because it is long and always the same.
+        # Remove the path of the site-packages folder from each frame, because it is long and the same in all
+        # frames.
         short = [re.sub(r"\(\S*/(?:site|dist)-packages/", "(", frame) for frame in frames]
         lines += [f"    {frame}" for frame in short if "(<frozen importlib" not in frame]
         if not all_threads:
@@ -120,7 +121,7 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
 
 
 def _position(group: Sequence[Reply]) -> str:
-    """Return the step and the phase of a group of ranks, or an empty text if they differ or are unknown."""
+    """Return the step and the phase of a group of ranks, or "" if they differ or are unknown."""
     phases = {(reply.step, reply.phase) for reply in group}
     if len(phases) > 1 or group[0].phase is None:
         return ""

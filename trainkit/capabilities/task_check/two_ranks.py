@@ -1,4 +1,4 @@
-"""Tries out a task on two ranks on this machine, to find problems that do not occur on a single rank."""
+"""Tries out a task with two ranks on this machine, to find problems that do not occur with a single rank."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from trainkit.trainer.user_task import UserTask
 
 SIZE = 2
 TIMEOUT = timedelta(minutes=5)
-"""Timeout of a collective operation."""
+"""Timeout for a collective."""
 DEVICE_BATCH = 2
 
 
 class TwoRanks:
-    """Two processes that together compute the gradient of one step when `problems` is called.
+    """Two processes that compute the gradient of one step together when `problems` is called.
 
-    Create this object before the process computes anything, because PyTorch may refuse to run a backward pass
-    in a fork of a process that has already run one.
+    Create this object before this process runs a backward pass, because PyTorch may not support a backward
+    pass in a fork of a process that has already run one.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -59,7 +59,7 @@ class TwoRanks:
             self._answers.append(here)
 
     def problems(self) -> list[Problem]:
-        """Return the first problem of either rank, or an empty list if both ranks have computed the step."""
+        """Return the first problem of either rank, or an empty list if both ranks computed the gradient."""
         for answer in self._answers:
             answer.send(True)
         waiting = list(self._answers)
@@ -90,9 +90,9 @@ class TwoRanks:
 
 
 def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_others: list[Connection]) -> None:
-    """Run as one of the two ranks, once the parent process asks for it."""
+    """Run as one of the two ranks, starting when the parent process requests it."""
     for other in of_others:
-        other.close()  # otherwise this rank would not end when its parent ends
+        other.close()  # otherwise this rank would not exit when its parent exits
     try:
         answer.recv()
     except EOFError:
@@ -110,11 +110,11 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
 
 
 def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
-    """Compute the gradient of the first step, as a rank of the trainer does."""
+    """Compute the gradient of the first step in the same way as a rank of the trainer."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
     os.environ |= {name: str(value) for name, value in here.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)  # a fork does not inherit its parent's thread pool
+    torch.set_num_threads(1)  # A forked process does not inherit its parent's thread pool.
     task = UserTask(config, None)
     store = dist.FileStore(str(folder / "store"), SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)

@@ -1,7 +1,7 @@
-"""Trains a user's task on a few samples on the CPU, or reads all of its samples.
+"""Trains a user's task on a few samples on the CPU, or reads all samples of the task.
 
 ``python -m trainkit.capabilities.task_check.worker --smoke`` or ``--samples`` reads a config as JSON from
-standard input, and prints problems in the format of `trainkit.trainer.task_check`.
+stdin, and prints problems in the format of `trainkit.trainer.task_check`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from trainkit.trainer.user_code import errors_of_user, line_of, listed, problem_
 from trainkit.trainer.user_task import UserTask, digest_of_item
 
 HALF = 2
-"""Number of samples in each of two batches, which are also combined into a single batch."""
+"""Number of samples in each of two batches, which are also combined into one batch."""
 RELATIVE_TOLERANCE = 1e-3
 UNSEEDED = "use random, numpy.random or torch for random numbers, and do not seed them"
 
 
 def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
-    """Read every sample of a task's datasets, and yield a problem for each sample that cannot be read."""
+    """Read every sample in a task's datasets, and yield a problem for each sample that cannot be read."""
     try:
         task = UserTask(config, None, opens_data=False).task
         for name in ("train_dataset", "val_dataset"):
@@ -65,14 +65,14 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
 
 
 class Smoke:
-    """Runs a forward and backward pass of a task on a few samples, and collects the problems found."""
+    """Runs forward and backward passes of a task on a few samples, and collects the problems found."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._found: list[Problem] = []
 
     def problems(self) -> list[Problem]:
-        """Return the problems of a task, up to the first one that prevents further checks."""
+        """Return the problems found in a task, up to the first one that prevents further checks."""
         try:
             self._try()
         except TrainkitError as error:
@@ -87,7 +87,7 @@ class Smoke:
         if digest_of(model) != digest_of(self._user.build_whole_model()):
             self._add("build_model", "builds a different model when it is called a second time", UNSEEDED)
         self._check_structure(model)
-        # Replace fp16 with another dtype, because few CPU operations support it.
+        # Replace fp16 with another dtype, because few CPU operations support fp16.
         precision = self._config.precision
         if precision.dtype == "fp16":
             precision = precision.model_copy(update={"dtype": "fp32"})
@@ -99,7 +99,7 @@ class Smoke:
         module.task.step = 1
         turns = ("",) if optimizers is None else optimizers.turns()
         for batches in reversed(halves):
-            # Training and validation may report different metrics, so each uses its own object.
+            # Training and validation may report different metrics, so use a separate object for each.
             passes = TaskForwardBackward(lambda enabled: None, Progress(), module, config, alone)
             validates = batches is not halves[0]
             for turn in ("",) if validates else turns:
@@ -112,7 +112,7 @@ class Smoke:
             self._check_update(module, weights, optimizers, config, alone)
 
     def _batches(self, method: str, data: Any) -> list[TaskBatch]:
-        """Return two batches, and a third one with the samples of both."""
+        """Return two batches, and a third batch that combines their samples."""
         if isinstance(data, StreamData):
             size, items = HALF, self._stream_items(data)
         else:
@@ -176,7 +176,7 @@ class Smoke:
     def _check_losses(
         self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch], *, validates: bool
     ) -> None:
-        """Check that the losses of two batches add up to the loss of all their samples as a single batch."""
+        """Check that the losses of two batches add up to the loss of a single batch with the same samples."""
         module.eval()
         found, method = [], _loss_of(batches[0])
         for batch in batches:
@@ -211,7 +211,7 @@ class Smoke:
     def _check_gradients(
         self, module: LossModule, passes: TaskForwardBackward, batches: list[TaskBatch], updated: set[str]
     ) -> None:
-        """Check that every parameter in `updated` receives a gradient."""
+        """Check that every parameter named in `updated` receives a gradient."""
         module.train()
         for batch in batches:
             with self._errors(_loss_of(batch), "failed in the backward pass"):
@@ -233,7 +233,7 @@ class Smoke:
         config: RunConfig,
         alone: World,
     ) -> None:
-        """Update the parameters with the task's own optimizers, then save and load the optimizers' state."""
+        """Update the parameters with the task's own optimizers, then save and load the optimizer state."""
         if optimizers is not None:
             optimizers.begin_step(config.optimizer.lr)
             optimizers.collect_gradients()
@@ -248,11 +248,11 @@ class Smoke:
             state.load(Manifest(state=values), tensors)
 
     def _errors(self, method: str, failed: str) -> AbstractContextManager[None]:
-        """Convert any exception from a task's method to a TaskError with file and line."""
+        """Convert any exception in a task's method to a TaskError with the file and line."""
         return errors_of_user(self._config, f"{self._shown(method)} {failed}")
 
     def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
-        """Add a problem with a method, citing the line that defines the method or the items of `of`."""
+        """Add a problem with a method, citing the line of the method or, if given, of the class of `of`."""
         self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
 
     def _shown(self, method: str, of: object = None) -> str:
@@ -274,7 +274,7 @@ def smoke(config: RunConfig) -> list[Problem]:
 
 
 def main() -> None:
-    """Print the problems found with the config that is read from standard input."""
+    """Read a config from stdin, and print the problems found."""
     values = json.load(sys.stdin)
     config = config_class(values).model_validate(values)
     print_problems(smoke(config) if "--smoke" in sys.argv else unreadable_samples(config))

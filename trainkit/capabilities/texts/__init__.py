@@ -1,1 +1,1 @@
-"""Prepares texts as training data: checks them, tokenises them into shards, and caches the shards."""
+"""Prepares texts as training data: checks and tokenises them, and caches the resulting shards."""

@@ -1,6 +1,6 @@
-"""Caches tokenised texts.
+"""Caches tokenised texts as shards.
 
-This module imports numpy and tokenizers only when it tokenises, because a dry run uses the module.
+This module is used by dry runs, so it imports numpy and tokenizers only to tokenise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Return `data.cache_dir`, or a default folder in the user's cache directory."""
+    """Return `data.cache_dir` or, if it is not set, a default folder in the user's cache directory."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
     root = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
@@ -41,7 +41,7 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerIdentity) -> str:
-    """Return a cache key: a hash of the options and of the files' names, sizes and modification times."""
+    """Return a hash of the options and of the inputs' names, sizes and modification times."""
     only_stdlib = {*spec.sources, *spec.val_sources} == {STDLIB}
     contents = {
         "layout": LAYOUT_VERSION,
@@ -57,7 +57,7 @@ def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerId
 
 
 def cannot_be_written(folder: Path) -> bool:
-    """Return whether the user cannot write to a folder or, if it does not exist, to its nearest parent."""
+    """Return whether the user lacks write access to a folder or, if it does not exist, its nearest parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -67,7 +67,7 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def prepare_texts(config: DataConfig, checks_sizes: bool) -> Path:
-    """Return the folder with the cached shards of a config's texts; prepare the texts first if necessary."""
+    """Return the folder with the cached shards for a config's texts; prepare the texts if necessary."""
     spec = dataset_spec(config)
     cache = cache_folder(config)
     target = cache / cache_key(spec, find_inputs(spec), identify(spec.tokenizer))
@@ -79,7 +79,7 @@ def prepare_texts(config: DataConfig, checks_sizes: bool) -> Path:
 
 
 def _set_aside_if_damaged(target: Path) -> None:
-    """Rename a cached dataset whose shards are missing or truncated, so that it is prepared again."""
+    """Rename a cached dataset that has missing or truncated shards, so that it is prepared again."""
     if not is_dataset(target):
         return
     try:
@@ -87,7 +87,7 @@ def _set_aside_if_damaged(target: Path) -> None:
     except UsageError as error:
         aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
         print(f"{error.message}: moved to {aside.name}, preparing the data again", file=sys.stderr)
-        with contextlib.suppress(FileNotFoundError):  # another process has already renamed it
+        with contextlib.suppress(FileNotFoundError):  # Another process has already renamed the folder.
             target.rename(aside)
 
 
@@ -114,10 +114,10 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
 
 
 def _has_appeared(target: Path) -> bool:
-    """Return whether another host has prepared the dataset in the meantime; call this with the lock held.
+    """Return whether another host has prepared the dataset since; the caller must hold the lock.
 
-    An NFS client may cache the absence of the folder for a minute. Creating the folder forces a request to
-    the server.
+    An NFS client may cache the absence of the folder for up to a minute. Creating the folder forces a request
+    to the NFS server.
     """
     try:
         target.mkdir()

@@ -1,6 +1,6 @@
-"""Checks the texts of a config before a run starts: their names, their sizes and a few lines.
+"""Checks a config's texts before a run starts: their names, their sizes and a few lines.
 
-This module imports neither numpy nor tokenizers, because `submit --dry-run` runs the checks.
+This module imports neither numpy nor tokenizers, because `submit --dry-run` performs the checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trainkit.data.dataset_file import TRAIN, VAL, TokenizerIdentity, is_dataset
 from trainkit.errors import KeyProblem
 
 _READ_IN_FULL = 2 << 20
-"""Texts of at most this many bytes are read completely; of larger texts, only the size and the first rows."""
+"""Texts up to this many bytes are read completely; for larger texts, only the size and the first rows are
+read."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
 _LONGEST_ROW = 1 << 20
@@ -27,9 +28,9 @@ _LONGEST_ROW = 1 << 20
 def inspect_texts(
     config: DataConfig, tokenizer: TokenizerIdentity | None
 ) -> tuple[list[KeyProblem], dict[str, float] | None]:
-    """Return problems found with a config's texts, and an upper bound for the number of tokens in each split.
+    """Return problems found in a config's texts, and an upper bound for the number of tokens in each split.
 
-    The bounds are None if the texts or the tokenizer cannot be read.
+    The upper bounds are None if the texts or the tokenizer cannot be read.
     """
     problems: list[KeyProblem] = []
     spec = dataset_spec(config)
@@ -52,10 +53,10 @@ def inspect_texts(
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Return an upper bound for the tokens in each split; it is exact for small texts and the byte tokenizer.
+    """Return upper bounds for the tokens per split; they are exact for small texts and the byte tokenizer.
 
-    The bound is infinite if a file is compressed, or if it has rows that are not all read. Raises UsageError
-    if an unusable row is read.
+    A bound is infinite if a file is compressed, or has rows that are not all read. Raises UsageError for an
+    unusable row.
     """
     compressed = any(source.compressed for source in inputs)
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
@@ -86,10 +87,10 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _begins_with_a_long_line(source: Input) -> bool:
-    """Return whether the first line is too long to be a row, such as a JSON value of several gigabytes."""
+    """Return whether the first line is too long to be a row, as in a JSON file of several gigabytes."""
     from trainkit.capabilities.texts.units import open_input
 
-    # The reader reports these errors.
+    # The reader of the file reports these errors.
     with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False

@@ -1,4 +1,4 @@
-"""`trainkit data`: tokenise texts into shards, validate texts and shards, and show samples."""
+"""Implements `trainkit data`: tokenises texts into shards, validates texts and shards, and shows samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
 
 MAX_SHOWN = 20
-"""Maximum number of problems that are listed for a task."""
+"""Maximum number of problems listed for a task."""
 
 _tokenizer_option = option(
     "--tokenizer bytes|PATH", "Tokenizer: `bytes` (default) or the path of a tokenizer.json.", default="bytes"
@@ -64,12 +64,12 @@ def prepare(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Tokenise text files into the shards that training reads.
+    """Tokenise text files into shards for training.
 
-    SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved on disk, a folder
+    SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved to disk, a folder
     that contains any of these, or the word stdlib, which stands for the source files of Python's standard
-    library. Run the same command again to resume an interrupted preparation. The result does not depend on
-    interruptions or on the number of processes.
+    library. Run the same command again to resume an interrupted preparation. Interruptions and the number of
+    processes do not affect the result.
     """
     from trainkit.capabilities.texts.inputs import DatasetSpec
     from trainkit.capabilities.texts.prepare import prepare as prepare_folder
@@ -117,13 +117,13 @@ def prepare(
 @_text_key_option
 @json_option
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
-    """Read the texts completely, and report each line or row that `trainkit data prepare` would refuse.
+    """Read the texts completely, and report each line or row that `trainkit data prepare` would reject.
 
     The report also counts rows that are empty or longer than 1 MiB, and lists the first of these rows. SRC is
-    a source as for `trainkit data prepare`, or a folder written by that command; the shards in such a folder
-    are checked against their recorded hashes. Exits with 1 if there are problems.
+    a source for `trainkit data prepare`, or a folder written by that command; shards in such a folder are
+    compared with their recorded hashes. The exit code is 1 if there are problems.
 
-    SRC can also be the .yaml config of a task other than causal_lm. With a config, every sample of the task's
+    SRC can also be the .yaml config for a task other than causal_lm. For a config, every sample in the task's
     datasets is read, and the first 20 problems are listed.
     """
     if sources[0].endswith((".yaml", ".yml")):
@@ -165,7 +165,7 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
 
 
 def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
-    """Read every sample of the task that a config defines, and report the problems."""
+    """Read every sample of the task in a config, and report problems."""
     from trainkit.config import load_config
     from trainkit.launch.trainer_process import task_problems
 

@@ -1,7 +1,7 @@
-"""Finds the texts of a config: the options that determine their tokens, and their files.
+"""Finds a config's texts: the text files, and the options that determine their tokens.
 
-This module reads only file names and sizes, and imports neither numpy nor tokenizers, because a dry run uses
-it.
+This module is used by dry runs, so it reads only file names and sizes, and imports neither numpy nor
+tokenizers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from trainkit.formats import near
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The sources of a dataset and the options that determine its tokens."""
+    """The sources of a dataset and the options that determine how the sources are tokenised."""
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
-    """Sources of validation data; if given, they replace `val_fraction`, which splits `sources`."""
+    """Sources of validation data; if given, `val_fraction`, which splits `sources`, is ignored."""
     tokenizer: str = BYTES
     val_fraction: float = 0.0
     text_key: str = "text"
@@ -45,7 +45,7 @@ class DatasetSpec:
 
 
 def dataset_spec(config: DataConfig) -> DatasetSpec:
-    """Return the dataset spec for the `data` section of a config."""
+    """Return the `DatasetSpec` for the config section `data`."""
     return DatasetSpec(
         sources=listed(config.source),
         val_sources=listed(config.val_source),
@@ -63,14 +63,14 @@ PARQUET = "parquet"
 ARROW = "arrow"
 TABLES = (PARQUET, ARROW)
 FORMS = (TEXT, ROWS, *TABLES)
-"""Kinds of input files; their order is part of the format of prepared data."""
+"""Kinds of input files; prepared data store indices into this tuple, so its order must not change."""
 _FORMS = {".txt": TEXT, ".jsonl": ROWS, ".parquet": PARQUET}
 KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
 
 SAVED_FILES = {"state.json", "dataset_info.json"}
-"""Files that exist in every folder written by `save_to_disk` of a Hugging Face dataset."""
+"""Files in every folder written by `save_to_disk` for a Hugging Face dataset."""
 SAVED_SPLITS = "dataset_dict.json"
-"""File that exists in a folder with one saved dataset per split."""
+"""File in a folder that contains one saved dataset per split."""
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -81,7 +81,7 @@ class Input:
 
     path: str
     name: str
-    """Path relative to the source, which is the same on every machine."""
+    """Path relative to the source folder, which is the same on every machine."""
     role: str
     form: str
     compressed: bool
@@ -91,12 +91,12 @@ class Input:
 
     @property
     def shown(self) -> str:
-        """Return the path as shown in messages."""
+        """Return the path in the form shown in messages."""
         return shown_path(self.path)
 
 
 def find_inputs(spec: DatasetSpec) -> list[Input]:
-    """Return all files of a dataset spec in the order they are tokenised.
+    """Return all files of a dataset in the order they are tokenised.
 
     Raises UsageError for a file that is missing, unreadable or of an unsupported kind.
     """
@@ -108,7 +108,7 @@ def find_inputs(spec: DatasetSpec) -> list[Input]:
 
 
 def unreadable(path: str | Path, error: OSError) -> UsageError:
-    """Return the error for a source that cannot be read."""
+    """Return a UsageError for a source that cannot be read."""
     return UsageError(
         f"data source {shown_path(path)} cannot be read: {error.strerror or error}",
         hint="check the path and the disk, and make the path readable (chmod u+r; for a folder, chmod u+rx)",
@@ -116,7 +116,7 @@ def unreadable(path: str | Path, error: OSError) -> UsageError:
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """Return a file's kind and whether it is compressed, both from its name; None for an unsupported kind."""
+    """Return a file's kind and whether it is compressed, based on its name; None if it is not supported."""
     compressed = name.endswith(".gz")
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None
@@ -181,7 +181,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
 
 
 def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
-    """Yield the Arrow files of a dataset that `save_to_disk` wrote, in order; other files are skipped."""
+    """Yield the Arrow files written by `save_to_disk` for a dataset, in order; other files are skipped."""
     state = root / folder / "state.json"
     try:
         names = [str(entry["filename"]) for entry in json.loads(state.read_text())["_data_files"]]
@@ -200,7 +200,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
-    """Return the sorted relative paths of all files below a folder; links to folders are not followed."""
+    """Return the sorted relative paths of all files below a folder; symlinks to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename, error)
@@ -217,7 +217,7 @@ def _input(
     path: str, name: str, role: str, form: str, compressed: bool, status: os.stat_result | None = None
 ) -> Input:
     try:
-        # Creating a path object for each file would take three times as long for a large source.
+        # For a source with many files, creating a path object for each would take three times as long.
         status = status or os.stat(path)  # noqa: PTH116
         if not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -227,13 +227,13 @@ def _input(
 
 
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
-    """Yield the source files of Python's standard library; a hash of the file name determines the split."""
+    """Yield the source files of Python's standard library; a hash of each file name determines its split."""
     root = stdlib_folder()
     names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
     found: dict[str, os.stat_result] = {}
     for name in names:
         if name.endswith(".py"):
-            with suppress(OSError):  # skip a broken link
+            with suppress(OSError):  # Skip broken symlinks.
                 status = os.stat(f"{root}/{name}")  # noqa: PTH116
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status
@@ -242,7 +242,8 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
             f"the standard library of this Python has no source files in {root}",
             hint="set data.source to other texts, or use another Python",
         )
-    # Files whose hash is below the fraction go to validation, or at least the file with the lowest hash.
+    # A file is used for validation if its hash is below the fraction; at least the file with the lowest hash
+    # is.
     hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
     below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
     validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
@@ -257,24 +258,23 @@ def _is_stdlib_folder(folder: str) -> bool:
 
 _BATCH_ROWS = 256
 _PARQUET_OPTIONS = {"buffer_size": 1 << 20, "pre_buffer": False}
-"""Options that make pyarrow read 1 MiB of a column at a time; by default, it reads a row group's whole
-column."""
+"""Options that make pyarrow read 1 MiB of a column at a time, instead of a row group's entire column."""
 _MAX_NAMES = 8
 
 
 class TableError(ValueError):
-    """Error for a file that is not a table with the text column."""
+    """Raised for a file that is not a table with the text column."""
 
 
 def read_column(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number of each row, counted from 1, and its value in the column `key`, or None for null.
+    """Yield each row's number, counted from 1, and its value in the column `key`, which is None for null.
 
-    Yields the rows in those Parquet row groups or Arrow record batches that begin between the bytes `start`
-    and `end` of the file, so that adjacent ranges together yield every row exactly once. Only a few rows are
-    kept in memory. Raises TableError if the file cannot be parsed or lacks the column, and UsageError if
-    pyarrow is missing.
+    Yields the rows of Parquet row groups or Arrow record batches that begin between the bytes `start` and
+    `end` of the file, so that adjacent ranges together yield every row exactly once. Only a few rows are kept
+    in memory. Raises TableError if the file cannot be parsed or lacks the column, and UsageError if pyarrow
+    is not installed.
     """
     arrow = _pyarrow(source.path)
     read = _parquet if source.form == PARQUET else _arrow
@@ -284,7 +284,7 @@ def read_column(
             plain = values.dictionary_decode() if arrow.types.is_dictionary(values.type) else values
             yield from enumerate(plain.cast(arrow.large_binary()).to_pylist(), row + 1)
     except (arrow.ArrowException, OSError) as error:
-        # File system errors have a number; pyarrow's own errors do not.
+        # File system errors have an errno; pyarrow's own errors do not.
         if getattr(error, "errno", None) is not None:
             raise
         kind = "Parquet" if source.form == PARQUET else "Arrow"
@@ -311,7 +311,7 @@ def _parquet(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[
 
 
 def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
-    # In a memory-mapped file, only the headers of the batches before the range need to be read.
+    # In a memory-mapped file, only the headers of batches before `start` need to be read.
     with arrow.memory_map(path) as file, arrow.ipc.open_stream(file) as stream:
         index = _column(arrow, stream.schema, key)
         row = 0
@@ -342,7 +342,7 @@ def _column(arrow: Any, schema: Any, key: str) -> int:
 
 def _pyarrow(path: str) -> Any:
     try:
-        import pyarrow  # importing pyarrow and its submodules takes 0.4 s
+        import pyarrow  # Import pyarrow here, because importing it and its submodules takes 0.4 s.
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:

@@ -1,9 +1,10 @@
 """Tokenises texts into a folder of token shards, using several processes and constant memory.
 
-The work is divided into independent units. For each unit, the shards are renamed to their final names first,
-and then a record is written. Therefore, a killed preparation can resume where it stopped, and the result is
-byte-identical for any number of workers and interruptions. The file `dataset.json` is written last. During
-preparation, the lock of `exclusive` keeps other processes out of the folder.
+The texts are divided into independent units. For each unit, the shards are first renamed to their final
+names, and then a record is written. Therefore, an interrupted preparation can resume where it stopped, and
+the result is byte-identical for any number of workers and interruptions. The file `dataset.json` is written
+last. During preparation, the lock acquired by `exclusive` prevents other processes from writing to the
+folder.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def run_jobs(
 ) -> list[R]:
     """Run the jobs and return their results in order; call `on_done` with the index of each finished job.
 
-    A single job runs in this process, and so do all jobs if there is a single worker. The first failure stops
-    the other jobs and is raised. Raises TrainkitError if a worker was killed.
+    If there is only one job or only one worker, the jobs run in this process. The first exception stops the
+    other jobs and is raised. Raises TrainkitError if a worker was killed.
     """
     num_workers = min(workers, len(jobs))
     results: dict[int, R] = {}
@@ -81,7 +82,7 @@ def run_jobs(
         ) from None
     finally:
         if len(results) < len(jobs):
-            end.close()  # stops the workers immediately, because their results are no longer needed
+            end.close()  # Stop the workers immediately, because their results are no longer needed.
         pool.shutdown(wait=True, cancel_futures=True)
         end.close()
         lifeline.close()
@@ -89,9 +90,9 @@ def run_jobs(
 
 
 def _begin_worker(lifeline: Connection) -> None:
-    """Initialise a worker process: ignore signals, tokenise with one thread, and exit when the parent does.
+    """Initialise a worker process: ignore signals, tokenise with one thread, and exit with the parent.
 
-    A terminal or a scheduler signals the whole process group, but only the parent should react.
+    A terminal or scheduler sends signals to the whole process group, but only the parent should handle them.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -100,19 +101,18 @@ def _begin_worker(lifeline: Connection) -> None:
 
 
 def _exit_with_parent(lifeline: Connection) -> None:
-    """Exit when the pipe's write end closes, which only the parent process has open."""
+    """Exit when the write end of the pipe, which only the parent process has open, is closed."""
     with suppress(EOFError):
         lifeline.recv()
     os._exit(1)
 
 
 PLAN_FILE = "plan.json"
-"""File that describes the dataset while the dataset is being prepared."""
+"""File that describes the dataset during its preparation."""
 INPUTS_FILE = "inputs.json"
-"""File that lists the inputs; kept apart from dataset.json, which every rank reads, because it may be
-long."""
+"""File that lists the inputs; separate from dataset.json, which every rank reads, because it may be long."""
 OnProgress = Callable[[int, int], None]
-"""A callback that gets the number of source bytes processed so far and the total."""
+"""A callback that receives the number of source bytes processed so far, and the total number."""
 
 
 def prepare(
@@ -122,11 +122,11 @@ def prepare(
     on_progress: OnProgress | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> tuple[DatasetFile, bool]:
-    """Prepare the dataset of a spec in `folder`, or resume an interrupted preparation.
+    """Prepare a dataset in `folder`, or resume an interrupted preparation.
 
-    Returns the dataset, and True if the folder already contained it, so that there was nothing to do. Raises
-    UsageError if a source is unusable, or if the folder contains something else. Raises TrainkitError if the
-    disk is full or a worker was killed.
+    Returns the dataset, and True if the folder already contained the prepared dataset. Raises UsageError if a
+    source is unusable or the folder contains other files. Raises TrainkitError if the disk is full or a
+    worker was killed.
     """
     if folder.is_file():
         raise UsageError(
@@ -199,7 +199,7 @@ class _Preparation:
         return file
 
     def compare(self) -> DatasetFile:
-        """Return the finished dataset in the folder; raise DatasetMismatch if its inputs were different."""
+        """Return the prepared dataset in the folder; raise DatasetMismatch if its inputs are different."""
         file = read_dataset_file(self.folder)
         if file.tokenizer != self.tokenizer:
             raise _mismatch(self.folder, f"prepared with the tokenizer {file.tokenizer.name}")
@@ -218,7 +218,7 @@ class _Preparation:
         return file
 
     def _begin(self) -> None:
-        """Write the plan file or, if it exists, check that it describes the same dataset."""
+        """Write the plan file or, if the file exists, check that it describes the same dataset."""
         plan_file = self.folder / WORK_FOLDER / PLAN_FILE
         inputs = [{**asdict(source), "path": None} for source in self.inputs]
         plan = {"tokenizer": asdict(self.tokenizer), "options": self.options, "inputs": inputs}
@@ -247,9 +247,9 @@ class _Preparation:
     def _digests(self, by_unit: list[list[str]]) -> list[dict[str, object]]:
         """Return the entries for inputs.json, each with a file's name, role, size on disk and hash.
 
-        The hash covers the decompressed content or the text column of the file; if the file was divided into
-        spans, it covers the hashes of the spans. The role is ``both`` if the file was divided between the two
-        splits, and otherwise the name of its split.
+        The hash covers a file's decompressed content or, for a table, its text column; if the file was
+        divided into spans, it covers the hashes of the spans. The role is ``both`` if the file was divided
+        between the two splits, otherwise the name of its split.
         """
         found: list[list[str]] = [[] for _ in self.inputs]
         for unit, digests in zip(self.units, by_unit, strict=True):
@@ -280,7 +280,7 @@ def _make_work_folder(folder: Path) -> None:
 
 
 class DatasetMismatch(UsageError):
-    """Error for a folder that contains another dataset, finished or not."""
+    """Raised for a folder that contains another dataset, complete or incomplete."""
 
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:
@@ -295,7 +295,7 @@ _MIB = 1 << 20
 
 
 def progress_lines(title: str) -> OnProgress:
-    """Return a function that prints the progress to stderr, at most once per `_SECONDS_BETWEEN_LINES`."""
+    """Return a callback that prints progress to stderr, at most once per `_SECONDS_BETWEEN_LINES`."""
     next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def show(done: int, total: int) -> None:
@@ -309,7 +309,7 @@ def progress_lines(title: str) -> OnProgress:
 
 @contextmanager
 def exclusive(path: Path, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold a lock on the file `path`, like `file_lock`; raise TrainkitError if file locks are unsupported."""
+    """Hold a lock on `path`, like `file_lock`; raise TrainkitError if file locks are not supported."""
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(path, timeout_s, mode=0o644))

@@ -1,4 +1,4 @@
-"""Tokenises one unit of texts into shards, in a worker process of `prepare`."""
+"""Tokenises one unit of text into shards, in a worker process of `prepare`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Tokens = npt.NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the smallest unsigned dtype that can represent all token ids."""
+    """Return the smallest unsigned integer dtype that can represent all token ids."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class Tokenizer:
-    """The tokenizer that `data.tokenizer` selects: `bytes`, or one loaded from a tokenizer.json file."""
+    """The tokenizer set by `data.tokenizer`: `bytes`, or one loaded from a tokenizer.json file."""
 
     def __init__(self, name: str) -> None:
         self.identity = identify(name)
@@ -41,7 +41,7 @@ class Tokenizer:
         self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Return each text's token ids without special tokens; raise UnicodeDecodeError if not UTF-8."""
+        """Return each text's token ids without special tokens; may raise UnicodeDecodeError."""
         if self._library is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
         encodings = self._library.encode_batch_fast(
@@ -50,7 +50,7 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text for token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text for token ids, without special tokens; invalid UTF-8 bytes become U+FFFD."""
         if self._library is None:
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         return str(self._library.decode(list(ids)))
@@ -61,7 +61,7 @@ def _load(path: str) -> Any:
 
     try:
         library = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # tokenizers raises plain Exception
+    except Exception as error:  # tokenizers raises plain Exception objects
         raise UsageError(
             f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
             hint="install a newer version of tokenizers, or save the tokenizer again",
@@ -72,20 +72,20 @@ def _load(path: str) -> Any:
 
 
 WORK_FOLDER = ".work"
-"""Subfolder of the output folder that exists only while the dataset is being prepared."""
+"""Subfolder of the output folder that exists only during preparation."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of text per call of the tokenizer, enough to keep several threads busy."""
+"""Bytes of text per call to the tokenizer, chosen to keep several threads busy."""
 
 
 def record_file(folder: Path, unit: Unit) -> Path:
-    """Return the path of the record that is written once the shards of a unit are complete."""
+    """Return the path of the record that is written after a unit's shards are complete."""
     return folder / WORK_FOLDER / f"unit-{unit.index:05d}.json"
 
 
 def run_unit(folder: Path, unit: Unit) -> None:
-    """Tokenise a unit, rename its shards to their final names, then write its record.
+    """Tokenise a unit, rename its shards to their final names, and then write its record.
 
-    Raises UsageError if the text is unusable or a source has changed, and OSError if the shards cannot be
+    Raises UsageError if a text is unusable or a source has changed, and OSError if the shards cannot be
     written.
     """
     writers = {split: _ShardWriter(folder, f"{split}-{unit.index:05d}.bin") for split in SPLITS}
@@ -99,7 +99,7 @@ def run_unit(folder: Path, unit: Unit) -> None:
 
 
 def digest_unit(unit: Unit) -> list[str]:
-    """Return a digest of the current content of each span in a unit."""
+    """Return a digest of the current content for each span in a unit."""
     digests = []
     for reader in unit.readers():
         for _ in reader:
@@ -135,7 +135,7 @@ def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
 
 
 def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group items into lists that are large enough for one call of the tokenizer."""
+    """Group items into batches that are large enough for one call to the tokenizer."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -162,12 +162,12 @@ def _check_unchanged(source: Input) -> None:
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer; it is cached for the worker's next units, because loading can take a second."""
+    """Return the tokenizer, cached for later units of this worker, because loading it can take a second."""
     return Tokenizer(name)
 
 
 class _ShardWriter:
-    """Appends tokens to a file, and renames the file to its final name once it is complete."""
+    """Appends tokens to a shard file, and renames the file to its final name when it is complete."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -179,7 +179,7 @@ class _ShardWriter:
         self._stream = self.partial.open("wb")
 
     def add_place(self, place: int, number: int, form: int) -> None:
-        """Record that the next appended tokens begin at position `place` of input number `number`."""
+        """Record that the next appended tokens begin at position `place` in input number `number`."""
         self._places.append((self.num_tokens, place, number, form))
 
     def append(self, tokens: Tokens, eos: int | None) -> None:
@@ -190,7 +190,7 @@ class _ShardWriter:
             self.num_tokens += 1
 
     def publish(self) -> Shard | None:
-        """Rename the file to its final name and return the shard; return None if the file is empty."""
+        """Rename the file to its final name and return its shard, or return None if the file is empty."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()

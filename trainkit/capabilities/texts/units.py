@@ -1,6 +1,6 @@
-"""Divides inputs into units of about 64 MiB, each with its own set of shards, and reads the units.
+"""Divides inputs into units of about 64 MiB, each with a separate set of shards, and reads the units.
 
-The boundaries depend only on the files, so the result does not depend on the number of workers.
+The boundaries of units depend only on the files, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Number of bytes that are searched for a line end; a longer line is cut between two characters."""
+"""Number of bytes to search for a newline; a longer line is cut between two characters."""
 _BLOCK = 1 << 16
 
 
@@ -41,13 +41,14 @@ class InputSpan:
 
     source: Input
     input: int
-    """The index of the input."""
+    """The index of the input file."""
     start: int
     end: int | None
-    """End of the byte range; None for a compressed file, whose length is unknown until it has been read."""
+    """End of the byte range; None for a compressed file, whose uncompressed length is unknown until it has
+    been read."""
     role: str
     ends_document: bool
-    """True if a text document ends where the byte range ends."""
+    """True if the end of the byte range is the end of a text document."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +58,7 @@ class InputSpan:
 
 @dataclass(frozen=True)
 class Unit:
-    """The spans that one worker tokenises into one set of shards."""
+    """The spans that a single worker tokenises into one set of shards."""
 
     index: int
     spec: DatasetSpec
@@ -74,10 +75,10 @@ class Unit:
 
 
 def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Divide inputs into units, in the order of the data; small inputs share a unit.
+    """Divide inputs into units, in the order of the data; several small inputs share a unit.
 
-    Large texts are cut at line ends, which are found by reading a few bytes. Tables can be cut anywhere,
-    because a row group is read as a whole by the span where it begins.
+    Large texts are cut at newlines, which are found by reading a few bytes. Tables can be cut anywhere,
+    because a row group is read completely by the span where it begins.
     """
     groups: list[list[InputSpan]] = []
     total = 0
@@ -92,7 +93,7 @@ def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNI
 
 
 def open_input(source: Input) -> IO[bytes]:
-    """Open an input for reading, and decompress it if necessary."""
+    """Open an input for reading, decompressing it if necessary."""
     return cast(IO[bytes], gzip.open(source.path, "rb")) if source.compressed else open(source.path, "rb")
 
 
@@ -120,17 +121,18 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Return where a text's validation split begins: the first line start in its last `val_fraction`."""
+    """Return the offset of a text's validation split: the first line start in the last `val_fraction`."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
 
 
 def rows_phase(unit: int, span: int, name: str, every: int) -> int:
-    """Return a phase: the rows of a span whose index modulo `every` equals it go to validation.
+    """Return a remainder: rows of the span go to validation if their index modulo `every` equals it.
 
-    The very first row of the data always goes to validation, so that this split is not empty. In all other
-    spans, a hash determines the phase, so that many small files together yield the configured fraction.
+    The first row of the dataset always goes to validation, so that the validation split is not empty. In all
+    other spans, a hash determines the remainder, so that many small files together yield the configured
+    fraction.
     """
     if unit == 0 and span == 0:
         return 0
@@ -139,7 +141,7 @@ def rows_phase(unit: int, span: int, name: str, every: int) -> int:
 
 
 def _cut(stream: IO[bytes], target: int, size: int, whole_lines: bool) -> int:
-    """Return the first line start at or after `target`, or a character start if the line is too long."""
+    """Return the first line start at or after `target`, or a character boundary if the line is too long."""
     if target <= 0 or target >= size:
         return max(0, min(target, size))
     stream.seek(target - 1)
@@ -166,7 +168,7 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""Approximate size of the pieces that are tokenised separately; pieces are cut at line ends."""
+"""Approximate size in bytes of the pieces that are tokenised separately; pieces are cut at newlines."""
 
 
 @dataclass(frozen=True)
@@ -177,20 +179,19 @@ class Piece:
     text: bytes
     ends_document: bool
     place: int
-    """Position of the piece in its input: a byte offset in decompressed text, or the row number in a
-    table."""
+    """Position of the piece in its input: a byte offset in decompressed text, or a row number in a table."""
 
 
 class RowError(ValueError):
-    """Error for a row of a .jsonl file or of a table that has no usable text."""
+    """Raised for a row of a .jsonl file or table that has no usable text."""
 
 
 @dataclass
 class SpanReader:
-    """Iterates over the pieces of a span; after the iteration, `digest` is the sha256 of the bytes read.
+    """Iterates over the pieces of a span; afterwards, `digest` is the SHA-256 hash of the bytes read.
 
     For a table, the digest covers the values of the text column, each preceded by its length. Raises
-    UsageError if a row is unusable or if reading fails.
+    UsageError if a row is unusable or reading fails.
     """
 
     span: InputSpan
@@ -229,7 +230,7 @@ class SpanReader:
         if span.end is not None:
             yield from self._range(stream, span.start, span.end, span.role)
             return
-        while stream.read(1 << 20):  # the length is known only after decompression
+        while stream.read(1 << 20):  # The length is known only after decompression.
             pass
         size = stream.tell()
         border = split_offset(stream, size, self.spec.split_fraction) if span.role == BOTH else size
@@ -282,7 +283,7 @@ class SpanReader:
 def read_rows(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, Any]]:
-    """Yield the number, the `Piece.place` and the content of each row that begins in a byte range.
+    """Yield the number, the `Piece.place` and the content of each row that begins in the byte range.
 
     Rows of a table are numbered from 1. Lines of a .jsonl file are numbered from the beginning of the byte
     range.
@@ -301,7 +302,7 @@ def read_rows(
 
 
 def row_text(source: Input, row: Any, key: str) -> bytes:
-    """Return the text of a row from `read_rows`, empty for a blank line; raise RowError if it is unusable."""
+    """Return the text of a row from `read_rows`, b"" for a blank line; raise RowError if it is unusable."""
     if source.form not in TABLES:
         return line_text(row, key) if row.strip() else b""
     if row is None:
@@ -343,7 +344,7 @@ def _json_kind(value: object) -> str:
 
 
 def _piece_border(text: bytes) -> int:
-    """Return where to cut an incomplete text: after its last line, or else before its last character."""
+    """Return where to cut an incomplete text: after its last complete line, or before its last character."""
     newline = text.rfind(b"\n")
     if newline >= 0:
         return newline + 1
@@ -354,7 +355,7 @@ def _piece_border(text: bytes) -> int:
 
 
 def _count_lines(source: Input, end: int) -> int:
-    """Return the number of lines before the line that begins at the byte offset `end`."""
+    """Return the number of lines before the line that begins at byte offset `end`."""
     with open_input(source) as stream:
         starts = accumulate(map(len, stream), initial=0)
         return sum(1 for _ in takewhile(lambda start: start < end, starts))

@@ -1,4 +1,4 @@
-"""Reads a source completely, and reports each line or row that `prepare` would refuse."""
+"""Reads a source completely, and reports each line or row that `prepare` would reject."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
-"""Rows of at least this size are reported as long, because each fills many samples."""
+"""Rows with at least this many bytes are reported as long, because each of them fills many samples."""
 _MAX_LISTED = 5
 _BLOCK = 1 << 20
 
@@ -28,7 +28,7 @@ class LineProblem:
 
     file: str
     line: int | None
-    """Number of the line or table row, counted from 1; None if the problem concerns more than one line."""
+    """Number of the line or table row, counted from 1; None if the problem is not limited to one line."""
     message: str
 
     def render(self) -> str:
@@ -41,24 +41,24 @@ OnProblem = Callable[[LineProblem], None]
 
 @dataclass
 class SourceSummary:
-    """The counts for one source."""
+    """Counts of lines, empty rows, long rows and tokens in one source."""
 
     file: str
     lines: int = 0
-    """Number of lines of a text, or of rows of a table."""
+    """Number of lines in a text, or of rows in a table."""
     documents: int = 0
     empty: int = 0
-    """Number of rows or files without text; such rows are skipped."""
+    """Number of rows or files that contain no text and are skipped."""
     first_empty: list[int] = field(default_factory=list)
     long: int = 0
-    """Number of rows with at least `LONG_ROW_BYTES` of text, which are accepted."""
+    """Number of rows with at least `LONG_ROW_BYTES` of text, which are not skipped."""
     first_long: list[int] = field(default_factory=list)
     tokens: int = 0
     """Number of tokens, including end-of-document tokens."""
     problems: int = 0
 
     def notes(self) -> Iterator[str]:
-        """Yield notes about rows that are empty or long but accepted."""
+        """Yield notes about empty rows, and about long rows, which are accepted."""
         for count, first, what in (
             (self.empty, self.first_empty, "without text, which are skipped"),
             (self.long, self.first_long, f"of at least {LONG_ROW_BYTES >> 20} MiB"),
@@ -83,7 +83,7 @@ class SourceSummary:
 def validate_texts(
     source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
 ) -> SourceSummary:
-    """Check every line or row of a file in constant memory; raise UsageError if pyarrow is missing."""
+    """Check every line or row of a file in constant memory; raise UsageError if pyarrow is not installed."""
     summary = SourceSummary(source.path)
 
     def report(line: int | None, message: str) -> None:
@@ -107,7 +107,7 @@ def validate_texts(
 def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
     """Compare every shard of a prepared dataset with its recorded hash.
 
-    Raises UsageError if the folder is not a dataset, or if a shard is missing or has the wrong size.
+    Raises UsageError if the folder is not a prepared dataset, or if a shard is missing or has the wrong size.
     """
     file = read_dataset_file(folder)
     summary = SourceSummary(str(folder))
@@ -139,7 +139,7 @@ def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> I
 
 
 def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    """Yield the text that can be decoded; report only the first invalid byte of each line."""
+    """Yield the decodable part of a text; report only the first invalid byte in each line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     inside_line = reported = False
     with open_input(source) as stream:

@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to MLflow and Weights & Biases, from the files in the run folder."""
+"""Sends the metrics of a run from its run folder to MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def trackers_dir(run: RunDir) -> Path:
-    """Return the folder whose files contain the newest step in each tracker."""
+    """Return the folder with one file per tracker, which contains the newest step sent to the tracker."""
     return run.path / "trackers"
 
 
@@ -33,11 +33,11 @@ class TrackersPlan(Part):
 
     CAPABILITY = "trackers"
     names: tuple[str, ...] = ()
-    """Names of the trackers that receive the metrics, such as ``mlflow``."""
+    """Names of the trackers that receive the run's metrics, such as ``mlflow``."""
 
 
 class Trackers(Capability):
-    """The capability that starts a process on the node of rank 0 to send the metrics."""
+    """The capability that starts a process on rank 0's node to send the metrics."""
 
     name = "trackers"
     quiet = dict.fromkeys(("logging.mlflow", "logging.wandb"), "runs of a {what} are not sent to trackers")
@@ -88,7 +88,7 @@ class Trackers(Capability):
 
 
 def _sent(run: RunDir) -> dict[str, Record]:
-    """Read the recorded state of each tracker: ``step, place, time, problem``."""
+    """Read the recorded state of each tracker: its ``step``, ``place``, ``time`` and ``problem``."""
     from trainkit.run.files import Record, read_object
 
     return {file.stem: Record(read_object(file)) for file in sorted(trackers_dir(run).glob("*.json"))}

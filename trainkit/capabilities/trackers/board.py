@@ -1,4 +1,4 @@
-"""Writes TensorBoard files from metrics.jsonl files of scripts, in the process of the TensorBoard server."""
+"""Converts metrics.jsonl files of scripts to TensorBoard files, in the process of the TensorBoard server."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainkit.run.rundir import RunDir
 
 POLL_S = 5.0
 LAST_STEP = 2**53
-"""Step numbers from this limit on are skipped, because TensorBoard cannot store much larger ones."""
+"""Exclusive upper limit for step numbers, because TensorBoard cannot store much larger ones."""
 NOT_SCALARS = ("step", "time", "attempt")
 """Keys of a record that are not metrics."""
 
 
 def follow(folder: str) -> None:
-    """Write TensorBoard files next to each ``*/metrics.jsonl`` in a folder; a thread adds new records.
+    """Write TensorBoard files for each ``*/metrics.jsonl`` in a folder; a thread keeps adding new records.
 
-    If a link points to a file that does not exist yet, the file is read as soon as it exists.
+    A symlink to a file that does not exist yet is followed as soon as the file exists.
     """
     updates = {
         one: _writer(RunDir(one).metrics_file)
@@ -42,7 +42,7 @@ def _keep(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
 
 
 def _update(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
-    """Add the new records of each run; report only once if a run cannot be read or written."""
+    """Add the new records of each run; report only once that a run cannot be read or written."""
     for place, update in updates.items():
         try:
             update()
@@ -53,7 +53,7 @@ def _update(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None
 
 
 def _writer(file: Path) -> Callable[[], None]:
-    """Return a function that writes the new records of a metrics.jsonl file once the file exists."""
+    """Return a function that converts new records of a metrics.jsonl file once the file exists."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -72,8 +72,8 @@ def _writer(file: Path) -> Callable[[], None]:
             if abs(step) >= LAST_STEP:
                 continue
             if step < last_step or attempt > last_attempt > 0:
-                # This event hides steps that will be computed again, like `purge_step` of TensorBoard's
-                # writer.
+                # This event hides steps that are computed again, like `purge_step` in TensorBoard's
+                # SummaryWriter.
                 again = SessionLog(status=SessionLog.START)
                 writers[0].add_event(Event(wall_time=at, step=step, session_log=again))
             last_step, last_attempt = step, attempt
@@ -85,6 +85,6 @@ def _writer(file: Path) -> Callable[[], None]:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return the finite numbers in a record, keyed by metric."""
+    """Return the finite numbers in a record, keyed by metric name."""
     found = {name: record.number(name) for name in record.values if name not in NOT_SCALARS}
     return {name: value for name, value in found.items() if value is not None}

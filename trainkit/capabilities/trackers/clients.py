@@ -1,4 +1,4 @@
-"""Writes a run to MLflow or Weights & Biases; each client library is imported only when it is used."""
+"""Sends a run to MLflow or Weights & Biases, importing a client library only when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE_CHARS = 500
-"""MLflow limits: metrics and params per request, and characters per param in old releases of MLflow 2."""
+"""MLflow limits: metrics and params per request, and characters per param in early releases of MLflow 2."""
 KEY_TAG = "trainkit.key"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 STORE_FILE = "mlflow.db"
@@ -32,12 +32,12 @@ DEFAULT_PROJECT = "trainkit"
 FOLDER = "wandb"
 INIT_TIMEOUT_S = 30.0
 _NOT_IN_A_PATH = re.compile(r"[^\w./ -]|\.\.")
-"""Matches characters that are not allowed in the folder name of an artifact."""
+"""Matches characters that are not allowed in the folder name of an MLflow artifact."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The metrics and media of one step."""
+    """The metrics and media logged at one step."""
 
     step: int
     time_ms: int
@@ -47,36 +47,36 @@ class Sample:
 
 @dataclass(frozen=True)
 class Media:
-    """An image, histogram or text that was logged at a step."""
+    """An image, histogram or text logged at a step."""
 
     name: str
     kind: str
     file: Path | None = None
-    """The file of an image; None for a histogram or text."""
+    """The image file; None for a histogram or text."""
     text: str = ""
-    """The content of a text, or the caption of an image."""
+    """The content of a text, or an image's caption."""
     counts: Sequence[float] = ()
-    """The number of values in each bin of a histogram; all bins have equal width."""
+    """The number of values in each bin of a histogram; all bins have the same width."""
     ends: tuple[float, float] = (0.0, 1.0)
-    """The lowest and the highest value of a histogram."""
+    """The lowest and the highest value in a histogram."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The description of a run, taken from its newest attempt."""
+    """The description of a run for trackers, taken from its newest attempt."""
 
     run: RunDir
     name: str
     attempt: int
     config: Mapping[str, object]
-    """The effective config, keyed by dotted name."""
+    """The effective config, as a mapping from dotted keys to values."""
     code: dict[str, str]
-    """Versions and the git commit; the git diff and the command line are not sent."""
+    """Package versions and the git commit; the git diff and the command line are not sent."""
     layout: dict[str, int]
 
 
 def read_facts(run: RunDir) -> Facts:
-    """Read the description of a run. Raises OSError, ValueError or TrainkitError if it cannot be read."""
+    """Read the description of a run; raise OSError, ValueError or TrainkitError if that is impossible."""
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
     plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
     git = Record(provenance).record("git").values
@@ -102,20 +102,20 @@ def _flat(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def store_uri(tracking_uri: str | None, run: RunDir) -> str:
-    """Return the MLflow tracking URI of a run.
+    """Return the MLflow tracking URI for a run.
 
-    If `tracking_uri` is a path, it means a SQLite store in that folder, relative to the command's working
-    directory.
+    A `tracking_uri` that is a path, relative to the command's working directory, stands for a SQLite store in
+    that folder.
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(run.path.parent / "mlflow")
     if urlsplit(uri).scheme or uri == "databricks":
         return uri
-    cwd = Path(read_job(run).cwd or run.path.parent)  # a run may lack job.json
+    cwd = Path(read_job(run).cwd or run.path.parent)  # the run may have no job.json
     return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
 
 
 def local_store(run: RunDir) -> str:
-    """Return the database URI of a run; raise UsageError if the run is on a server or not in MLflow."""
+    """Return a run's database URI; raise UsageError if the run is on a server or not in MLflow."""
     settings = read_effective(run.config_file).logging.trackers.get("mlflow")
     if not isinstance(settings, MlflowConfig):
         raise UsageError(
@@ -128,17 +128,17 @@ def local_store(run: RunDir) -> str:
 
 
 class MlflowRun:
-    """A run in MLflow, which is found by its tag `KEY_TAG`, or else created.
+    """A run in MLflow, found by its tag `KEY_TAG`, or created if there is none.
 
-    MLflow cannot delete a metric. Its database and its server ignore metrics that they already contain, so a
-    batch that is sent again after a crash changes nothing.
+    MLflow cannot delete a metric. MLflow ignores metrics that are already stored, so a batch can be sent
+    again after a crash without changing anything.
     """
 
     def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
-        # Fail early if the server does not respond, because the sender retries later anyway.
+        # Fail early if the server does not respond, because the sender retries later.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        # MLflow must not write to the standard output of `trainkit sync --json`.
+        # Keep MLflow from writing to stdout, which contains only JSON with `trainkit sync --json`.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
@@ -160,7 +160,7 @@ class MlflowRun:
             found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
         self._run_id = str(found[0].info.run_id)
         if self._is_new:
-            # Params cannot be changed in MLflow, so the configs of later attempts are only logged as
+            # Params in MLflow cannot be changed, so the configs of later attempts are logged only as
             # artifacts.
             values = {name: _text(value) for name, value in facts.config.items() if value is not None}
             params = [Param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
@@ -172,7 +172,7 @@ class MlflowRun:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        # By default, a SQLite store writes its artifacts to the working directory.
+        # With a SQLite store, MLflow would write artifacts to the working directory by default.
         folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
         return str(self._client.create_experiment(name, artifact_location=folder))
 
@@ -191,8 +191,8 @@ class MlflowRun:
         self._client.log_text(self._run_id, config, f"config/attempt-{facts.attempt:03d}.yaml")
 
     def newest_step(self, place: str, step: int) -> int:
-        """Return the newest step in the tracker; `place` and `step` are the values recorded last."""
-        # A run that was deleted in MLflow has been created again, and has no steps.
+        """Return the newest step in the tracker; `place` and `step` are the last recorded values."""
+        # If the run was deleted in MLflow, it has been created again without steps.
         return -1 if self._is_new or place != self.place else step
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -208,7 +208,7 @@ class MlflowRun:
                 self._send_media(item, sample.step)
 
     def _send_media(self, item: Media, step: int) -> None:
-        """Send an image, histogram or text as an artifact; an existing artifact is replaced."""
+        """Send an image, histogram or text as an artifact, replacing an existing artifact."""
         folder = f"media/{_NOT_IN_A_PATH.sub('_', item.name)}"
         if item.file is not None:
             self._client.log_artifact(self._run_id, str(item.file), folder)
@@ -228,10 +228,10 @@ def _text(value: object) -> str:
 
 
 class WandbRun:
-    """A run on the W&B server, or an offline run in ``wandb/offline-run-KEY`` in the run folder.
+    """A run on the W&B server, or an offline run in ``wandb/offline-run-KEY`` inside the run folder.
 
-    The server reports the newest step, so steps that were not uploaded are sent again. An offline run is
-    always rewritten completely, so that one file contains the steps of all attempts.
+    The server reports the newest step that it has, so steps that were not uploaded are sent again. An offline
+    run is always rewritten completely, so that a single file contains the steps of all attempts.
     """
 
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
@@ -239,11 +239,11 @@ class WandbRun:
 
         folder = facts.run.path / FOLDER
         self._whole = folder / f"offline-run-{key}" if settings.mode == "offline" else None
-        # This folder can be deleted without loss, because metrics.jsonl contains the same values.
+        # This folder can be deleted without losing data, because metrics.jsonl contains the same values.
         self._folder = folder / ("online" if self._whole is None else f"{self._whole.name}.new")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        wandb.teardown()  # after a failed start, wandb would otherwise consider the id in use
+        wandb.teardown()  # After a failed start, wandb would otherwise consider the run id in use.
         self._run: Any = wandb.init(
             project=settings.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             entity=settings.entity,
@@ -257,7 +257,7 @@ class WandbRun:
                 "trainkit": {"attempt": facts.attempt, "code": facts.code, "layout": facts.layout},
             },
             allow_val_change=True,
-            # Do not collect system statistics of this process, because it does not train.
+            # Do not collect system statistics, because this process does not train.
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -273,7 +273,8 @@ class WandbRun:
         self.place = url if self._whole is None else f"wandb sync {self._whole}"
 
     def newest_step(self, place: str, step: int) -> int:
-        # In wandb, `step` is the next step of the run. For a new run and for an offline run, `step` is 0.
+        # In wandb, `step` is the number of the next step, so subtract 1. For new runs and offline runs,
+        # `step` is 0.
         return int(self._run.step) - 1
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -282,7 +283,7 @@ class WandbRun:
             self._run.log({**sample.values, **media, "_timestamp": sample.time_ms / 1000}, step=sample.step)
 
     def _of(self, item: Media) -> object:
-        """Return the W&B object for an image, a histogram or a text."""
+        """Return the W&B object for an image, histogram or text."""
         import wandb
 
         if item.file is not None:

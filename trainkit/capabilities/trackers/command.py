@@ -1,4 +1,4 @@
-"""Implements ``trainkit sync``, which sends metrics, and ``trainkit ui``, which shows curves."""
+"""Implements ``trainkit sync``, which sends metrics, and ``trainkit ui``, which shows curves in a browser."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 PORTS = {"tensorboard": 6006, "mlflow": 5000}
-# Python must not import modules from the working directory.
+# Keep Python from importing modules from the working directory.
 _START = "import sys; sys.path[:] = filter(None, sys.path); "
 _MODULE = f"{_START}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 _TENSORBOARD = (
     f"{_START}from tensorboard import default, program; page = program.TensorBoard(default.get_plugins()); "
     "page.configure(sys.argv); sys.exit(page.main())"
 )
-"""Code that starts TensorBoard without its message that TensorFlow is missing."""
+"""Code that starts TensorBoard without the message about missing TensorFlow."""
 _OF_LINKS = (
     f"import atexit, shutil; {_START}atexit.register(shutil.rmtree, sys.argv[2], True); "
     f"from trainkit.capabilities.trackers.board import follow; follow(sys.argv[2]); {_TENSORBOARD}"
 )
-"""Code that does the same as `_TENSORBOARD`, but also writes TensorBoard files for scripts, and deletes its
-temporary folder at exit."""
+"""Code that starts TensorBoard like `_TENSORBOARD`, but also writes TensorBoard files for scripts, and
+deletes the temporary folder at exit."""
 MAX_NAME = 60
-"""Maximum number of characters in a run's name, because a file name can have at most 255 bytes."""
+"""Maximum number of characters of a run's name in a file name, which can have at most 255 bytes."""
 
 
 @as_command("trainkit sync last", "trainkit sync last --json")
@@ -59,9 +59,9 @@ MAX_NAME = 60
 @trust_option
 @json_option
 def sync(run_name: str, as_json: bool) -> int:
-    """Send metrics to MLflow and Weights & Biases that RUN could not send from its nodes.
+    """Send RUN's metrics to MLflow and Weights & Biases if its nodes could not send them.
 
-    Each step is sent once, as soon as a checkpoint covers the step or the run has finished.
+    Each step is sent once, after a checkpoint covers the step or the run has finished.
     """
     from trainkit.capabilities.trackers.sync import sync_run
     from trainkit.locks import LockBusy
@@ -99,9 +99,9 @@ def sync(run_name: str, as_json: bool) -> int:
 def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN, or of all runs of a group, in a browser.
 
-    Only this host can open the page. To open the page on your own computer, run the printed ssh command
-    there. The page has no password, so other users of this host can open it too; if other users have
-    processes on this host, the page is served only with --yes.
+    Only this host can access the page. To open the page on your own computer, run the printed ssh command on
+    that computer. The page has no password, so other users of this host can also open it; if other users have
+    processes on this host, --yes is required.
     """
     from trainkit.run.own_folders import own_environ
     from trainkit.run.registry import find_run_or_group
@@ -138,7 +138,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         else:
             folder = _new_folder(Path(environ["TMPDIR"]))
             _link(folder / found.name, found, is_script=True)
-        # TensorBoard's fast loader would print three lines about itself.
+        # TensorBoard's fast loader would print three lines about itself, so disable it.
         argv = ["--logdir", str(folder), "--load_fast", "false", *place]
     click.echo(f"http://{HOST}:{port}")
     click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
@@ -147,7 +147,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
 
 
 def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageError:
-    """Return the error for a run or group of runs that has no TensorBoard files."""
+    """Return the UsageError for a run or group that has no TensorBoard files."""
     from trainkit.config import read_effective
     from trainkit.run.history import read_plan
 
@@ -167,7 +167,7 @@ def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageEr
 
 
 def link_runs(group: RunGroup, temporary: Path) -> Path:
-    """Create a folder with a link to the TensorBoard files of each run, named by the values of its trial.
+    """Create a folder of links to each run's TensorBoard files, named after the values of the run's trial.
 
     TensorBoard shows a run as soon as the run has started.
     """
@@ -191,7 +191,7 @@ def _new_folder(temporary: Path) -> Path:
 
 
 def _link(place: Path, run: RunDir, *, is_script: bool) -> None:
-    """Link to a run's TensorBoard files or, for a script without such files, to its metrics.jsonl."""
+    """Link to a run's TensorBoard files or, for a script that has none, to its metrics.jsonl."""
     if is_script and not run.tensorboard_dir.is_dir():
         place.mkdir()
         (place / run.metrics_file.name).symlink_to(run.metrics_file.absolute())
@@ -200,7 +200,7 @@ def _link(place: Path, run: RunDir, *, is_script: bool) -> None:
 
 
 def _is_script(run: RunDir) -> bool:
-    """Return whether a run executes a COMMAND and has metrics."""
+    """Return whether a run executes a COMMAND and has logged metrics."""
     from trainkit.run.history import read_plan
 
     return run.metrics_file.is_file() and read_plan(run).is_command

@@ -1,4 +1,4 @@
-"""Starts and stops the process that sends the metrics of an attempt; used by the agent of rank 0."""
+"""Starts and stops the process that sends an attempt's metrics; used by the agent of rank 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
 DRAIN_S = 30.0
-"""Seconds that a finished run waits until its last steps are sent; `trainkit sync` can send the rest."""
+"""Seconds for which a finished run waits until its last steps are sent; `trainkit sync` can send the rest
+later."""
 
 
 def sender_log(attempt: AttemptDir) -> Path:
@@ -28,7 +29,7 @@ def sender_log(attempt: AttemptDir) -> Path:
 class TrackerSender(Companion):
     """Controls the process that sends the metrics of one attempt.
 
-    If the process is killed, the process of the next attempt sends the remaining steps.
+    If the process is killed, the next attempt's process sends the remaining steps.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
@@ -45,15 +46,15 @@ class TrackerSender(Companion):
                     environ=environ,
                     output=log,
                     keeps_mask=False,
-                    # Slurm may send the signal to every process of a job step.
+                    # Slurm may send a stop signal to every process in a job step.
                     ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
                     stdin=subprocess.PIPE,
                 )
-        except OSError as error:  # the ranks can do without this process
+        except OSError as error:  # The ranks do not depend on this process, so only report the error.
             log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
 
     def end(self, *, is_finished: bool) -> None:
-        """End the process; wait for it only if the run is finished, because a preempted job has no time."""
+        """Stop the process; wait for it only if the run is finished, as a preempted job must exit soon."""
         child = self._child
         if child is None:
             return

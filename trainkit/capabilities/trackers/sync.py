@@ -1,12 +1,12 @@
-"""Sends the metrics of a run to its trackers, each step once.
+"""Sends the metrics of a run to its trackers, sending each step once.
 
-The metrics come from `metrics.jsonl`. A step is sent once a checkpoint covers it or the run has finished,
-because a later attempt may recompute other steps. The newest step that was sent is recorded in
-`trackers/NAME.json` in the run folder.
+The metrics come from `metrics.jsonl`. A step is sent after a checkpoint covers it or the run has finished,
+because a later attempt may recompute steps that no checkpoint covers. The newest step sent to a tracker is
+recorded in `trackers/NAME.json` in the run folder.
 
 During training, the agent on the node of rank 0 runs ``python -m trainkit.capabilities.trackers.sync
-RUN_DIR``. The process of the agent ends when its standard input is closed. If this process reads the line
-``finished`` from standard input, it sends the remaining steps before it ends.
+RUN_DIR``. The process started by the agent exits when its stdin is closed. If this process reads the line
+``finished`` from stdin, it sends the remaining steps before it exits.
 """
 
 from __future__ import annotations
@@ -41,23 +41,22 @@ _NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of sending to one tracker; the content of ``trackers/NAME.json``."""
+    """The sending progress for one tracker; stored in ``trackers/NAME.json``."""
 
     key: str
-    """The key that identifies the run in the tracker; all attempts use the same key."""
+    """The key that identifies the run in the tracker, and is the same for all attempts."""
     place: str = ""
-    """The URL or folder of the run in the tracker. If this URL or folder changes, all steps are sent
-    again."""
+    """The URL or folder of the run in the tracker. If `place` changes, all steps are sent again."""
     step: int = -1
-    """The newest step in the tracker; -1 if there is none. Items logged before the first step belong to step
-    0."""
+    """The newest step sent to the tracker; -1 if there is none. Items logged before the first step are sent
+    with step 0."""
     time: str = ""
     problem: str = ""
-    """The error of the last transfer; empty if the transfer succeeded."""
+    """The error message of the last transfer; empty if the transfer succeeded."""
 
 
 def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
-    """Return the settings of each tracker of a run; raise UsageError if the run has no tracker."""
+    """Return the settings for each tracker of a run; raise UsageError if the run has no tracker."""
     found = read_effective(run.config_file).logging.trackers
     if not found:
         hint = "`trainkit resume RUN --set logging.mlflow=true` adds one; for a finished run, also increase"
@@ -67,15 +66,15 @@ def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
 
 
 def state_of(run: RunDir) -> str:
-    """Return ``finished``, ``failed`` or ``stopped``, or ``running`` if the run may still continue."""
+    """Return ``finished``, ``failed`` or ``stopped``, or ``running`` if the run may continue."""
     end = read_newest_end(run.path)
     return end.action if end is not None and end.action in ("finished", "failed", "stopped") else "running"
 
 
 def settled_step(run: RunDir, is_finished: bool) -> float:
-    """Return the newest step that no later attempt can recompute.
+    """Return the newest step that later attempts will not recompute.
 
-    For an unfinished run, this is the step of the newest checkpoint; for a finished run, it is infinity.
+    For an unfinished run, return the step of the newest checkpoint; for a finished run, return infinity.
     """
     if is_finished:
         return math.inf
@@ -85,7 +84,7 @@ def settled_step(run: RunDir, is_finished: bool) -> float:
 
 
 def read_position(run: RunDir, name: str) -> Position:
-    """Read the recorded progress for a tracker, or start with a new key."""
+    """Read the recorded progress for a tracker; if there is none, return a new position with a new key."""
     try:
         return Position(**read_json(trackers_dir(run) / f"{name}.json"))
     except FileNotFoundError:
@@ -93,7 +92,7 @@ def read_position(run: RunDir, name: str) -> Position:
 
 
 def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
-    """Return the metrics and media of the steps after `after` up to `up_to`, in order, each step once."""
+    """Return metrics and media for each step in the range `after` < step <= `up_to`, in order."""
     records = {record.step: record for record in training_curve(run)}
     media: dict[int, list[Item]] = {}
     for item in read_items(run):
@@ -107,7 +106,7 @@ def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
 
 
 def _media(run: RunDir, item: Item) -> Media | None:
-    """Convert an item for a tracker; return None if its image is missing or its histogram is empty."""
+    """Convert an item for a tracker, or return None if its image is missing or its histogram is empty."""
     name = _NOT_ALLOWED.sub("_", item.name)
     if item.kind == "image":
         file = image_file(run, item)
@@ -132,14 +131,14 @@ def _sample(record: StepRecord, media: tuple[Media, ...]) -> Sample:
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of one transfer to a tracker."""
+    """The result of sending steps to a tracker."""
 
     name: str
     num_sent: int
     num_pending: int
-    """Number of steps that could be sent but were not."""
+    """Number of steps that should have been sent but were not."""
     num_held: int
-    """Number of steps that wait because no checkpoint covers them yet."""
+    """Number of steps that are not sent yet because no checkpoint covers them."""
     place: str
     problem: str
 
@@ -152,12 +151,12 @@ class Sent:
 
 
 class RunTracker:
-    """Sends the metrics of a run to one tracker, which is opened when the first step can be sent."""
+    """Sends the metrics of a run to one tracker; opens the tracker when there is a step to send."""
 
     def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
         self.run, self.name, self.settings = run, name, settings
         self._position: Position | None = None
-        """The newest progress, which is valid even if it could not be written to its file."""
+        """The newest progress, kept in memory in case its file cannot be written."""
         self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
 
@@ -167,11 +166,11 @@ class RunTracker:
         return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
 
     def update(self, state: str, *, closes: bool = False) -> Sent:
-        """Send all steps that no later attempt can recompute; close the tracker if `closes` is true.
+        """Send all steps that later attempts will not recompute; close the tracker if `closes` is true.
 
-        Errors of the tracker are part of the result; a later call retries. Raises LockBusy if another process
-        is sending to the tracker, ModuleNotFoundError if the client library is not installed, and OSError or
-        TrainkitError if the run folder cannot be read.
+        Errors of the tracker are included in the result, and a later call retries. Raises LockBusy if another
+        process is sending to the tracker, ModuleNotFoundError if the client library is not installed, and
+        OSError or TrainkitError if the run folder cannot be read.
         """
         limit = settled_step(self.run, state == "finished")
         if self._lock is None:
@@ -187,7 +186,7 @@ class RunTracker:
         except (ModuleNotFoundError, TrainkitError):
             self.release()
             raise
-        except Exception as error:  # client libraries raise errors of many types
+        except Exception as error:  # client libraries raise exceptions of many types
             problem = one_line(error)
             self._tracker = None
         position = self._known_position()
@@ -198,12 +197,12 @@ class RunTracker:
                 self._record(replace(position, time=utc_now(), problem=problem))
         finally:
             if self._tracker is None:
-                self.release()  # after this, `trainkit sync` can send the steps
+                self.release()  # release the lock, so that `trainkit sync` can send the steps
         num_pending = sum(item.step <= limit for item in unsent)
         return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
     def _send(self, limit: float) -> tuple[int, list[Sample]]:
-        """Send the steps up to `limit`; return their number, and the later steps."""
+        """Send the steps up to `limit`; return the number of sent steps, and the later steps."""
         position = self._known_position()
         if self._tracker is None:
             found = samples(self.run, -1, math.inf)
@@ -230,7 +229,7 @@ class RunTracker:
         write_json(trackers_dir(self.run) / f"{self.name}.json", asdict(position))
 
     def release(self) -> None:
-        """Forget the tracker without closing it, and release its lock so that another process can send."""
+        """Discard the tracker without closing it, and release its lock so that another process can send."""
         self._tracker = self._position = None
         if self._lock is not None:
             release_lock(self._lock)
@@ -238,16 +237,16 @@ class RunTracker:
 
 
 def open_tracker(settings: MlflowConfig | WandbConfig, facts: Facts, key: str) -> MlflowRun | WandbRun:
-    """Open the run in a tracker; create it there if necessary."""
+    """Open the run in a tracker, creating the run in the tracker if necessary."""
     if isinstance(settings, MlflowConfig):
         return MlflowRun(settings, facts, key)
     return WandbRun(settings, facts, key)
 
 
 def sync_run(run: RunDir) -> list[Sent]:
-    """Send all steps that no later attempt can recompute to every tracker of a run.
+    """Send all steps that later attempts will not recompute to every tracker of a run.
 
-    Raises UsageError if the run has no tracker, and all errors of `RunTracker.update`.
+    Raises UsageError if the run has no tracker, and the same errors as `RunTracker.update`.
     """
     state = state_of(run)
     found = []
@@ -261,19 +260,19 @@ def sync_run(run: RunDir) -> list[Sent]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error of another library as one line of limited length."""
+    """Format an error of another library as one line of limited length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 
 
 POLL_S = 5.0
 MAX_POLL_S = 300.0
-"""Maximum number of seconds between two transfers; after each failure, the interval doubles."""
+"""Maximum number of seconds between two transfers; the interval doubles after each failure."""
 
 
 def main() -> int:
-    """Send metrics until standard input is closed, and return the exit code."""
-    os.nice(19)  # run with the lowest priority, because the ranks need the cores
+    """Send metrics until stdin is closed, and return the exit code."""
+    os.nice(19)  # Run with the lowest priority, because the ranks need the cores.
     run = RunDir(sys.argv[1])
     trackers = [RunTracker(run, name, settings) for name, settings in trackers_of(run).items()]
     live = [tracker for tracker in trackers if not tracker.writes_once]
@@ -282,7 +281,7 @@ def main() -> int:
         problems = [tracker.name for tracker in live if not update(tracker)]
         poll_s = min(MAX_POLL_S, 2 * poll_s) if problems else POLL_S
         if select.select([sys.stdin], [], [], poll_s)[0]:
-            line = sys.stdin.readline().strip()  # an empty line means that standard input was closed
+            line = sys.stdin.readline().strip()  # An empty line means that stdin was closed.
     if line == "finished":
         for tracker in trackers:
             update(tracker, "finished")
@@ -290,16 +289,16 @@ def main() -> int:
 
 
 def update(tracker: RunTracker, state: str = "running") -> bool:
-    """Send new steps and print the result; return False if the transfer failed."""
+    """Send new steps to a tracker and print the result; return False if the transfer failed."""
     try:
         sent = tracker.update(state, closes=state != "running")
     except LockBusy:
-        return True  # `trainkit sync` is running and sends the steps itself
+        return True  # `trainkit sync` is running and is sending the steps
     except ModuleNotFoundError as error:
         line = install_line(tracker.name)
         show(f"warning: {tracker.name}: {error}; after `{line}`, `trainkit sync` sends the metrics")
         return False
-    except Exception as error:  # the problem may be temporary, so the next call retries
+    except Exception as error:  # the error may be temporary, so the next call retries
         show(f"{tracker.name}: {one_line(error)}")
         return False
     if sent.num_sent or sent.problem:
@@ -308,7 +307,7 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
 
 
 def show(text: str) -> None:
-    """Print a line with the current time to trackers.log of the attempt."""
+    """Print a line with the current time to the attempt's trackers.log."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

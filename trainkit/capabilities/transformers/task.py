@@ -1,4 +1,4 @@
-"""Trains any causal language model of transformers, or low-rank adapters for it (config key `model.hf`)."""
+"""Trains any causal language model in transformers, or low-rank adapters for it (config key `model.hf`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def import_transformers() -> Any:
 
 
 class HFCausalLM(Task):
-    """Next-token prediction with a transformers model."""
+    """Trains a transformers model on next-token prediction."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -54,12 +54,12 @@ class HFCausalLM(Task):
         self._folder = Path(config.model.hf)
         self._weights = None if config.model.from_scratch else StoredWeights(self._folder)
         self._names: dict[str, str] = {}
-        """Maps the names of parameters to their names in the weight files."""
+        """Maps the names of parameters to their names in the safetensors files."""
         self._flops: float | None = None
 
     @property
     def base_fingerprint(self) -> str:
-        """Return a digest of config.json and, if checkpoints lack the frozen weights, of the weight files."""
+        """Return a digest of config.json and, if checkpoints exclude frozen weights, of the weight files."""
         digest = hashlib.sha256((self._folder / CONFIG_NAME).read_bytes())
         if self.rereads_frozen and self._weights is not None:
             digest.update(self._weights.fingerprint.encode())
@@ -69,7 +69,7 @@ class HFCausalLM(Task):
 
     @property
     def rereads_frozen(self) -> bool:
-        """Return whether frozen weights are read from weight files at each start, not from a checkpoint."""
+        """Return whether each start reads frozen weights from the weight files instead of a checkpoint."""
         lora = self.config.model.lora
         return lora is not None and keeps_base(lora)
 
@@ -93,7 +93,7 @@ class HFCausalLM(Task):
         return self._counted(model if lora is None else self._adapted(model, lora))
 
     def _on_meta(self, weights: StoredWeights) -> tuple[nn.Module | None, str]:
-        """Return the model with adapters but no weights, and why each process must read all weight files."""
+        """Return the model on the meta device, and why each process must read all weight files (or "")."""
         lora = self.config.model.lora
         with parameters_on_meta():
             model = create_model(self._folder)
@@ -111,9 +111,9 @@ class HFCausalLM(Task):
 
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
-        """Return the model with `model.lora` for an export; only the tensors that peft saves have memory.
+        """Return the model with its adapters for an export; only tensors that peft saves are allocated.
 
-        Trained parameters are not loaded yet.
+        Trained parameters are not loaded.
         """
         import peft
 
@@ -131,7 +131,7 @@ class HFCausalLM(Task):
         return adapted
 
     def check(self) -> None:
-        """Raise TrainkitError for any problem of the model that can be found without its weights."""
+        """Raise TrainkitError for any problem with the model that can be found without its weights."""
         config = self.config
         if config.model.lora is not None:
             lora_config(config.model.lora)
@@ -144,7 +144,7 @@ class HFCausalLM(Task):
             find_styles(self, config, model, config.parallel.tp)
 
     def _check_positions(self, settings: Any) -> None:
-        """Raise FatalError if samples are longer than the model's position table."""
+        """Raise FatalError if samples are longer than the model's table of position embeddings."""
         limit, seq_len = getattr(settings, "max_position_embeddings", None), self.config.data.seq_len
         is_rotary = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_theta", None)
         if not isinstance(limit, int) or seq_len <= limit:
@@ -163,7 +163,7 @@ class HFCausalLM(Task):
         return apply_lora(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder), wraps=True)
 
     def _quantized(self, model: nn.Module) -> nn.Module:
-        """Quantise the frozen linear layers except the head if `model.quantize` is set; return the model."""
+        """If `model.quantize` is set, quantise the frozen linear layers except the head; return the model."""
         if self.config.model.quantize is None:
             return model
         before = sum(param.numel() for param in model.parameters())
@@ -175,7 +175,7 @@ class HFCausalLM(Task):
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise FatalError if `model.quantize` is set although each process needs the whole model."""
+        """Raise FatalError if `model.quantize` is set although each process needs all weights."""
         name = self.config.model.quantize
         if why and name is not None:
             raise FatalError(
@@ -184,7 +184,7 @@ class HFCausalLM(Task):
             )
 
     def _counted(self, model: nn.Module) -> nn.Module:
-        """Compute the FLOPs per sample, and return the model."""
+        """Compute the model's FLOPs per sample, and return the model."""
         embeddings = {id(item.weight) for item in model.modules() if isinstance(item, nn.Embedding)}
         settings: Any = model.config
         heads = model.get_output_embeddings()  # type: ignore[operator]
@@ -192,7 +192,7 @@ class HFCausalLM(Task):
         is_sparse = any("expert" in name for name, _ in model.named_modules())
         sizes: Any = [getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size")]
         if not is_sparse and all(isinstance(size, int) for size in sizes):
-            # Frozen weights need no weight gradient, which is a third of the work.
+            # Frozen weights need no weight gradient, which saves a third of the FLOPs.
             per_token = sum((6 if p.requires_grad else 4) * p.numel() for p in counted)
             seq_len = self.config.data.seq_len
             self._flops = float(seq_len * (per_token + 12 * math.prod(sizes) * seq_len))
@@ -203,7 +203,7 @@ class HFCausalLM(Task):
         return self._weights.read(self._names[name], (rows,))
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str]:
-        """Return transformers' own plan for tensor parallelism; raise TaskError if no plan fits."""
+        """Return transformers' own tensor-parallel plan for the model; raise TaskError if no plan fits."""
         tp, settings, own = self.config.parallel.tp, cast(Any, model.config), cast(Any, model)
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(settings, key, None)
@@ -242,7 +242,7 @@ class HFCausalLM(Task):
 
 
 def create_model(folder: Path) -> Any:
-    """Return the model that a config.json describes, with random weights in float32."""
+    """Return the model described by a config.json, with random weights in float32."""
     transformers = import_transformers()
     settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     settings.use_cache = False
@@ -251,7 +251,7 @@ def create_model(folder: Path) -> Any:
 
 
 def read_whole(folder: Path) -> Any:
-    """Return the model as transformers loads it; raise FatalError if the files lack weights."""
+    """Return the model as loaded by transformers; raise FatalError if weights are missing from the files."""
     model, found = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
     )
@@ -266,7 +266,7 @@ def read_whole(folder: Path) -> Any:
 
 
 def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, str], str]:
-    """Map each parameter to its name in the weight files, and load the model's buffers from these files."""
+    """Map each parameter to its name in the weight files, and load the model's buffers from the files."""
     found = {}
     saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
     buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
@@ -290,12 +290,12 @@ def _no_split(tp: int, message: str, hint: str) -> TaskError:
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
-    """Write a model as transformers does, or adapters as peft does; `merge` merges them into the weights."""
+    """Save a model as transformers does, or adapters as peft does; `merge` merges them into the weights."""
     is_adapted = hasattr(model, "merge_and_unload")
     if merge and not is_adapted:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
     if merge:
-        # Merge the adapters into the same weights with which they were trained.
+        # Merge the adapters into the same weights as in training.
         restore_linears(model)
         try:
             model = model.merge_and_unload()

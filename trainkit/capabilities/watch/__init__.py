@@ -1,1 +1,1 @@
-"""The screens of `trainkit watch`, which show runs live in a terminal, or print their state once."""
+"""Implements `trainkit watch`, which shows runs live in a terminal, or prints their state once."""

@@ -1,4 +1,4 @@
-"""``trainkit watch``: a live screen that shows one run, a group, or all runs."""
+"""Implements ``trainkit watch``, a live screen for one run, a group, or all runs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
     RUN can also be a group of runs or a bench. Without RUN, the screen lists the active runs and the newest
-    other runs for you to choose from. `watch` changes nothing unless you press a key for an action, such
-    as cancel, and confirm the action. With --json or without a terminal, it prints the current state once.
+    other runs, and you can open one of them. `watch` changes nothing unless you press a key for an action,
+    such as cancelling the run, and confirm the action. With --json or without a terminal, the command prints
+    the current state once.
     """
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
@@ -60,7 +61,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
     history, status, job = look_at(found, warn)
     for part in (history.events, history.metrics):
-        with suppress(OSError):  # the status includes this error as a warning
+        with suppress(OSError):  # the status shows this error as a warning
             part.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:

@@ -1,4 +1,4 @@
-"""Computes what `trainkit watch` shows for one run, from the run's files, its job and the time."""
+"""Computes what `trainkit watch` shows for a run, from the run's files, its job and the current time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TAIL_LINES = 20
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
 """States of a job that has an allocation."""
 WORST = 5
-"""The highest severity of a problem with a node."""
+"""The highest severity of a node's problems."""
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """The newest resource sample of one node. Unknown values are None."""
+    """The newest sample of resource usage on one node. Unknown values are None."""
 
     host: str
     age_s: float | None = None
@@ -42,92 +42,93 @@ class NodeRow:
     job_mem_gib: float | None = None
     num_gpus: int = 0
     gpu_percent: float | None = None
-    """Mean utilisation over the node's GPUs."""
+    """Mean utilisation of the node's GPUs, in percent."""
     gpu_mem_used_gib: float | None = None
-    """Used memory of the GPU on which the most memory is used."""
+    """Used memory of the GPU with the highest memory usage."""
     gpu_mem_total_gib: float | None = None
     temperature_c: float | None = None
     """Temperature of the hottest GPU."""
     power_w: float | None = None
-    """Total power over the node's GPUs."""
+    """Total power draw of the node's GPUs."""
     net_mib_s: float | None = None
-    """Network traffic, both received and sent."""
+    """Network traffic, received plus sent."""
     disk_mib_s: float | None = None
-    """Disk traffic, both read and written."""
+    """Disk traffic, read plus written."""
     severity: int = 0
     problems: list[str] = field(default_factory=list)
     slowest_rank: int | None = None
-    """The slowest rank on this node among those that are reported as slow; None if there are none."""
+    """The slowest of the ranks on this node that are reported as slow; None if no rank is."""
 
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """The rank that delays the other ranks most, even if the delay is small."""
+    """The rank that delays the other ranks most, even if by only a little."""
 
     rank: int
     host: str
     own_s: float
     """Seconds per step that this rank computes before the first collective."""
     usual_s: float
-    """Seconds per step that the other ranks compute before the first collective."""
+    """Seconds per step that other ranks compute before the first collective."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything that the screen of one run shows. Values that do not exist or are unknown are None."""
+    """Everything shown on the screen of one run. Values that are unknown or do not exist are None."""
 
     status: RunStatus = field(metadata=LEFT_OUT)
     sentence: str
-    """A sentence with the state of the run and its reason."""
+    """A sentence that describes the state of the run and its reason."""
     failure: str | None
     """The rank that failed first, with its host and error."""
     world_size: int | None
     elapsed_s: float | None
-    """Seconds that the newest attempt has been running, or was running until it ended."""
+    """Seconds for which the newest attempt has been running or, if it has ended, ran."""
     eta_s: float | None
-    """Estimated seconds until the last step, at the pace of the newest records."""
+    """Estimated seconds until the last step, based on the speed in the newest records."""
     limit_s: float | None
     """Seconds until the job's time limit; None for a local run, or if Slurm does not respond."""
     grad_norm: float | None
     lr: float | None
     mfu: float | None
     median_tokens_per_s: float | None
-    """Median over evenly spaced records of the whole run."""
+    """Median tokens per second over evenly spaced records of the whole run."""
     step_p50_s: float | None
-    """Median over the newest records, which `step_p95_s` and `data_wait_share` are also based on."""
+    """Median step time over the newest records; `step_p95_s` and `data_wait_share` are based on the same
+    records."""
     step_p95_s: float | None
     data_wait_share: float | None
     slowest_rank: SlowestRank | None
     mem_gib_peak: float | None
-    """Highest peak memory of any rank: on its GPU or, on a host without GPUs, of its process."""
+    """Highest peak memory of any rank: on the rank's GPU or, without GPUs, of the rank's process."""
     mem_gib_total: float | None
-    """Total memory of one GPU."""
+    """Total memory of a single GPU."""
     checkpoint_step: int | None
     checkpoint_age_s: float | None
-    """Seconds since the newest checkpoint became complete."""
+    """Seconds since the newest checkpoint was completed."""
     steps_at_risk: int | None
     hours_at_risk: float | None
     """Hours since the newest checkpoint was saved, multiplied by the number of ranks."""
     nodes: list[NodeRow]
-    """The nodes, sorted so that those with the most severe problems come first."""
+    """The nodes, sorted by severity of their problems, most severe first."""
     notices: list[Notice]
-    """The warnings: current ones first, then past ones, each newest first."""
+    """Current warnings followed by past warnings, each newest first."""
     hint: str | None
     log: str | None
     """The log file of the failed rank, or of rank 0 if no rank has failed."""
     log_tail: list[str]
-    """The last lines of this log file."""
+    """The last lines of the `log` file."""
     curves: dict[str, list[tuple[int, float]]] = field(repr=False, metadata=LEFT_OUT)
 
     @property
     def progress(self) -> float | None:
-        """Return the fraction of steps that are done."""
+        """Return the fraction of steps that have been computed."""
         step, total = self.status.progress.step, self.status.progress.total_steps
         return None if step is None or not total else min(1.0, step / total)
 
     @property
     def num_hosts(self) -> int | None:
-        """Return the number of hosts that the run uses. All nodes of a local run are on a single host."""
+        """Return the number of hosts used by the run. For a local run, all nodes are on a single host."""
         is_local = (self.status.job_id or "").startswith("local-")
         return 1 if is_local else self.status.place.num_nodes
 
@@ -136,16 +137,16 @@ class RunView:
         return self.status.place.device == "cuda"
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields of `status --json` and of this view as one JSON object, without the curves."""
+        """Return a JSON object with the fields of `status --json` and of this view, excluding the curves."""
         return {**self.status.to_dict(), **to_json(self)}
 
 
 def read_view(
     history: RunHistory, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
 ) -> RunView:
-    """Return the view of a run whose `history` the caller has just updated.
+    """Return the view of a run; the caller must have updated `history`.
 
-    Commands in hints contain the run folder as a path relative to `cwd` if the folder is below `cwd`.
+    In hints with commands, the run folder is relative to `cwd` if it is below `cwd`.
     """
     run, metrics = history.run, history.metrics
     reading = reading_of(history, status)
@@ -201,7 +202,7 @@ def read_view(
 def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
     """Return the curves of all metrics.
 
-    The built-in trainer logs validation losses as events, so these are added.
+    Validation losses are added, because the built-in trainer logs them as events.
     """
     curves = history.metrics.curves()
     if val_losses := sorted(history.events.val_losses.items()):
@@ -211,7 +212,7 @@ def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
 
 
 def sentence(status: RunStatus) -> str:
-    """Return a sentence with the state of the run and its reason."""
+    """Return a sentence that describes the state of the run and its reason."""
     reason, progress = f": {status.reason}" if status.reason else "", status.progress
     if status.state == "unknown" and progress.metrics_age_s is not None:
         reason += f"; the newest metrics are {duration(progress.metrics_age_s)} old"
@@ -258,7 +259,7 @@ def _data_wait_share(records: Sequence[StepRecord]) -> float | None:
 def _at_risk(
     history: RunHistory, status: RunStatus, until: datetime, world_size: int | None
 ) -> tuple[int | None, float | None]:
-    """Return the steps, and the hours summed over all ranks, that are lost if the run ends without saving."""
+    """Return the steps, and the hours summed over all ranks, that would be lost without another save."""
     if status.is_command or status.progress.step is None or world_size is None:
         return None, None
     events = history.events
@@ -277,7 +278,7 @@ def _failed(name: str, text: str) -> str:
 
 
 def node_rows(reading: Reading, now: datetime) -> list[NodeRow]:
-    """Return a row per node of the newest attempt; nodes with the most severe problems come first."""
+    """Return a row per node in the newest attempt, sorted by severity of the nodes' problems."""
     views: dict[str, list[HostView]] = {}
     found = ask_each(reading.plan.parts, lambda one: one.hosts(reading, now), _failed_host)
     for host, view in (item for own in found.values() for item in own.items()):
@@ -311,9 +312,9 @@ def _notices(reading: Reading, status: RunStatus) -> list[Notice]:
 
 
 def event_text(event: Event, known: Collection[str] = ()) -> str:
-    """Return a past event as a sentence for the list of warnings.
+    """Describe a past event in a sentence for the list of warnings.
 
-    `known` contains the capabilities that provide sentences for their own events.
+    `known` contains the names of capabilities that describe their own events.
     """
     name, reason = event.name, event.reason
     if name == "rank_failed":

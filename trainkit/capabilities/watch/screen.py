@@ -1,4 +1,4 @@
-"""The screens of ``trainkit watch``. No other module imports textual."""
+"""Implements the screens of ``trainkit watch``. No other module imports textual."""
 
 from __future__ import annotations
 
@@ -49,18 +49,17 @@ from trainkit.terminal import BAD, DIM, TITLE, state_style
 LOG_LINES = 200
 MAX_TRIALS = 200
 MAX_SHARE = 0.05
-"""Maximum fraction of a CPU core that reading may use. If reading would use more, the run folder is read less
-often."""
+"""Maximum fraction of a CPU core that reading the run folder may use. If reading would use more than this,
+the run folder is read less often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
-"""The process exits this many seconds after SIGHUP without restoring the terminal, which may no longer
-exist."""
+"""Seconds after SIGHUP until the process exits without restoring the terminal, which may no longer exist."""
 
 
 def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
-    """Show a run, a group or all runs until the user quits; return the exit code."""
+    """Show a run, a group or all runs until the user quits, and return the exit code."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # textual ignores changes of the terminal size if these variables are set
+        os.environ.pop(name, None)  # textual ignores changes of the terminal size if these variables are set.
     app = WatchApp(found, interval_s)
     result = app.run()
     if app.signal_number is not None:
@@ -78,15 +77,15 @@ def read_again(
     ended: threading.Event,
     is_on: threading.Event,
 ) -> None:
-    """Call `read` every `interval_s` seconds until `ended` is set, and less often if `read` takes long.
+    """Call `read` every `interval_s` seconds until `ended` is set, or less often if `read` takes long.
 
-    While `is_on` is not set, `read` is not called.
+    While `is_on` is cleared, `read` is not called.
     """
     while not ended.is_set():
         began_s = time.thread_time()
         try:
             result: object = read()
-        # show the error on the screen, because the screen would silently freeze if this thread ended
+        # Show the error on the screen, because the screen would silently stop updating if this thread exited.
         except Exception as error:
             result = error
         show(result)
@@ -95,7 +94,7 @@ def read_again(
 
 
 class ReadingScreen(Screen[None]):
-    """A screen whose content is read repeatedly in a separate thread."""
+    """A screen whose content is read repeatedly in a background thread."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "app.quit", "Quit"),
@@ -110,7 +109,7 @@ class ReadingScreen(Screen[None]):
         self._is_on.set()
         self._read_at: datetime | None = None
         self.result: Any = None
-        """The result of the last successful read; None before the first."""
+        """The result of the last successful read; None before the first successful read."""
         self.problem: str | None = None
 
     def on_mount(self) -> None:
@@ -122,7 +121,7 @@ class ReadingScreen(Screen[None]):
         self._is_on.set()
 
     def take(self, result: object) -> None:
-        """Show the result of a read.
+        """Show the result of a read operation.
 
         If the result is an exception, show its message above the last successful result.
         """
@@ -139,7 +138,7 @@ class ReadingScreen(Screen[None]):
         self.show()
 
     def action_keys(self) -> None:
-        """Show the keys of this screen and their meanings."""
+        """Show the keys of this screen and what they do."""
         own = (kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         found = [one for kind in own for one in vars(kind).get("BINDINGS", ()) if isinstance(one, Binding)]
         shown = ((one.key_display or one.key, one.tooltip or one.description) for one in found)
@@ -205,7 +204,7 @@ class RunScreen(ReadingScreen):
             self.query_one("#body", Static).update(joined(lines, width))
 
     def action_metric(self, step: int) -> None:
-        """Show the chart of the next metric; after the last metric, return to the normal screen."""
+        """Show the chart of the next metric or, after the last metric, the normal screen."""
         choices = [None, *(() if self.result is None else charted(self.result))]
         at = choices.index(self._metric) if self._metric in choices else 0
         self._metric = choices[(at + step) % len(choices)]
@@ -277,7 +276,7 @@ class RunScreen(ReadingScreen):
 
 
 class ListScreen(ReadingScreen):
-    """A list of runs; the user can open one."""
+    """A list of runs; the user can open each run."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "Open", priority=True)]
 
@@ -298,8 +297,8 @@ class ListScreen(ReadingScreen):
         self._is_on.set()
 
     def _listing(self) -> tuple[str, list[Sequence[str]]]:
-        """Return the title of the list, and its rows; the first row is the heading."""
-        if isinstance(self.result, GroupStatus):  # failed trials come first
+        """Return the title of the list, and its rows, starting with the heading."""
+        if isinstance(self.result, GroupStatus):  # list failed trials first
             count, trials = len(self.result.trials), most_relevant(self.result, MAX_TRIALS)
             self._runs, rows = trials, trial_rows(self.result, trials)
             title = f"{self.result.name}: {count:,} runs: {state_counts(self.result.states)}"
@@ -313,7 +312,7 @@ class ListScreen(ReadingScreen):
         return title + (f", {num_hidden:,} {what}not shown" if num_hidden else ""), rows
 
     def show(self) -> None:
-        """Show the newest result. The cursor remains on the same run."""
+        """Show the newest result of reading the runs. The cursor stays on the same run."""
         width, table = self.app.size.width, self.query_one(DataTable)
         lines = problem_lines(self.problem or self._poller.problem, width)
         if self.result is None:
@@ -328,7 +327,7 @@ class ListScreen(ReadingScreen):
         place, top = table.cursor_coordinate, table.scroll_y
         chosen = table.coordinate_to_cell_key(place).row_key.value if table.row_count else None
         table.clear(columns=True)
-        # Without an explicit width, the table computes it one frame too late.
+        # Set the width, because the table would otherwise compute it one frame too late.
         for column in zip(*rows, strict=True):
             table.add_column(column[0], width=max(map(cell_len, column)))
         for run, (name, state, *cells) in zip(self._runs, rows[1:], strict=True):
@@ -352,7 +351,7 @@ class ListScreen(ReadingScreen):
 
 
 class GroupScreen(ListScreen):
-    """The runs of a group, ranked by a metric that the user can change."""
+    """A list of the runs in a group, ranked by a metric that the user can change."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("m", "metric(1)", "Metric", show=False, tooltip="Rank the runs by the next metric"),
@@ -363,14 +362,14 @@ class GroupScreen(ListScreen):
         super().__init__(self._read_group, interval_s, poller)
         self._group = group
         self._metric: str | None = None
-        """The metric that ranks the runs; None for the metric in their config."""
+        """The metric that ranks the runs; None for the metric set in the runs' config."""
 
     def _read_group(self) -> GroupStatus:
         return read_group(self._group, self._poller.jobs, self._metric)
 
     @work(thread=True, exclusive=True)
     def action_metric(self, step: int) -> None:
-        """Rank the runs by the next metric they logged; after the last, by the metric in their config."""
+        """Rank the runs by the next logged metric or, after the last one, by the metric set in the config."""
         result: object
         try:
             runs = [self._group.run(index) for index in self._group.created()[:MAX_NAMED]]
@@ -384,7 +383,7 @@ class GroupScreen(ListScreen):
 
 
 class TextScreen(ReadingScreen):
-    """A screen of text lines that the user can scroll."""
+    """A screen with lines of text that the user can scroll."""
 
     def __init__(self, read: Callable[[], object], interval_s: float, at_end: bool = False) -> None:
         super().__init__(read, interval_s)
@@ -412,7 +411,7 @@ class TextScreen(ReadingScreen):
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question that the user must answer before an action is performed."""
+    """A confirmation question that is shown before an action is performed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
@@ -431,7 +430,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class WatchApp(App[int]):
-    """The application, which shows a run, a group, or the list of runs."""
+    """The textual application, which shows a run, a group, or the list of all runs."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -467,7 +466,7 @@ class WatchApp(App[int]):
         self.open(self._found)
 
     def open(self, found: RunDir | RunGroup | None) -> None:
-        """Open the screen of a run or a group; None stands for the list of all runs."""
+        """Open the screen of a run or a group, or the list of all runs if `found` is None."""
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
@@ -478,7 +477,7 @@ class WatchApp(App[int]):
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:
-        """Close the current screen; if it is the first one, open the list of runs."""
+        """Close the current screen; if no other screen is open, show the list of runs."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._found is not None:
@@ -493,7 +492,7 @@ class WatchApp(App[int]):
         self.exit(EXIT_INTERRUPTED)
 
     def _end(self, number: int) -> None:
-        """Restore the terminal and exit because of a signal."""
+        """Restore the terminal and exit after a signal."""
         self.signal_number = number
         if number == signal.SIGHUP:
             signal.alarm(HANGUP_S)
@@ -501,14 +500,14 @@ class WatchApp(App[int]):
 
 
 def problem_lines(problem: str | None, width: int) -> list[Text]:
-    """Return lines about the problem due to which the screen is incomplete; none without a problem."""
+    """Return lines that describe why the screen is incomplete, or no lines if there is no problem."""
     if problem is None:
         return []
     return [Text(line, BAD) for line in wrap(f"! {problem}", max(1, width))[:MAX_PROBLEM_LINES]]
 
 
 def joined(lines: list[Text], width: int) -> Text:
-    """Join lines into one text, and truncate each line to the given width."""
+    """Join lines into one text, truncating each line to the given width."""
     for line in lines:
         line.plain = replaced(line.plain)
         line.truncate(width, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""Formats the view of a run as lines of a given width, for `watch --once` and for the live screen."""
+"""Formats a view of a run as lines of a given width, for `watch --once` and for the live screen."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ MIN_NOTICES = 2
 WIDE, TALL = 120, 40
 MAX_SPARKLINE = 200
 MIN_CHARTS, LAST_LINES = 12, 7
-"""Minimum number of rows for charts on a tall screen, and number of rows for the log below the charts."""
+"""Minimum number of rows for charts on a tall screen, and number of log rows below the charts."""
 CHART_WIDTH, CHART_HEIGHT = 56, (4, 12)
 """Minimum number of columns of a chart, and minimum and maximum number of rows of its curve."""
 CHART_LABEL = 7
-"""Minimum number of columns for the values next to a chart."""
+"""Minimum number of columns for the value labels of a chart."""
 CURVE_NAMES = {"loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Width and height of the screen in characters. `height` is None if there is no limit."""
+    """Width and height of the screen, in characters. A `height` of None means no limit."""
 
     width: int
     height: int | None = None
@@ -50,7 +50,7 @@ class Size:
 
 
 def view_lines(view: RunView, size: Size, metric: str | None = None) -> list[Text]:
-    """Return a view as at most `size.height` lines of at most `size.width` characters.
+    """Return a view as at most `size.height` lines with at most `size.width` characters each.
 
     If `metric` is given, its chart replaces everything below the progress line.
     """
@@ -67,14 +67,14 @@ def view_lines(view: RunView, size: Size, metric: str | None = None) -> list[Tex
 
 
 def _all_lines(lines: list[Text], view: RunView, size: Size, charts: Sequence[str]) -> list[Text]:
-    """Return `lines`, followed by the numbers, the nodes, the warnings, the given charts and the log."""
+    """Return `lines`, followed by the numbers, nodes, warnings, given charts and log of the run."""
     tail_first = bool(view.failure) and size.is_tall
     lines += _tail_lines(view, size, 1 + FAILURE_LOG_LINES) if tail_first else []
     lines += [Text(), *_progress(view, size), *_numbers(view, size)]
     num_nodes, num_notices = len(view.nodes), len(view.notices)
     if size.height is not None:
-        # Reserve three lines for headings, and the minimum height for charts. Warnings get a third of the
-        # remaining lines, and nodes get the rest.
+        # Reserve three lines for headings, and the minimum height for charts. A third of the remaining lines
+        # is for warnings, and the rest is for nodes.
         left = size.height - len(lines) - 3 - (MIN_CHARTS if charts else 0)
         num_notices = min(num_notices, max(MIN_NOTICES, left // 3))
         num_nodes = max(1, left - num_notices)
@@ -149,7 +149,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
 
 
 def _curve_value(view: RunView, name: str) -> Text:
-    """Return the newest value of a curve, and the value to which it is compared."""
+    """Return the newest value of a curve, and a value to compare it with."""
     if name == "loss":
         val_loss = view.status.progress.val_loss
         val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
@@ -160,7 +160,7 @@ def _curve_value(view: RunView, name: str) -> Text:
 
 
 def _numbers(view: RunView, size: Size) -> list[Text]:
-    """Return a line per number, with a sparkline if there is a curve for the number."""
+    """Return one line for each number, with a sparkline if the number has a curve."""
     is_command = view.status.is_command
     lines = []
     for name in CURVE_NAMES:
@@ -253,7 +253,7 @@ def nodes_lines(nodes: Sequence[NodeRow], size: Size, most: int, expected: int |
 
 
 def _cells(node: NodeRow, size: Size) -> dict[str, str]:
-    """Map each column heading to the value of a node."""
+    """Map each column heading to the node's value for the column."""
     width = 24 if size.is_wide else 12
     return {
         "": "!" if node.severity else "",
@@ -281,9 +281,9 @@ def notices_lines(notices: Sequence[Notice], size: Size, most: int) -> list[Text
 
 
 def _tail_lines(view: RunView, size: Size, space: int) -> list[Text]:
-    """Return a heading, followed by as many of the last lines of the log as fit into the remaining space.
+    """Return a heading, followed by the last lines of the log that fit into the remaining space.
 
-    Returns nothing if there is no space for more than a heading.
+    Returns no lines if there is space only for the heading.
     """
     if space < 3 or not view.log_tail or view.log is None:
         return []
@@ -291,7 +291,7 @@ def _tail_lines(view: RunView, size: Size, space: int) -> list[Text]:
 
 
 def notice_line(notice: Notice) -> Text:
-    """Return a warning with its time, and with its host and rank unless its text already contains them."""
+    """Return a warning with its time, and with its host and rank if the text does not contain them."""
     clock, text = "now" if notice.time is None else notice.time[11:19], notice.text
     where = [] if notice.host is None or notice.host in text else [notice.host]
     if notice.rank is not None and f"rank {notice.rank}" not in text:
@@ -301,18 +301,18 @@ def notice_line(notice: Notice) -> Text:
 
 
 def charted(view: RunView) -> list[str]:
-    """Return the metrics for which a chart can be drawn."""
+    """Return the metrics that can be drawn as charts."""
     return [name for name, points in view.curves.items() if len(points) > 1]
 
 
 def metric_name(view: RunView, name: str) -> str:
-    """Return the name under which a metric is displayed."""
+    """Return the display name of a metric."""
     counts_samples = name == "tokens_per_s" and view.status.progress.samples_per_s is not None
     return "samples/s" if counts_samples else CURVE_NAMES.get(name, plain(name))
 
 
 def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list[Text]:
-    """Return the charts that fit into the space; several charts may be next to each other."""
+    """Return the charts that fit into the space; several charts may be placed side by side."""
     least, most = CHART_HEIGHT
     num_rows = -(-len(names) // max(1, size.width // CHART_WIDTH))
     num_columns = -(-len(names) // num_rows)
@@ -330,10 +330,10 @@ def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list
 
 
 def _chart(view: RunView, name: str, size: Size) -> list[Text]:
-    """Return a heading, followed by the rows of a curve labelled with its lowest and highest value.
+    """Return a heading, followed by the rows of a curve with its lowest and highest value as labels.
 
-    Each column shows the mean over a range of steps. A column without any step repeats the value of the
-    previous column.
+    Each column shows the mean over a range of steps. A column for a range without steps repeats the previous
+    column's value.
     """
     points, height = view.curves[name], size.height or 1
     ends = (number(pick(value for _, value in points)) for pick in (min, max))
@@ -343,9 +343,9 @@ def _chart(view: RunView, name: str, size: Size) -> list[Text]:
     for mean in resampled(points, width):
         values += [mean] if mean is not None else values[-1:]
     low, high = min(values), max(values)
-    # If a curve has few values, each value fills several columns.
+    # If a curve has fewer values than columns, each value fills several columns.
     columns = (values[index * len(values) // width] for index in range(width))
-    # Halve first, because the difference of two finite numbers may be infinite.
+    # Halve before subtracting, because the difference of two finite numbers may be infinite.
     span = high / 2 - low / 2 or 1.0
     most = height * len(BLOCKS) - 1
     levels = [1 + round(min(1.0, (value / 2 - low / 2) / span) * most) for value in columns]
@@ -368,7 +368,7 @@ def _exactly(line: Text, width: int) -> Text:
 
 
 def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
-    """Return the mean value in each of `width` equal ranges of steps, or all points if there are fewer."""
+    """Return the mean value in each of `width` equal step ranges, or all points if there are fewer."""
     if not points:
         return []
     if len(points) <= width:
@@ -381,13 +381,13 @@ def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | N
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Draw values as block characters of eight heights; the lowest block stands for the lowest value.
+    """Draw values as block characters with eight heights; the lowest block represents the lowest value.
 
     A missing value is drawn as a space.
     """
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    # Halved as in `_chart`; multiplying by a factor would overflow if the span is tiny.
+    # Halve as in `_chart`. Divide by the span, because multiplying by a factor overflows if the span is tiny.
     span = high / 2 - low / 2 or 1.0
     levels = (None if value is None else (value / 2 - low / 2) / span for value in values)
     return "".join(" " if level is None else BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
