@@ -300,7 +300,7 @@ def _(both: Both) -> None:
     assert found[0][3] == str(both.runs["ids"].path / "submitit")
 
 
-@row("`JobEnvironment()` outside of a job is refused")
+@row("`JobEnvironment()` outside of a job is rejected")
 def _(both: Both) -> None:
     with pytest.raises(RuntimeError):
         submitit.JobEnvironment()
@@ -518,14 +518,14 @@ def _(both: Both) -> None:
     assert api._loaded(given)[0].workload.argv[0] == str(other)
 
 
-@row("an unknown parameter is refused")
+@row("an unknown parameter is rejected")
 def _(both: Both) -> None:
     with pytest.raises(NameError):
         AutoExecutor("logs", cluster="local").update_parameters(blublu=2)
     assert "blublu=2: blublu: " in parameter_error(blublu=2)
 
 
-@row("a value of the wrong type is refused")
+@row("a value of the wrong type is rejected")
 def _(both: Both) -> None:
     with pytest.raises(AssertionError):
         AutoExecutor("logs", cluster="local").update_parameters(mem_gb="2.0GB")

@@ -138,7 +138,7 @@ def test_init(login, cuda):
     done = login.trainkit("init")
     assert done.returncode == 2
     assert f"kept the existing file {profile}\n" in done.stderr
-    assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
+    assert done.stderr.endswith(" with --cluster NAME and --dir DIR\n")
     done = login.trainkit("init", "--dir", "other")
     assert done.returncode == 0
     assert done.stdout.split() == ["other/first-run.yaml"]

@@ -119,7 +119,7 @@ def test_a_job_waits_only_for_one_of_its_own_cluster(login, other):
     for words in ((), named(login, other)):
         done = login.trainkit("submit", str(login.config), *words, "--after", str(run.path), "--", "true")
         assert done.returncode == 2
-        assert f"but these are {job_id} on {other.cluster.name}\n" in done.stderr
+        assert f"but these jobs are {job_id} on {other.cluster.name}\n" in done.stderr
     second = login.submit(*there, "--after", str(run.path), "--", "true")
     waits = other.cluster.job(login.job_id(second))["Dependency"]
     assert waits == f"afterok:{job_id}(unfulfilled)"

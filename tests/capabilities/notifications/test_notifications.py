@@ -243,7 +243,7 @@ def test_a_dead_endpoint_delays_nothing_for_long(
     assert restart_s is not None
     assert restart_s < notifications.SEND_TIMEOUT_S / 2
     logs = "".join(read(job.run.attempt(number).supervisor_log) for number in (1, 2))
-    expected = {"silent": "has not answered", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
+    expected = {"silent": "did not answer", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
     assert logs.count(expected) == 1
     assert SECRET not in logs
     assert not (job.run.path / notifications.STATE_NAME).exists()

@@ -233,7 +233,7 @@ def test_a_rank_with_a_slow_loader_is_named_for_its_data(tmp_path: Path) -> None
     last = read_metrics(attempt.run)[-1]
     assert (last["slowest_rank"], last["slowest_host"]) == (1, found["host"])
     assert last["slowest_rank_s"] > 8 * 0.02 > last["other_ranks_s"]
-    assert "is slow since" in attempt.rank_log(0).read_text()
+    assert "has been slow since" in attempt.rank_log(0).read_text()
 
 
 def last_step(run: RunDir) -> int:
