@@ -391,8 +391,9 @@ def _documented(node: ast.AST, owner: str = "") -> Iterator[str]:
         yield f"```python\n{_signature(name, node)}\n```\n"
     if "abstractmethod" in decorators:
         yield "Required.\n"
-    for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
-        yield _lines(_markdown(paragraph))
+    for paragraph in _markdown(ast.get_docstring(node) or "").split("\n\n"):
+        items = re.split(r"\n(?=- )", paragraph)
+        yield "".join(_lines(item, indent="  " * item.startswith("- ")) for item in items)
     if not isinstance(node, ast.ClassDef):
         return
     for item, after in zip(node.body, [*node.body[1:], None], strict=True):

@@ -737,8 +737,8 @@ def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]
         raise UsageError(f"command={shown_value(command)} is not a list of words", hint=hint)
     for word in command:
         if not isinstance(word, str | os.PathLike | Real) or isinstance(word, bool):
-            hint = "use strings, numbers and paths; str(…) converts any value to a string"
-            raise UsageError(f"command contains {shown_value(word)}, which is not a word", hint=hint)
+            what = f"command contains {shown_value(word)}, which is not a string, number or path"
+            raise UsageError(what, hint="str(…) converts any value to a string")
     return tuple(os.fsdecode(word) if isinstance(word, str | os.PathLike) else str(word) for word in command)
 
 

@@ -33,7 +33,7 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     "trainkit doctor --json",
 )
 @options.config_argument
-@option("--quick", "Skip checks that take several seconds: torch, and most of the write test.")
+@option("--quick", "Skip slow checks: torch, bandwidth, and most of the write test.")
 @options.set_option
 @options.slurm_options
 @options.shape_options

@@ -110,7 +110,7 @@ def _only_waits(pid: int) -> bool:
 
 
 def _await_stop(pids: Iterable[int]) -> None:
-    """Wait until the processes have stopped; running processes would handle the next signal too early."""
+    """Wait until SIGSTOP has stopped the processes, so that they handle a new signal only after SIGCONT."""
     deadline_s = time.monotonic() + STOPS_S
     for pid in pids:
         while processes.is_running(pid) and not processes.is_stopped(pid) and time.monotonic() < deadline_s:
