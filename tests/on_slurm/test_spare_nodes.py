@@ -12,7 +12,7 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login):
     shown = login.trainkit("check", str(login.config), *args)
     assert shown.returncode == 0, shown.stderr
     assert "spare_nodes: 1: the job gets 3 nodes, of which 2 train" in shown.stdout
-    assert f"exclude: {bad}: it did not answer (big, attempt 3, " in shown.stdout
+    assert f"exclude: {bad}: it was away (big, attempt 3, " in shown.stdout
     assert f"`rm {memory_file(name, login.env)}` clears the list" in shown.stdout
     run = login.submit_listeners(*args, num_ranks=4)
     job = login.cluster.job(login.job_id(run))
