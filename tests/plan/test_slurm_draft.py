@@ -257,12 +257,12 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
 @pytest.mark.parametrize(
     ("per", "bound"),
     [
-        ("node", "gpus-per-task: 1", "is 1: a task would see 1 GPU, but it starts all 8 ranks of its node"),
-        ("node", "gpu-bind: single:4", "a task would see 1 GPU, but it starts all"),
-        ("node", "gpu-bind: per_task:2", "a task would see 2 GPUs, but it starts all"),
-        ("gpu", "gpus-per-task: 2", "is 2: a task would see 2 GPUs, but it is only one rank"),
-        ("gpu", "gpus-per-task: h100:4", "is h100:4: a task would see 4 GPUs, but it is only one rank"),
-        ("gpu", "ntasks-per-gpu: 2", "is 2: ranks would share a GPU"),
+        ("node", "gpus-per-task: 1"),
+        ("node", "gpu-bind: single:4"),
+        ("node", "gpu-bind: per_task:2"),
+        ("gpu", "gpus-per-task: 2"),
+        ("gpu", "gpus-per-task: h100:4"),
+        ("gpu", "ntasks-per-gpu: 2"),
     ],
 )
 def test_bindings_that_leave_a_rank_without_a_gpu_of_its_own(per: str, bound: str) -> None:

@@ -140,7 +140,7 @@ def test_a_job_without_a_terminal(desk, terminal):
     run = RunDir(desk.types("submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
     wait_for(lambda: len(list((attempt.path / "debugger").glob("rank-*.json"))) == 2)
-    waits = f":7: rank 1 waits for `trainkit debug {run.path} --rank 1`"
+    waits = f":7: rank 1 waits until you run `trainkit debug {run.path} --rank 1`"
     assert attempt.rank_log(1).read_text().count(waits) == 1
     (record,) = (attempt.path / "debugger").glob("rank-0001-*.json")
     path = Path(read_json(record)["socket"])
@@ -203,7 +203,7 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     wait_for(lambda: "sleeps" in attempt.rank_log(0).read_text())
     terminal.keys("C-c")
     terminal.wait_for(r"left rank 0, which continues until its next breakpoint\(\)\n\$$")
-    wait_for(lambda: attempt.rank_log(0).read_text().count("rank 0 waits for") == 4)
+    wait_for(lambda: attempt.rank_log(0).read_text().count("rank 0 waits until") == 4)
     typed(terminal, "echo sa''ne", r"^sane\n\$$")
     terminal.type([*TRAINKIT, "debug", "last"])
     terminal.wait_for(r"^-> print\(\"slept\", flush=True\)\n\(Pdb\)$")

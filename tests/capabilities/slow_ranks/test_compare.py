@@ -196,7 +196,7 @@ def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
     assert found["ratio"] > 1.4
     assert begins - WINDOW < found["since_step"] <= begins + 2 * WINDOW
     assert found["step"] <= found["since_step"] + 3 * WINDOW
-    assert f"rank 2 on {found['host']} is" in attempt.rank_log(0).read_text()
+    assert f"rank 2 on {found['host']} has been slow since" in attempt.rank_log(0).read_text()
 
 
 SLOW_LOADER = """
