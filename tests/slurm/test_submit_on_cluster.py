@@ -74,7 +74,7 @@ def test_submitting_while_the_controller_restarts(cluster, tmp_path):
         ("--partition=nope", "Invalid partition name specified", "sinfo -s"),
         ("--account=nope", "Invalid account or account/partition combination specified", "--account"),
         ("--qos=nope", "Invalid qos specification", "--qos"),
-        ("--gres=gpu:9", "Requested node configuration is not available", "GPUs"),
+        ("--gres=gpu:9", "Requested node configuration is not available", "sinfo -o "),
         ("--constraint=nope", "Invalid feature specification", "%f"),
         ("--reservation=nope", "Requested reservation is invalid", "scontrol show reservation"),
         ("--array=0-20000", "Invalid job array specification", "MaxArraySize"),
