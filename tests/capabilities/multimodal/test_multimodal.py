@@ -273,7 +273,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
     assert len(lines) == 21
     assert f"{file}:2: the line is not JSON" in lines[0]
-    assert lines[13] == f"{file}:15: it has 105 tokens, more than 60"
+    assert lines[13] == f"{file}:15: the row has 105 tokens, more than 60"
     assert lines[20] == f"and {3 * len(BAD) - 20} more"
     assert "1 problem\n" in shown.err
     image = pytest.importorskip("PIL.Image")
