@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 6_078),
+    "trainkit": (21, 6_076),
     "trainkit/backends": (20, 4_385),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_382),

@@ -52,9 +52,7 @@ def table(
         if max_width is not None:
             widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
         return "\n".join(_line(row, widths, right) for row in rows)
-    first = (
-        0 if cuts else num_keys
-    )  # index of the first column to narrow; key columns are narrowed only as a last resort
+    first = 0 if cuts else num_keys  # index of the first column to narrow; key columns come last
     least = [width if index < first else min(width, MIN_COLUMN) for index, width in enumerate(widths)]
     here = len(widths)
     while _width(least[:here]) > fit and here > num_keys + 1:
