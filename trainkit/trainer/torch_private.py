@@ -377,9 +377,9 @@ PICKLED_IN_METADATA = frozenset(
 )
 """Private names that occur in the metadata of sharded checkpoints and are safe to unpickle.
 
-If a release of torch adds a name to the metadata, resuming from its checkpoints fails with an error that shows
-the name. Check what a class or function does before adding its name. Never remove a name, because checkpoints
-saved with older torch releases contain it.
+If a release of torch adds a name to the metadata, resuming from its checkpoints fails with an error that
+shows the name. Check what a class or function does before adding its name. Never remove a name, because
+checkpoints saved with older torch releases contain it.
 """
 
 
