@@ -139,6 +139,8 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
         append_jsonl(run.metrics_file, record)
     report = report_of(run)
     assert (report.spent["unmeasured"], report.goodput, report.num_records) == (8.0, None, 2)
+    of_command = replace(report, status=replace(report.status, command=["python", "train.py"]))
+    assert ["<tr><td>layout" in render_report(one) for one in (report, of_command)] == [True, False]
 
 
 def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
