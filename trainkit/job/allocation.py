@@ -58,7 +58,9 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
     """
     try:
         read_submitted(attempt)
-        open_trusted(attempt.run.job_file).close()  # job.json contains the path of the copied code
+        open_trusted(
+            attempt.run.job_file
+        ).close()  # job.json determines which code copy runs, so check who can change it
         read_submitted(attempt.run)
     except UsageError as error:
         log_line(error.render())

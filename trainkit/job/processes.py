@@ -70,7 +70,7 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
         libc.sigaddset(awaited, int(number))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Python's sigtimedwait is not used, because it returns an arbitrary signal if the process is stopped
+        # Call libc, because Python's sigtimedwait may return an invalid signal if this process is suspended
         # until after the timeout.
         nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
         received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))

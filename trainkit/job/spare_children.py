@@ -178,7 +178,9 @@ def _new_filter() -> Filter | None:
         return Filter(_ancestors(int(agent)))
     except (ImportError, OSError) as error:
         if os.environ.get(RANK_PID_VARIABLE) == str(os.getpid()) and "SLURM_JOB_ID" in os.environ:
-            text = f"trainkit: a preemption may end child processes of this rank before it saves: {error}"
+            text = (
+                f"trainkit: a preemption may kill child processes of this rank before the rank saves: {error}"
+            )
             os.write(2, f"{text}\n".encode(errors="replace"))
         return None
 

@@ -200,9 +200,9 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         elif "/" in command[0] and (cwd / command[0]).is_file():
             hint = f"`chmod +x {quote(command[0])}` makes this file executable"
         elif " " in command[0].strip() and len(command) == 1:
-            hint = f"without the quotes: -- {command[0]}"
+            hint = f"remove the quotes: -- {command[0]}"
         elif command[0] in BUILTINS:
-            hint = f"{command[0]} is a command of the shell: -- bash -c {quote(shlex.join(command))}"
+            hint = f"{command[0]} is a shell built-in: use -- bash -c {quote(shlex.join(command))}"
         raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
     # launch.setup may change the working directory or create the script, so the script cannot be checked.

@@ -41,7 +41,8 @@ from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
 WAITS_FOR_ROOM = (
-    "Slurm accepts no more jobs from this user now; the run is submitted when a job of the group ends"
+    "Slurm currently accepts no more jobs from this user; the run will be submitted when a job "
+    "of the group finishes"
 )
 """The reason shown for a trial that has not been submitted yet; see `RunGroup.left`."""
 
@@ -197,7 +198,7 @@ class RunGroup(RunFolder):
             raise UsageError(
                 f"{self.shown}/sweep.json has version {record.version}, "
                 f"but this trainkit version supports only version {GROUP_VERSION}",
-                hint="use the trainkit version that submitted the group, or a newer one",
+                hint="use the trainkit version that submitted the group, or a newer version",
             )
         return record, {trial.index: trial for trial in trials}
 
@@ -327,7 +328,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if (process := group.record.process) is not None:
         path, starts, hint = group.word, "start one after another", "status {}` shows them"
         if process.alive() is False:
-            starts, hint = "do not start any more", "resume {}` starts them"
+            starts, hint = "will not be started", "resume {}` starts them"
         raise UsageError(
             f"{run.shown} has not started: the runs of {group.shown} {starts}",
             hint=f"`trainkit {hint.format(path)}",
@@ -341,7 +342,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if job_id is None and group.job_id is not None:
         raise UsageError(
             f"{run.shown} is not submitted yet: {WAITS_FOR_ROOM}",
-            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm accepts it",
+            hint=f"`trainkit resume {group.word}` submits the run as soon as Slurm accepts another job",
         )
     if job_id is None:
         raise UsageError(

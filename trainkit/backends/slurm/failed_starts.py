@@ -69,8 +69,7 @@ def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[F
     found = [start for start in _recorded(run, record) if _is_over(start, job)]
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
-    # Slurm reports a failure that has no record: the script did not begin, or could not write to the run
-    # folder.
+    # If only Slurm reports the failure, the script did not start or could not write to the run folder.
     entry = record.newest
     if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
