@@ -401,7 +401,7 @@ class Run(Generic[Value]):
                 raise RunError(f"the function of {self._folder.path} raised:\n\n{trace}") from error
             what = f"the result of rank {rank} of {self._folder.path} cannot be loaded in this process"
             hint = (
-                "load it where the same modules and devices are available, or let the function "
+                "load the result where the same modules and devices are available, or let the function "
                 "return plain values and CPU tensors"
             )
             raise RunError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
@@ -759,7 +759,7 @@ def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., obje
     if not argv:
         if launcher != "python":
             what = "a config" if function is None else "a function"
-            hint = 'omit it, or use it with command=["train.py"]'
+            hint = 'omit launcher, or combine it with command=["train.py"]'
             raise UsageError(f"launcher={launcher!r} has no effect on {what}", hint=hint)
         return TRAINER if function is None else Workload(ARGV)
     workload = Workload(argv, launcher)

@@ -87,7 +87,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
     """
     deadline_s = time.monotonic() + delay_s
     while True:
-        # Receive a pending signal even if the delay is 0.
+        # Check once for a pending signal even if the delay is 0.
         received = wait_for_signal(deadline_s - time.monotonic())
         if received in (None, signal.SIGUSR2):
             return None

@@ -123,7 +123,7 @@ def _register() -> None:
 
 def _block() -> None:
     """Block stop signals before a fork, because they would kill the child before it is protected."""
-    # Create the filter here, because during the fork another thread may hold an import lock.
+    # Create the filter before the fork, because another thread may hold an import lock during the fork.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 

@@ -184,7 +184,8 @@ def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
-    # If Slurm or a file cannot be queried, report at least the problems found when loading the config.
+    # If Slurm cannot be queried or a file cannot be read, report at least the problems found when loading the
+    # config.
     except TrainkitError as error:
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
 

@@ -317,7 +317,7 @@ def checked(
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
             f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups have no chained jobs",
-            hint="set it to 0, because a chained job can wait for a job, but not for an array task",
+            hint="set this key to 0, because a chained job can wait for a job, but not for an array task",
         )
     job_of_first = _job_of(first)
     for trial in planned[1:]:

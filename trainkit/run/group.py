@@ -184,14 +184,14 @@ class RunGroup(RunFolder):
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{self.shown}/sweep.json cannot be read: {error}",
-                hint="refer to one of its runs by the run's folder",
+                hint="specify the folder of one of its runs",
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
         trials = [read_record(Trial, value) for value in values or ()] if is_list else [Trial()]
         if any(trial.index < 0 for trial in trials):
             message = f"{self.shown}/sweep.json was not written by trainkit"
-            raise UsageError(message, hint="refer to one of its runs by the run's folder")
+            raise UsageError(message, hint="specify the folder of one of its runs")
         record = read_record(GroupRecord, content)
         record = replace(record, parts=sorted(record.parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:

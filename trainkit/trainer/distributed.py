@@ -565,7 +565,7 @@ def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
             found = ""
         if found != identity:
             raise TrainkitError(
-                f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
+                f"rank {env.rank} has connected to another job at {env.master_addr}:{env.master_port}, "
                 "not rank 0 of its own attempt",
                 hint="the other job took the port before rank 0 could; the next attempt chooses another port",
             )
@@ -587,7 +587,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
             if time.monotonic() > deadline:
                 raise TrainkitError(
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",
-                    hint="check the log of rank 0: it may have failed before it started to listen",
+                    hint="check the log of rank 0: rank 0 may have failed before it started to listen",
                 ) from None
             time.sleep(_pause_s(env.world_size))
 

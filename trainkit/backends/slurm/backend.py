@@ -138,12 +138,12 @@ class SlurmBackend(Backend):
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
         if jobs is None or entry.job not in jobs:
-            # Jobs of runs that have recorded their end are not queried. If the run has not recorded its end,
-            # a missing entry means that the job's cluster does not answer.
+            # Jobs of runs that have an end.json are not queried. If the run has no end.json, a missing entry
+            # means that the job's cluster does not answer.
             return JobStatus(False if is_over(run.attempt(entry.attempt)) else None)
         job = jobs.get(entry.job)
         if not in_queue(job):
-            # `jobs` does not contain the chained jobs of a run that has recorded its end.
+            # `jobs` does not contain the chained jobs of a run that has an end.json.
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 

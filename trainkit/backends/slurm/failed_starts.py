@@ -105,7 +105,7 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             if is_job_id(job_id):
                 yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # the record was truncated because the disk is full, or removed by the supervisor
+            continue  # the record was truncated because the disk is full, or was removed by the supervisor
 
 
 def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
