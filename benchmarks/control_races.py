@@ -56,7 +56,7 @@ ROUNDS_OF_A_RUN = 12
 TIMEOUT_S = 120.0
 REFUSED = (
     *("is running as", "is being cancelled", "cannot be locked", "is not running"),
-    *("has ended, but Slurm still has its job", "is already pending"),
+    *("has ended, but Slurm still lists its job", "is already pending"),
 )
 """Messages of a command that is refused because the other command came first."""
 WORKER = """

@@ -112,7 +112,7 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
         ("SystemExit", True),
     ),
     "sys.exit(3)": (call(exit_with, 3), {}, RunError, "SystemExit: 3", ("SystemExit", True)),
-    "sys.exit(78)": (call(exit_with, 78), {}, RunError, "a restart cannot help", ("exit", False)),
+    "sys.exit(78)": (call(exit_with, 78), {}, RunError, "a restart would not help", ("exit", False)),
     "os._exit(0)": (
         call(one_leaves, 0, "0"),
         {},

@@ -79,13 +79,13 @@ def test_the_fingerprint_changes_with_the_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "it ends too early"),
-        (struct.pack("<Q", 1 << 60) + b"{}", "is damaged or has another format"),
-        (struct.pack("<Q", 2) + b"[]", "is damaged or has another format"),
-        (struct.pack("<Q", 9) + b"not json!", "is damaged or has another format"),
+        (b"", "the file is truncated"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "is damaged or is not a safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "is damaged or is not a safetensors file"),
+        (struct.pack("<Q", 9) + b"not json!", "is damaged or is not a safetensors file"),
         (
             struct.pack("<Q", 58) + b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0,8]}}'[:58],
-            "is damaged or has another format",
+            "is damaged or is not a safetensors file",
         ),
     ],
 )

@@ -20,7 +20,7 @@ def program() -> int:
         # time and is useless before exit.
         gc.freeze()
         return code
-    except KeyboardInterrupt:  # raised outside of the command, because a command handles interrupts itself
+    except KeyboardInterrupt:  # raised outside of the command, because commands handle interrupts themselves
         print("\ninterrupted", file=sys.stderr)
         return 130
 

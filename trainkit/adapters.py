@@ -104,7 +104,7 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
     """Raise FatalError if `target_modules` contains a name that matches no module."""
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
-        return  # without a list, peft chooses the target modules itself or raises an error
+        return  # without a list, peft chooses the target modules or raises an error
     # In peft, a string is a pattern for the full module name, and a list contains suffixes of names.
     if isinstance(targets, str):
         patterns = {targets: targets}

@@ -359,7 +359,8 @@ class Run(Generic[Value]):
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
         refuse_foreign(
-            self._folder.path, "copy the data you need: loading a result executes code that the file contains"
+            self._folder.path,
+            "ask the owner for the data in another format: loading a result executes code in its file",
         )
         attempt = self._folder.attempt(numbers[-1])
         end = read_end(attempt)
@@ -384,7 +385,8 @@ class Run(Generic[Value]):
         if missing := [rank for rank in ranks if rank not in found and left in (None, rank)]:
             what = f"{rank_list(missing)} of {self._folder.path} wrote no result"
             raise RunError(
-                what, hint="let the function return: `os._exit` ends the process before the result is written"
+                what,
+                hint="let the function return: `os._exit` exits before the result is written",
             )
         return [found[rank].value for rank in ranks]
 
@@ -399,7 +401,7 @@ class Run(Generic[Value]):
                 raise RunError(f"the function of {self._folder.path} raised:\n\n{trace}") from error
             what = f"the result of rank {rank} of {self._folder.path} cannot be loaded in this process"
             hint = (
-                "load it where the same modules and devices are available, or let the function "
+                "load the result where the same modules and devices are available, or let the function "
                 "return plain values and CPU tensors"
             )
             raise RunError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
@@ -599,7 +601,7 @@ def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[
             )
         axes[key] = list(itertools.islice(own, MAX_TRIALS + 1))
         if not axes[key]:
-            raise UsageError(f"{key} has no values", hint="give at least one value, or omit the key")
+            raise UsageError(f"{key} has no values", hint="specify at least one value, or omit the key")
         if not of_function:
             axes[key] = [_written(key, value) for value in axes[key]]
             refuse_axis(key, axes[key], f"sweep of {key}")
@@ -620,7 +622,9 @@ def _written(key: str, value: object) -> object:
 
 def _refuse_too_many(count: int, limit: int) -> None:
     if count > limit:
-        raise UsageError(f"more than {limit:,} runs", hint="give fewer values, or do more work in each run")
+        raise UsageError(
+            f"more than {limit:,} runs", hint="specify fewer values, or do more work in each run"
+        )
 
 
 class _Given(NamedTuple):
@@ -654,9 +658,13 @@ def _given(
     config = _config_of(work, config, argv)
     for place, value in {"profile": profile, "run_dir": run_dir}.items():
         if value is not None and not (isinstance(value, str | Path) and str(value)):
-            raise UsageError(f"{place} cannot be {shown_value(value)}", hint=f"give one, or omit {place}")
+            raise UsageError(
+                f"{place} cannot be {shown_value(value)}", hint=f"specify a value, or omit {place}"
+            )
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise UsageError(f"limit={limit!r} is not a valid number of runs", hint="give 1 or more, or omit it")
+        raise UsageError(
+            f"limit={limit!r} is not a valid number of runs", hint="specify at least 1, or omit limit"
+        )
     earlier = list(after) if isinstance(after, Iterable) and not isinstance(after, str | Group) else [after]
     if function is not None:
         own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir, "limit": limit}
@@ -729,12 +737,12 @@ def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]
         try:
             words = shlex.split(command)
         except ValueError as error:  # raised by shlex for an unclosed quote
-            raise UsageError(f"command={command!r}: {error}", hint="pass a list of words") from None
+            raise UsageError(f"command={command!r}: {error}", hint="pass a list of arguments") from None
         hint = f"pass a list: command={words!r}"
-        raise UsageError(f"command={command!r} is a string, not a list of words", hint=hint)
+        raise UsageError(f"command={command!r} is a string, not a list of arguments", hint=hint)
     if not isinstance(command, Sequence) or isinstance(command, bytes):
         hint = 'pass a list: command=["python", "train.py"]'
-        raise UsageError(f"command={shown_value(command)} is not a list of words", hint=hint)
+        raise UsageError(f"command={shown_value(command)} is not a list of arguments", hint=hint)
     for word in command:
         if not isinstance(word, str | os.PathLike | Real) or isinstance(word, bool):
             what = f"command contains {shown_value(word)}, which is not a string, number or path"
@@ -751,7 +759,7 @@ def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., obje
     if not argv:
         if launcher != "python":
             what = "a config" if function is None else "a function"
-            hint = 'omit it, or use it with command=["train.py"]'
+            hint = 'omit launcher, or combine it with command=["train.py"]'
             raise UsageError(f"launcher={launcher!r} has no effect on {what}", hint=hint)
         return TRAINER if function is None else Workload(ARGV)
     workload = Workload(argv, launcher)
@@ -814,7 +822,7 @@ def _flags(
     found = _keys_of(options)
     first = {key: name for key, _, name in reversed(found)}
     problems += [
-        Problem(key, f"is also given by {first[key]}", shown_argument(name, options[name]), "give it once")
+        Problem(key, f"is also set by {first[key]}", shown_argument(name, options[name]), "give it once")
         for key, _, name in found
         if name != first[key]
     ]
@@ -833,7 +841,7 @@ def _keys_of(options: Mapping[str, object]) -> list[tuple[str, object, str]]:
 
 _OF_OTHERS = {
     "limit": "only `map_array` and `sweep` accept it, to limit how many runs run at the same time",
-    "now": "omit it: the runs of a group always share the free resources",
+    "now": "omit this option: the runs of a group always share the free resources",
     **dict.fromkeys(
         ("command", "launcher"),
         "only `submit` accepts it; to sweep a command, use `trainkit submit --sweep` in a shell",
@@ -936,7 +944,7 @@ def _start(
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {
             index: dumps(call) for index, call in calls.items()
-        }  # This raises an error before any folder is created.
+        }  # This call raises an error before any folder is created.
     if values:
         pairs = zip(submission.trials, values, strict=True)
         own = [replace(trial, values=_without_leaks(one, trial.config.secrets)) for trial, one in pairs]

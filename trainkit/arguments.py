@@ -98,7 +98,7 @@ class Arguments:
         """
         hint = f"`{self.bound(options)}` passes the argument to the function"
         if is_used:
-            hint += f"; then {name}= is taken as the option of the run"
+            hint += f"; {name}= is then interpreted as an option of the run"
         what = "has no effect on the run of a function" if is_known else "unknown argument"
         if name in self.names:
             what = f"is a parameter of {self.name}"
@@ -283,7 +283,7 @@ _LEAVE_OUT = {
     "gpus_per_task": "each rank has exactly one GPU",
     "stderr_to_stdout": "the log of a rank contains both output streams",
     "use_srun": "each rank is a separate process",
-    "teardown": "use `try` and `finally` in the function",
+    "teardown": "use a `try` statement with `finally` in the function",
     "map_count": "`trainkit.map_array` counts its items",
     "max_pickle_size_gb": "the size of a pickle is not limited",
     "dependency": "use `after=[run]` to wait for a trainkit run",

@@ -289,7 +289,7 @@ _CLASSES = {
 }
 STARTED_WITH = {"--attempt": "local", "--step": "sbatch"}
 """Maps the first option of ``python -m trainkit.job.supervisor`` to the backend that passes this option."""
-NEWER = "it was created by a newer trainkit version: use that version"
+NEWER = "the run was created by a newer trainkit version: use that version"
 
 
 @cache

@@ -118,7 +118,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     if not make_private(folder):
         raise PermissionError(
             errno.EPERM,
-            "is not a private folder of this user; set HOME",
+            "is not a private folder of this user; set HOME to your home directory",
             str(folder),
         )
     return folder

@@ -236,7 +236,9 @@ def _open(path: Path, mode: int) -> int:
 
 def _not_a_lock(path: Path) -> NotALock:
     return NotALock(
-        errno.EINVAL, "a lock must be a separate file, but this is a link or another kind of file", str(path)
+        errno.EINVAL,
+        "a lock must be a regular file with one link, but this is a symlink, a hard link or a special file",
+        str(path),
     )
 
 

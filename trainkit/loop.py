@@ -215,8 +215,8 @@ class Attached:
             if plan is None or read_effective(attempt.config_file).logging.tensorboard is not False:
                 self._board = TensorBoardLog(attempt.run, None)
             self._recorder = of_media().recorder()(attempt, self._progress, self._board)
-        # A separate group for small collectives, because a save may be using the checkpoint group at the same
-        # time.
+        # Use a separate group for small collectives, because a save may be using the checkpoint group at the
+        # same time.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._stops: tuple[Tensor, dist.Work] | None = None
         """The result and the handle of the last step's all-reduce, which shows whether any rank has a stop
@@ -454,12 +454,14 @@ class Attached:
 
     def _record_end(self) -> None:
         """Record the end of a run that has no supervisor because it was not started by trainkit."""
-        code, reason, failure = EXIT_STOPPED, "the program ended before the last step", None
+        code, reason, failure = EXIT_STOPPED, "the program exited before the last step", None
         if self._outcome == "finished":
             code, reason = EXIT_OK, "all steps were trained"
         elif self._outcome == "stopped":
             reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
-        elif first := first_of(rank_failures(self._attempt)):  # another rank's failure also ends this rank
+        elif first := first_of(
+            rank_failures(self._attempt)
+        ):  # a failure of another rank also stops this rank
             failure = replace(first[1], more={})
             code, reason = failure.exit_code or EXIT_FAILED, f"rank {failure.rank} failed"
         state: Action = self._outcome or ("stopped" if failure is None else "failed")

@@ -47,7 +47,7 @@ def directive(value: object) -> str:
     if (broken := _NO_DIRECTIVE.search(text)) is not None:
         what = "a line break" if broken[0] in "\n\r" else "bytes that are not UTF-8"
         message = f"{text!a} cannot be written in an #SBATCH line: it contains {what}"
-        raise UsageError(message, hint="choose a name or a folder that does not contain it")
+        raise UsageError(message, hint="choose a name or a folder without this character")
     if _PLAIN_DIRECTIVE.fullmatch(text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -124,7 +124,9 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FatalError(f"{file} is damaged or has another format: {error}", "download it again") from None
+        raise FatalError(
+            f"{file} is damaged or is not a safetensors file: {error}", "download it again"
+        ) from None
     except OSError as error:
         # If the disk error was temporary, a restart may succeed.
         raise FatalError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
@@ -158,7 +160,7 @@ def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
             # Linux reads at most 2 GiB per system call.
             count = stream.readinto(view)
             if not count:
-                raise ValueError("it ends too early")
+                raise ValueError("the file is truncated")
             view = view[count:]
     return buffer
 

@@ -204,7 +204,7 @@ def array_indices(spec: str) -> list[int]:
             hint = (
                 "for example 0-15, 1,3,5 or 0-99%4" if ends is None else f"did you mean {ends[1]}-{ends[2]}?"
             )
-            raise UsageError(f"not the indices of a job array: {spec!r}", hint=hint)
+            raise UsageError(f"invalid job array indices: {spec!r}", hint=hint)
         first = int(match["first"])
         last = int(match["last"]) if match["last"] else first
         indices += range(first, last + 1, int(match["stride"] or 1))
@@ -238,7 +238,7 @@ def expand_hosts(text: str) -> list[str]:
     counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
     is_whole = items and ",".join(_ITEM.findall(text)) == text and text.isprintable()
     if not is_whole or text.startswith("-") or 0 in counts or sum(counts) > MAX_HOSTS:
-        raise UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+        raise UsageError(f"invalid Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
     hosts = []
     for item, brackets in zip(items, ranges, strict=True):
         numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]

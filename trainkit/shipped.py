@@ -454,7 +454,7 @@ def is_notable(event: str) -> bool:
 
 def shown_by(parts: Iterable[str]) -> list[str]:
     """Return the capabilities that can display something about a run whose plan has `parts`."""
-    # Always include built-in capabilities, because a run may have been sent to a tracker that is not in its
+    # Always include built-in capabilities, because a run may have sent data to a tracker that is not in its
     # plan.
     shipped = (name for name, shipped in SHIPPED.items() if shipped.shown)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
@@ -546,7 +546,7 @@ class Guard:
             return what(*values, **named)
         except (
             Exception
-        ) as error:  # The code may belong to another package, whose errors must not terminate the training.
+        ) as error:  # The code may belong to another package, whose errors must not stop the training.
             text = f"warning: the capability {name} failed: {type(error).__name__}: {error}"
             if text not in self._reported:
                 self._reported.add(text)

@@ -31,7 +31,7 @@ def _trusted() -> list[str]:
 
 def is_trusted(path: Path) -> bool:
     """Return whether a path, or a folder above it, was accepted with `trust`."""
-    # A symlink in a trusted folder is trusted, wherever it points.
+    # A symlink in a trusted folder is trusted, regardless of its target.
     places = (Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name))
     return any(place.is_relative_to(folder) for folder in _trusted() for place in places)
 
@@ -83,7 +83,7 @@ def open_trusted(path: str | Path) -> BinaryIO:
         if error.errno != errno.ELOOP:
             raise
         hint = "if you trust its content, replace the link with a copy of the file"
-        raise UsageError(f"{shown_path(path)} is a link, which can lead to any file", hint=hint) from None
+        raise UsageError(f"{shown_path(path)} is a symlink, which can point to any file", hint=hint) from None
     if not accepted:
         try:
             require_own(path, os.fstat(stream.fileno()))
@@ -103,7 +103,7 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
     """Raise UsageError if another user could have written a file or folder that determines executed code."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
-    # Only its owner can change a symlink, whatever its mode.
+    # A symlink can be replaced only by its owner, regardless of its mode.
     if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
         return
     shown = shown_path(path)
@@ -111,7 +111,7 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
     if not is_own(found):
         raise UsageError(
             f"{shown} belongs to user {found.st_uid}, who could change what the run executes",
-            hint=f"if you trust its content, replace it with a copy that you own: `cp -r {word} COPY`",
+            hint=f"if you trust its content, replace it with your own copy of it: `cp -r {word} COPY`",
         )
     raise UsageError(
         f"{who} can write to {shown} and could change what the run executes",

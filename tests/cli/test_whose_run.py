@@ -76,7 +76,7 @@ ATTACKS: dict[str, tuple[Callable[[RunDir], None], str]] = {
 READ_LATER: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "its config": (lambda run: give(run.config_file), "config.yaml belongs to user 65534"),
     "an open plan": (lambda run: run.plan_file.chmod(0o602), "every user can write to runs/train/plan.json"),
-    "a link": (link_config, "runs/train/config.yaml is a link, which can lead to any file"),
+    "a link": (link_config, "runs/train/config.yaml is a symlink, which can point to any file"),
 }
 
 

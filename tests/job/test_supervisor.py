@@ -366,7 +366,7 @@ class TestHeldLocks:
         run.attempt(1).plan_file.write_text("")
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_FAILED
-        hint = f"hint: if the host of that process is down for good, remove {run.supervisor_lock_file}"
+        hint = f"hint: if the host of that process is permanently down, remove {run.supervisor_lock_file}"
         assert hint in capfd.readouterr().out
 
     def test_the_end_is_judged_by_the_signal_that_ended_the_wait_for_the_supervisor_lock(

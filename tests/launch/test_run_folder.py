@@ -381,7 +381,7 @@ def test_one_of_two_commands_gets_an_empty_folder(tmp_path):
     folder.mkdir()
     with new_folder("x", folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainkit.launch.create.refuse_place", Mock())  # the first check was earlier
-        with pytest.raises(UsageError, match="another command is creating a run there"):
+        with pytest.raises(UsageError, match="another command is creating a run in this folder"):
             new_folder("x", folder).__enter__()
     assert [path.name for path in folder.iterdir()] == [".lock"]
 

@@ -186,5 +186,5 @@ def test_array_indices(spec, indices):
 
 @pytest.mark.parametrize("spec", ["", "a", "1-", "1--2", "1,,2", "-1", "1-2:", "0-9:0", "1;2"])
 def test_no_array_indices(spec):
-    with pytest.raises(UsageError, match="not the indices of a job array"):
+    with pytest.raises(UsageError, match="invalid job array indices"):
         array_indices(spec)

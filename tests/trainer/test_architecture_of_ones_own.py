@@ -117,7 +117,7 @@ def test_a_run_has_the_code_that_it_was_submitted_with(
     monkeypatch.chdir(tmp_path)
     Path("gpt.py").write_text("")  # the file was edited after the submission
     assert load_architecture("gpt.py:Gpt", run).__name__ == "Gpt"
-    with pytest.raises(TrainkitError, match="has no class Gpt"):
+    with pytest.raises(TrainkitError, match="does not define Gpt as a subclass of Model"):
         load_architecture("gpt.py:Gpt")
 
 

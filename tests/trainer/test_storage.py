@@ -106,10 +106,10 @@ def test_metadata_that_would_run_code_is_refused(
     save(tmp_path / "saved")
     trace = tmp_path / "ran"
     (tmp_path / "saved" / METADATA_NAME).write_bytes(opcodes(module, name, f"touch {trace}"[:250], protocol))
-    with pytest.raises(pickle.UnpicklingError, match="is not a class of checkpoint metadata"):
+    with pytest.raises(pickle.UnpicklingError, match="is not allowed in checkpoint metadata"):
         SafeReader(tmp_path / "saved").read_metadata()
     # torch 2.11 drops the reason. Above, `load_tensors` reads the metadata itself first.
-    shown = "metadata is None" if torch.__version__ < "2.12" else "is not a class of checkpoint metadata"
+    shown = "metadata is None" if torch.__version__ < "2.12" else "is not allowed in checkpoint metadata"
     with pytest.raises(CheckpointException, match=shown):
         state_dict_loader.load(
             {"a": torch.zeros(100_000)}, storage_reader=SafeReader(tmp_path / "saved"), no_dist=True
@@ -227,7 +227,7 @@ def test_a_resume_does_not_start_again(saved: Path, tmp_path: Path) -> None:
     saved.rename(source)
     options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={source}"]
     attempt = train(tmp_path / "second", [*options, "train.stop_at_step=2"], expect=75)
-    assert "started from" in log_text(attempt)
+    assert "initialized from" in log_text(attempt)
     again = train(tmp_path / "second", options)
     assert "resumed from step-00000002" in log_text(again)
-    assert "started from" not in log_text(again)
+    assert "initialized from" not in log_text(again)

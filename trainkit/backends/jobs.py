@@ -93,7 +93,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     if entry.folder is None:
         return
     is_here, was_copied = is_same_folder(Path(entry.folder), run.path), _was_copied(run, entry.inode)
-    # A local supervisor locks its own run folder shortly after its start.
+    # A local supervisor locks its run folder shortly after it starts.
     if entry.backend is None:
         is_another = (was_copied or (entry.inode is None and not is_here)) and not is_supervised(run)
     else:
@@ -128,7 +128,7 @@ def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) 
 def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command: str) -> UsageError:
     return UsageError(
         f"{folder.shown} is not the folder that {job_id} writes to, which is {home}",
-        hint=f"`trainkit {command} {quote(home)}` acts on the run if used on a host with that folder; "
+        hint=f"`trainkit {command} {quote(home)}` must be run on a host that has that folder; "
         f"if the folder is gone for good, `{ends}` ends the job",
     )
 
@@ -138,7 +138,7 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
-        return None  # also return None if a copy is now at the path that this folder was moved from
+        return None  # also return None if this folder was moved and a copy of it is now at its previous path
     original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None
@@ -186,11 +186,11 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
     while (job := lingering_job(run, record)) is not None:
         if time.monotonic() > deadline_s:
             raise UsageError(
-                f"{run.shown} has ended, but Slurm still has its job {job.job_id} ({job.slurm_state})",
+                f"{run.shown} has ended, but Slurm still lists its job {job.job_id} ({job.slurm_state})",
                 hint=f"`trainkit cancel {run.word} --now` ends the job",
             )
         if is_first:
-            print_note(f"{job.job_id} has recorded its end: waiting until it exits")
+            print_note(f"{job.job_id} has recorded the end of the attempt: waiting for it to exit")
         is_first = False
         time.sleep(EXIT_POLL_S)
 
@@ -207,7 +207,7 @@ def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
         job = backend_of(entry).job(entry)
     except SlurmError:
         return None
-    # If a job is completing, Slurm only waits for its epilog.
+    # Ignore a completing job: only its epilog is still running.
     return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
@@ -251,8 +251,8 @@ class SlurmPoller:
             if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
-        # A job that is missing from the answer would be considered unknown, so wait for an answer about all
-        # jobs.
+        # Wait for an answer about all jobs: a job that is missing from the answer would be considered
+        # unknown.
         deadline_s = time.monotonic() + ANSWER_S
         while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
             self._ask(ids)
@@ -270,7 +270,7 @@ class SlurmPoller:
     def _ask(self, ids: Sequence[str]) -> None:
         """Start a query in the background thread, unless one is in progress."""
         if not self._thread.is_alive():
-            # A daemon thread does not keep the program alive while Slurm has not answered.
+            # Use a daemon thread, so that the program can exit even if Slurm has not answered.
             self._thread = threading.Thread(target=self._run, args=(ids,), name="slurm", daemon=True)
             self._thread.start()
 

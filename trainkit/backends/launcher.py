@@ -135,7 +135,7 @@ def _own_address(task: LaunchedRank) -> str:
     if own.startswith("127.") and task.master_addr not in ("localhost", LOCAL_ADDR):
         raise UsageError(
             f"{here} is {own} on {socket.gethostname()}, an address that other hosts cannot reach",
-            hint="use the host's address in the network, or 127.0.0.1 if all ranks are on this host",
+            hint="use the host's network address, or 127.0.0.1 if all ranks are on this host",
         )
     return own
 

@@ -58,7 +58,8 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
     """
     try:
         read_submitted(attempt)
-        open_trusted(attempt.run.job_file).close()  # job.json contains the path of the copied code
+        # job.json determines which copy of the code runs, so check who can change it.
+        open_trusted(attempt.run.job_file).close()
         read_submitted(attempt.run)
     except UsageError as error:
         log_line(error.render())

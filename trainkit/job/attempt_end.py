@@ -41,7 +41,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
     attempt, plan, outcome = live.folder, live.plan, live.outcome
     killed, failure = signal_exit_code(signal.SIGKILL), outcome.failure
     if (entry := live.entry).is_cancelled:
-        # scancel sends SIGTERM before SIGKILL, so a stop signal may have been recorded as well.
+        # scancel sends SIGTERM before SIGKILL, so the attempt may also have recorded a stop signal.
         if entry.cancelled_now and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
         outcome = without_cause(outcome)

@@ -230,7 +230,7 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     if run.attended_in is not None and result.failure is not None and is_quit(result.failure.type or ""):
         return Decision("stopped", f"stopped in the {run.attended_in}", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
-        return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
+        return Decision("failed", "a worker reported that a restart would not help", EXIT_NO_RESTART)
     # If a save fails after a cancellation, the run is considered failed.
     is_interrupted = result.failed_after_signal and result.cause is not None
     # A command may exit with any code if the stop signal killed one of its ranks.
@@ -312,7 +312,7 @@ def _after_request(
     elif saved:
         summary = f"saved after {result.stop_signal}"
     elif result.out_of_time:
-        summary = f"killed: not all workers ended within the grace time after {result.stop_signal}"
+        summary = f"killed: not all workers exited within the grace time after {result.stop_signal}"
     elif EXIT_STUCK in result.exit_codes:
         summary = (
             f"stuck: the workers exited shortly before the grace time after {result.stop_signal} was over"
@@ -339,8 +339,8 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # After a stop signal, a job leaves its allocation, except if the stop was only meant to exclude one host,
-    # or if a user requested a restart and the job cannot be requeued.
+    # After a stop signal, a job leaves its allocation. There are two exceptions: the stop was only meant to
+    # exclude one host, or a user requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
@@ -385,7 +385,7 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
     if cause not in policy.on:
         return f"requeue.on does not include {cause}" if policy.on else ""
     if failure is not None and failure.final:
-        return "it would fail again in the same way"
+        return "the run would fail again in the same way"
     if failure is not None and _is_own_error(failure, run):
         where = "" if failure.code is None else f" in {failure.code.place}"
         return f"{str(failure.type).rpartition('.')[2]}{where} before the first step would be raised again"

@@ -88,7 +88,9 @@ def require_gpus(
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
-            with contextlib.suppress(nvml.NVMLError):  # if the GPU fails now, the rank will report this
+            with contextlib.suppress(
+                nvml.NVMLError
+            ):  # if the GPU fails now, the rank will report the failure
                 gpu = gpu_handle(nvml, name)
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
                 found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
@@ -116,7 +118,7 @@ def _missing_gpu(
     if is_task and count == 1 and visible is not None:
         # The node may be fine: if a cgroup restricts a task to one GPU, that GPU has index 0.
         hint = (
-            "check `nvidia-smi` on the host, and what sets CUDA_VISIBLE_DEVICES: "
+            "run `nvidia-smi` on the host, and find out what sets CUDA_VISIBLE_DEVICES: "
             "a single visible GPU has index 0"
         )
         return PreflightFailed(message, hint, is_node=False)
@@ -307,7 +309,7 @@ def check_space(name: str, folder: Path) -> Finding:
         return Finding(name, "ok", f"{value} free in {folder}")
     hint = f"remove the files that other jobs left in {folder}, or set TMPDIR to another folder"
     if folder == Path("/dev/shm"):
-        hint = "data loader workers need space in it; in a container, `docker run --shm-size=8g` enlarges it"
+        hint = "data loader workers need this space; in a container, `docker run --shm-size=8g` enlarges it"
     if free < MIN_FREE_MIB:
         return Finding(name, "failure", f"has only {free:.1f} MiB free", hint)
     return Finding(name, "warning", f"{value} free in {folder}", hint)

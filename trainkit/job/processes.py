@@ -70,7 +70,7 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
         libc.sigaddset(awaited, int(number))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Python's sigtimedwait is not used, because it returns an arbitrary signal if the process is stopped
+        # Call libc, because Python's sigtimedwait may return an invalid signal if this process is suspended
         # until after the timeout.
         nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
         received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))
@@ -87,7 +87,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
     """
     deadline_s = time.monotonic() + delay_s
     while True:
-        # Receive a pending signal even if the delay is 0.
+        # Check once for a pending signal even if the delay is 0.
         received = wait_for_signal(deadline_s - time.monotonic())
         if received in (None, signal.SIGUSR2):
             return None

@@ -84,7 +84,7 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     if wrong or "MASTER_ADDR" not in environ:
         raise UsageError(
             f"the rank environment is incomplete: {', '.join(wrong) or 'MASTER_ADDR is not set'}",
-            hint="start through trainkit submit or trainkit run, or unset RANK and WORLD_SIZE",
+            hint="start the script with `trainkit submit` or `trainkit run`, or unset RANK and WORLD_SIZE",
         )
     rank, local_rank, world_size, local_world_size, node_rank, port = (int(given[name]) for name in names)
     found = RankEnv(

@@ -123,7 +123,7 @@ def _register() -> None:
 
 def _block() -> None:
     """Block stop signals before a fork, because they would kill the child before it is protected."""
-    # Create the filter here, because during the fork another thread may hold an import lock.
+    # Create the filter before the fork, because another thread may hold an import lock during the fork.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
@@ -178,7 +178,9 @@ def _new_filter() -> Filter | None:
         return Filter(_ancestors(int(agent)))
     except (ImportError, OSError) as error:
         if os.environ.get(RANK_PID_VARIABLE) == str(os.getpid()) and "SLURM_JOB_ID" in os.environ:
-            text = f"trainkit: a preemption may end child processes of this rank before it saves: {error}"
+            text = (
+                f"trainkit: a preemption may kill child processes of this rank before the rank saves: {error}"
+            )
             os.write(2, f"{text}\n".encode(errors="replace"))
         return None
 

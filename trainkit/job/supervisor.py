@@ -123,7 +123,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, refusal)
         for dead in unended:
-            # The supervisor of the dead attempt could not report the end of its attempt.
+            # Report the end here, because the supervisor of the dead attempt could not report it.
             self._report_end(Attempt(dead), read_end(dead) or AttemptEnd())
         while True:
             decision = self._run_attempt(attempt)
@@ -223,7 +223,7 @@ class Supervisor:
                 return self.allocation.after_notice(attempt, received)
             attempt.update()
             options = self.allocation.restart_options(attempt)
-            if not options.restart:  # the remaining time is no longer sufficient
+            if not options.restart:  # not enough time is left for another attempt
                 return judge(attempt, options)
             try:
                 return retry_on_disk_error(lambda: self.allocation.claim_next(attempt))

@@ -260,7 +260,9 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
             try:  # If two commands both found the folder empty, only one of them may use it.
                 os.close(os.open(run_dir / LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
-                raise cannot_create(run_dir, "another command is creating a run there", option) from None
+                raise cannot_create(
+                    run_dir, "another command is creating a run in this folder", option
+                ) from None
             folder = run_dir
         yield folder, name
     except BaseException as error:

@@ -41,7 +41,7 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         whole = isinstance(first, TrialStatus) and is_here
         place, named = shown_path(first.run_dir), Path(first.run_dir)
         again = quote(shown_path(named.parent if whole else named))
-        hint = f"resume it first: `trainkit resume {again}`"
+        hint = f"resume that run first: `trainkit resume {again}`"
         if first.state == "unknown":
             hint = f"`trainkit status {quote(place)}` shows the reason; omit --after to start without waiting"
         if first.state in UNFINISHED_STATES:
@@ -64,7 +64,7 @@ def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] 
         place = shown_path(local.run_dir)
         raise UsageError(
             f"--after {text}: {place} runs on this machine, so Slurm cannot wait for it",
-            hint=f"`trainkit logs {quote(place)} -f` returns when it has ended",
+            hint=f"`trainkit logs {quote(place)} -f` returns when the run has ended",
         )
     if all(base_id(str(run.job_id)) in arrays for run in runs):
         return list(dict.fromkeys(base_id(str(run.job_id)) for run in found))

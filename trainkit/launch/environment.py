@@ -179,7 +179,7 @@ def _conda_environment(
         problem = f"is {given!r}, but there is no {name}/bin/python"
     elif base is None and not launch.modules:  # A module in `launch.modules` may provide conda.
         problem = f"is {given!r}, but there is no conda on PATH"
-        hint = "add the module that provides it to launch.modules, or set launch.python"
+        hint = "add the module that provides conda to launch.modules, or set launch.python"
     elif prefix is None and not launch.modules:
         problem = f"is {given!r}, which is not an environment of {base}"
     found_script = str(script) if script is not None and script.is_file() else None

@@ -184,7 +184,8 @@ def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
-    # If Slurm or a file cannot be queried, report at least the problems found when loading the config.
+    # If Slurm cannot be queried or a file cannot be read, report at least the problems found when loading the
+    # config.
     except TrainkitError as error:
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
 
@@ -200,9 +201,9 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         elif "/" in command[0] and (cwd / command[0]).is_file():
             hint = f"`chmod +x {quote(command[0])}` makes this file executable"
         elif " " in command[0].strip() and len(command) == 1:
-            hint = f"without the quotes: -- {command[0]}"
+            hint = f"remove the quotes: -- {command[0]}"
         elif command[0] in BUILTINS:
-            hint = f"{command[0]} is a command of the shell: -- bash -c {quote(shlex.join(command))}"
+            hint = f"{command[0]} is a shell built-in: use -- bash -c {quote(shlex.join(command))}"
         raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
     # launch.setup may change the working directory or create the script, so the script cannot be checked.

@@ -61,7 +61,7 @@ class RepeatedRun:
         taken += ["command"] if argv and argv == self.plan.workload.argv else []
         taken += ["code"] if self.code else []
         kept = f"its {' and '.join(filter(None, (', '.join(taken[:-1]), taken[-1])))}"
-        code = "" if self.code else f"; the code in {Path.cwd()} as it is now"
+        code = "" if self.code else f"; with the current code in {Path.cwd()}"
         differing = [
             name.replace("_", " ") for name in SHAPE if getattr(plan, name) != getattr(self.plan, name)
         ]
@@ -95,7 +95,7 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
         if not Path(code.workdir).is_dir():
             raise UsageError(
                 f"the copy of the code of {run.shown} is missing: there is no {shown_path(code.workdir)}",
-                hint=f"--no-snapshot runs the code in {cwd} as it is now",
+                hint=f"--no-snapshot runs the current code in {cwd}",
             )
     config, plan = config_and_plan(run)
     stdin = run.input_file.read_bytes() if run.input_file.is_file() else None

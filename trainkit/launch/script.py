@@ -83,7 +83,7 @@ def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str 
     Returns None if the job needs files in the original working directory.
     """
     if plan.workload.is_command:
-        return None  # A COMMAND either already runs in its code copy, or has no copy.
+        return None  # A COMMAND runs in its code copy, if any, and needs no fallback
     return str(run.path) if code is None else code.workdir
 
 

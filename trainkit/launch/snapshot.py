@@ -147,7 +147,7 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
     """
     code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
-        raise UsageError(f"{run.code_dir} already exists", hint="every run needs a code folder of its own")
+        raise UsageError(f"{run.code_dir} already exists", hint="every run needs its own code folder")
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
@@ -218,7 +218,7 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
     name = printable(os.fsdecode(error.filename)) if error.filename else str(run.path)
     return UsageError(
         f"cannot copy the code: {name}: {error.strerror or error}",
-        hint="make it readable or add it to .gitignore, or use --no-snapshot",
+        hint="make the file readable or add it to .gitignore, or use --no-snapshot",
     )
 
 
@@ -270,10 +270,10 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
-        # Given the absolute path of a script in the source, Python would import the modules next to it from
-        # the source, not from the copy.
+        # If the command names a script in the source by its absolute path, Python would import the
+        # neighbouring modules from the source, not from the copy.
         if Path(word).is_relative_to(source) and Path(word).is_file():
-            how = f"to run the copy, give the path relative to {source}"
+            how = f"to run the copy, specify the path relative to {source}"
             code.notes.append(f"{word} is run from the original folder, where it may change; {how}")
     return code, tree
 
@@ -301,7 +301,7 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
             if ".." in part.split("/") and not part.startswith("/") and is_outside and os.path.lexists(path):
                 raise UsageError(
                     f"{part} in the command is outside of {tree.root}, the folder that is copied for the run",
-                    hint=f"give its absolute path, {path}, {in_place}",
+                    hint=f"specify its absolute path, {path}, {in_place}",
                 )
     scripts = [word for word in command if word.endswith((".py", ".sh")) and not word.startswith("/")]
     quoted = [(script, match[1]) for script in scripts for match in _PATH_ABOVE.finditer(_text(tree, script))]
@@ -311,7 +311,7 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
         known = known if known == part else known.rpartition("/")[0]
         path = os.path.normpath(Path(tree.root, tree.subfolder, known))
         if known and not known.startswith("/") and os.path.lexists(path) and not _has_path(tree, path):
-            hint = f"give its absolute path, {path}, {in_place}"
+            hint = f"specify its absolute path, {path}, {in_place}"
             yield f"{part} in {where} is not in the copy of the code: {hint}"
 
 
@@ -358,7 +358,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
 
         The copy is not a hard link, because an editor may modify the source file in place.
         """
-        # The open fails if a symlink or pipe has just replaced the file.
+        # opening fails if a symlink or pipe has just replaced the file
         with suppress(FileNotFoundError):  # The file may have been deleted since it was listed.
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:

@@ -293,7 +293,7 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
     """
     folders, known = tree.folders, {path for path, _ in tree.left_out} | tree.files.keys()
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
-    # Through a symlink to an output folder, a run could read and replace the outputs of another run.
+    # If an output folder were symlinked, a run could read and replace the outputs of another run.
     known |= folders | tree.apart | {place for run in runs for place in (run, *parents(run))}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
     small: dict[str, dict[str, os.stat_result]] = {}

@@ -51,7 +51,9 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
     if is_file:
         has_data = found.st_size > os.lseek(0, 0, os.SEEK_CUR)
     if not workload.reads_input and _is_shared(found):
-        dropped = f"note: {shown} gets no standard input, because the calling program also reads from it"
+        dropped = (
+            f"note: {shown} gets no standard input, because the calling program also reads standard input"
+        )
         return None, f"{dropped}; to pass input, use `< FILE` or a pipe" if has_data else None
     if not (workload.reads_input or has_data):
         open_pipe = f"note: standard input is a pipe without data, so {shown} gets no input"
@@ -73,7 +75,9 @@ def _content(is_file: bool) -> bytes:
     content = b"".join(_file_blocks() if is_file else _pipe_blocks())
     if len(content) > MAX_BYTES:
         limit = f"{MAX_BYTES / 1e6:.0f} MB"
-        raise UsageError(f"standard input has more than {limit}, too much for a run folder", hint=_FILE_HINT)
+        raise UsageError(
+            f"standard input has more than {limit}, too much to store in a run folder", hint=_FILE_HINT
+        )
     return content
 
 
@@ -97,7 +101,7 @@ def _pipe_blocks() -> Iterator[bytes]:
             has_said = True
             if time.monotonic() > heard_s + SILENCE_S:
                 raise UsageError(
-                    f"standard input has not ended, and no data arrived for {SILENCE_S:g} s",
+                    f"standard input is still open, but no data has arrived for {SILENCE_S:g} s",
                     hint=f"{_FILE_HINT}, or add < /dev/null",
                 )
             continue

@@ -278,7 +278,9 @@ def disk_forecast(
         message = f"a checkpoint needs {size(one)}, but {shown_path(folder)} has only {size(free)} free"
         if num_runs > 1:
             message = f"{num_runs} runs with a checkpoint each need {size(one * num_runs)}: {message}"
-        raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
+        raise UsageError(
+            message, hint="free some disk space, or use --run-dir to choose a folder on another disk"
+        )
     if kept is None:
         every, steps = config.checkpoint.every_steps, config.train.steps
         # Saves that are triggered by epochs, by time or after validations are not counted.
@@ -295,7 +297,7 @@ def disk_forecast(
     where = f"{size(free)} free in {shown_path(folder)}"
     text = f"{whose}{how_many} {plural(count, 'checkpoint')} of {size(one)}: {size(need)} of {where}"
     if need > free:
-        return f"warning: {text}; {advice}, or free disk space"
+        return f"warning: {text}; {advice}, or free some disk space"
     return f"  disk                {text}"
 
 
@@ -315,7 +317,7 @@ def checked(
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
             f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups have no chained jobs",
-            hint="set it to 0, because a chained job can wait for a job, but not for an array task",
+            hint="set this key to 0, because a chained job can wait for a job, but not for an array task",
         )
     job_of_first = _job_of(first)
     for trial in planned[1:]:

@@ -42,7 +42,8 @@ def parse_array(text: str) -> ArraySpec:
     spec, percent, limit = text.strip().partition("%")
     if percent and not _LIMIT.fullmatch(limit):
         raise UsageError(
-            f"--array {text}: {limit!r} is not a number of concurrent tasks", hint="for example --array 0-9%4"
+            f"--array {text}: {limit!r} is not a valid limit on concurrent tasks",
+            hint="for example --array 0-9%4",
         )
     indices = array_indices(spec) if spec or not percent else []
     if len(indices) > MAX_TRIALS:
@@ -51,7 +52,10 @@ def parse_array(text: str) -> ArraySpec:
             hint="for example --array 0-9",
         )
     if len(set(indices)) < len(indices):
-        raise UsageError(f"--array {text}: it repeats an index", hint="each index stands for one run")
+        raise UsageError(
+            f"--array {text}: an index occurs more than once",
+            hint="each index must be unique, because it identifies one run",
+        )
     if spec and not indices:
         raise UsageError(f"--array {text}: it contains no indices", hint="for example --array 0-9")
     return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
@@ -92,7 +96,7 @@ def group_trials(
         return None, iter([LoadedTrial(0, {}, loaded)])
     if not spec.indices:
         raise UsageError(
-            f"--array {array} limits the tasks that run at once, but specifies no tasks",
+            f"--array {array} limits how many tasks run at once, but specifies no indices",
             hint="for example --array 0-9%4",
         )
     if workload.is_command:

@@ -78,8 +78,10 @@ def _problems(
     text = output_of(f"trying {task}", argv, values, timeout_s, folder)
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
-        message = f"the check of {task} failed: its process ended without a result"
-        raise TrainkitError(message, hint="code in the file exits Python; to find it, run `python FILE.py`")
+        message = f"the check of {task} failed: its process exited without a result"
+        raise TrainkitError(
+            message, hint="code in the file exits the Python process; run `python FILE.py` to find this code"
+        )
     found = json.loads(answers[-1].removeprefix(PREFIX))
     return [(key, message, hint) for key, message, hint in found]
 

@@ -51,7 +51,7 @@ def parse_time(text: object) -> datetime | None:
     try:
         time = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-    # Converting a time near year 1 or 9999 to UTC may exceed the supported range of years.
+    # Converting a time near year 1 or 9999 to UTC may exceed the range of years that datetime supports.
     except (ValueError, OverflowError):
         return None
 
@@ -199,7 +199,7 @@ def wait_for_json(
             value = read_json(path) if not creates else _read_or_create(path)
             if accept(value):
                 return value
-            reason = "another start of the job wrote it"
+            reason = "another start of the job wrote the file"
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error)
         if time.monotonic() > deadline_s:

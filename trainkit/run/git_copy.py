@@ -55,8 +55,8 @@ class IndexEntry:
         `written_s` is the modification time of the index.
         """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # A file that changed in the same second that the index was written may have changed again within that
-        # second.
+        # If a file changed in the same second in which the index was written, the file may have changed again
+        # within that second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 
 
@@ -130,7 +130,7 @@ def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, ta
                 values = (*ctime, *mtime, new.st_dev, new.st_ino, entry.stat[6])
                 stat = (*values, new.st_uid, new.st_gid, new.st_size)
         except OSError:
-            pass  # The file is missing in the source, the copy or both.
+            pass  # The file is missing from the source, the copy or both.
         _STAT.pack_into(changed, entry.position, *(value & 0xFFFFFFFF for value in stat))
     changed[-hash_size:] = hashlib.new(hash_name(hash_size), changed[:-hash_size]).digest()
     return bytes(changed)

@@ -41,7 +41,8 @@ from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
 WAITS_FOR_ROOM = (
-    "Slurm accepts no more jobs from this user now; the run is submitted when a job of the group ends"
+    "Slurm currently accepts no more jobs from this user; the run will be submitted when a job "
+    "of the group finishes"
 )
 """The reason shown for a trial that has not been submitted yet; see `RunGroup.left`."""
 
@@ -183,21 +184,21 @@ class RunGroup(RunFolder):
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{self.shown}/sweep.json cannot be read: {error}",
-                hint="refer to one of its runs by the run's folder",
+                hint="specify the folder of one of its runs",
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
         trials = [read_record(Trial, value) for value in values or ()] if is_list else [Trial()]
         if any(trial.index < 0 for trial in trials):
             message = f"{self.shown}/sweep.json was not written by trainkit"
-            raise UsageError(message, hint="refer to one of its runs by the run's folder")
+            raise UsageError(message, hint="specify the folder of one of its runs")
         record = read_record(GroupRecord, content)
         record = replace(record, parts=sorted(record.parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
                 f"{self.shown}/sweep.json has version {record.version}, "
                 f"but this trainkit version supports only version {GROUP_VERSION}",
-                hint="use the trainkit version that submitted the group, or a newer one",
+                hint="use the trainkit version that submitted the group, or a newer version",
             )
         return record, {trial.index: trial for trial in trials}
 
@@ -327,7 +328,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if (process := group.record.process) is not None:
         path, starts, hint = group.word, "start one after another", "status {}` shows them"
         if process.alive() is False:
-            starts, hint = "do not start any more", "resume {}` starts them"
+            starts, hint = "will not be started", "resume {}` starts them"
         raise UsageError(
             f"{run.shown} has not started: the runs of {group.shown} {starts}",
             hint=f"`trainkit {hint.format(path)}",
@@ -341,7 +342,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if job_id is None and group.job_id is not None:
         raise UsageError(
             f"{run.shown} is not submitted yet: {WAITS_FOR_ROOM}",
-            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm accepts it",
+            hint=f"`trainkit resume {group.word}` submits the run as soon as Slurm accepts another job",
         )
     if job_id is None:
         raise UsageError(

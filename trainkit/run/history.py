@@ -316,7 +316,7 @@ def _restart(attempt: Attempt, following: Attempt) -> Restart:
         began = timestamp(failure.text("failed_at"))
     saved = None if failed else attempt.saved
     if saved is not None and began is not None and saved < began:
-        saved = None  # The checkpoint is older than the signal, because no new step needed to be saved.
+        saved = None  # No checkpoint was saved after the signal, because there was no new step to save.
     return Restart(
         attempt=attempt.number,
         action=str(attempt.action),
@@ -405,7 +405,7 @@ class EventHistory:
         """Read the events appended since the last call."""
         size = self._tail.size()
         if size < self._tail.position:
-            self._clear()  # If the file is shorter than before, it was replaced by another file.
+            self._clear()  # If the file is shorter than when it was last read, another file has replaced it.
         if size - self._tail.position > WHOLE_BYTES:
             with open_file(self._tail.path) as stream:
                 for event in events_of(parse_records(event_lines(stream, self._tail.position, size))):

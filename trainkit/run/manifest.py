@@ -353,9 +353,8 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     found = read_object(path / MANIFEST_NAME)
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
-    # If a checkpoint was validated only after a resume, its own manifest does not say that it is the best
-    # checkpoint. Only the manifests of later checkpoints then identify the best checkpoint, in their
-    # `best_step`.
+    # A checkpoint that was validated only after a resume is not marked as the best in its own manifest. In
+    # this case, only the `best_step` in the manifests of later checkpoints identifies the best checkpoint.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

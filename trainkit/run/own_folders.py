@@ -74,8 +74,8 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without cache folders set by trainkit or torch; keep cache folders set by the user."""
     own = f"/{_name()}/"
-    # torch adds its default cache folder to os.environ, so a value equal to this default was not set by the
-    # user.
+    # torch adds its default cache folder to os.environ, so if the value equals this default, the user did not
+    # set it.
     defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
     found = {
         name: value
@@ -102,6 +102,6 @@ def _caches_in(folder: Path) -> Mapping[str, str]:
 def _problem_of(folder: Path, others: int = 0o077) -> str | None:
     """Create a private folder; return why the folder cannot be trusted, or None if it can be."""
     try:
-        return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
+        return None if make_private(folder, others) else f"{folder} can be written or replaced by other users"
     except OSError as error:
         return str(error)

@@ -101,7 +101,7 @@ def cannot_create(place: Path, reason: str, option: str) -> UsageError:
     """Return the error for a run folder that cannot be created; `option` is the option that sets the path."""
     return UsageError(
         f"cannot create a run folder at {place}: {reason}",
-        hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
+        hint=f"choose a writable folder with {option}, and check that neither disk nor quota is full",
     )
 
 

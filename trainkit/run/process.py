@@ -42,7 +42,7 @@ def process_stat(pid: int) -> ProcessStat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command name is in parentheses and may itself contain parentheses and spaces, so split after the
-    # last one.
+    # last closing parenthesis.
     fields = text.rpartition(")")[2].split()
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
 

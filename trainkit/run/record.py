@@ -112,7 +112,7 @@ class AttemptRecord(HasCluster):
     @property
     def takeover(self) -> str:
         """Return the reason to record for earlier attempts that are superseded by this attempt."""
-        return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
+        return f"superseded: attempt {self.attempt} in job {self.job_id} has taken over the run"
 
     @property
     def is_complete(self) -> bool:
@@ -394,7 +394,7 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     be written.
     """
     attempt = run.next_attempt()
-    # With the config and plan, the folder is a run that `resume` can start, even if this process is killed
+    # A folder with the config and the plan is a run that `resume` can start, even if this process is killed
     # now.
     if not run.attempts_dir.exists():
         write_atomic(run.config_file, config_text)
@@ -421,7 +421,7 @@ def _plan_files(plan_text: str) -> dict[str, str]:
     try:
         return files_of(take_parts(json.loads(plan_text)))
     except (ValueError, TypeError, AttributeError):
-        return {}  # The error is ignored here, because the attempt will fail later and report it to the user.
+        return {}  # Ignore the error here, because the attempt will fail later and report the same error.
 
 
 def reopen_attempt(attempt: AttemptDir) -> AttemptDir:

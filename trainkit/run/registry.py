@@ -88,7 +88,7 @@ def starts() -> list[Start]:
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)) or "\0" in path:
             continue
         key, is_over = os.path.normpath(path), record.get("over") is True
-        # Ignore a record that the run is over if the run was started again after that record.
+        # Ignore the record that a run is over if the run was started again after this record was written.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
@@ -113,7 +113,7 @@ def record_over(over: Iterable[Start]) -> None:
                 record = {"time": start.time, "name": start.name, "path": str(start.folder), "over": True}
                 append_jsonl(path, record)
     except OSError:
-        pass  # If the record is missing, the next `status` is only slower.
+        pass  # Without this record, the next `status` is only slower.
 
 
 def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | RunGroup]:
@@ -155,7 +155,7 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
     """Return an attempt of a run, by default its newest; raise UsageError if the attempt does not exist."""
     numbers = run.attempt_numbers()
     if not numbers:
-        hint = f"`trainkit resume {run.word}` starts it"
+        hint = f"`trainkit resume {run.word}` starts the run"
         raise UsageError(f"{run.shown} was never started", hint=hint)
     if number is not None and number not in numbers:
         raise UsageError(f"{run.shown} has no attempt {number}", hint=there_are(numbers))
@@ -194,7 +194,7 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
         trial = group_of(run)
     except OSError as error:
         raise UsageError(
-            f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
+            f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read the run"
         ) from None
     if trial is not None:
         return _run_of(*trial)
@@ -292,7 +292,7 @@ class RunElsewhere(UsageError):
         what = "the newest run" if typed == "last" else typed
         super().__init__(
             f"{what} is not a run of this folder: it is {', '.join(item.shown for item in found)}",
-            hint=f"to act on it, specify its folder: {', '.join(item.word for item in found)}",
+            hint=f"to select such a run, specify its folder: {', '.join(item.word for item in found)}",
         )
         self.typed, self.only = typed, found[0].path if len(found) == 1 else None
 

@@ -340,7 +340,7 @@ class RunLocked(TrainkitError):
     """
 
     def __init__(self, file: Path, busy: LockBusy) -> None:
-        hint = f"if the host of that process is down for good, remove {shown_path(file)}"
+        hint = f"if the host of that process is permanently down, remove {shown_path(file)}"
         super().__init__(str(busy), hint)
         self.stopped = isinstance(busy, LockStopped)
 
@@ -375,7 +375,7 @@ def refuse_missing(run: RunDir) -> None:
     """
     if not run.exists():
         raise UsageError(
-            f"{run.path} is no longer a run folder: it was moved or deleted before this start",
+            f"{run.path} is no longer a run folder: the folder was moved or deleted before this job started",
             hint="`trainkit resume DIR` resumes the run in its new folder DIR",
         )
 

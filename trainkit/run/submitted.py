@@ -32,7 +32,7 @@ class NotSubmitted(UsageError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            f"{path} is not the file that this job was submitted with, so the job runs nothing: "
+            f"{path} differs from the file that was submitted with this job, so the run is not started: "
             "the file was changed, or another folder has replaced the run folder",
             hint="check the folder and its owner; `trainkit resume` submits its current content",
         )

@@ -79,7 +79,7 @@ def set_up_logging(rank: int) -> None:
         format=f"%(asctime)s {prefix}%(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.raiseExceptions = False  # a failure to write the log must not end the training
+    logging.raiseExceptions = False  # a failure to write the log must not stop the training
 
 
 def record_failure(
@@ -87,7 +87,7 @@ def record_failure(
 ) -> int:
     """Write the error record of this rank and log the error; return the exit code."""
     code = exit_code_of(error, current)
-    # Pass `error` explicitly: when `sys.excepthook` runs, no exception is being handled any more.
+    # Pass `error` explicitly, because no exception is being handled when `sys.excepthook` runs.
     trace = "".join(traceback.format_exception(error))
     own, message = users_line(trace.splitlines()), str(error)
     if hasattr(error, "exceptions") and (raised := last_exception(trace.splitlines())) is not None:
@@ -108,9 +108,9 @@ def record_failure(
     shown = error.render() if isinstance(error, TrainkitError) else trace
     try:
         if "gloo" in message:
-            # Write the flight record before the error record, because the supervisor ends all ranks once it
+            # Write the flight record before the error record, because the supervisor kills all ranks once it
             # reads the error record. The flight record shows which rank called a different collective than
-            # the others.
+            # the other ranks.
             write_flight_record(attempt, rank_info.rank, "cpu")
         write_json(attempt.rank_error(rank_info.rank), record)
     except OSError as unwritable:
@@ -124,7 +124,7 @@ def record_failure(
 def exit_code_of(error: BaseException, current: CurrentPhase) -> int:
     """Return the exit code for an error; 78 if a restart would fail too, as for a missing module."""
     if isinstance(error, UsageError):
-        # A disk error may be gone at the next start.
+        # A disk error may no longer occur at the next start.
         return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART
     if isinstance(error, TrainkitError):
         return error.exit_code

@@ -208,7 +208,7 @@ class CausalLM:
 
     def __init__(self, config: RunConfig, run: RunDir | None, checks_data: bool) -> None:
         seq_len = config.data.seq_len
-        # Load the architecture first, because preparing the data may take long and an invalid architecture
+        # Load the architecture first: preparing the data may take a long time, and an invalid architecture
         # should be reported early.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)

@@ -144,7 +144,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
         is_bound = listed is not None and len(listed) <= local_rank
         raise TrainkitError(
             f"local rank {local_rank} has no GPU: torch sees {count} on this node",
-            hint=GPU_BINDING_HINT if is_bound else "check `nvidia-smi` and the log of this node",
+            hint=GPU_BINDING_HINT if is_bound else "run `nvidia-smi` on this node, and check the node's log",
             exit_code=EXIT_NO_RESTART if is_bound else None,
         )
     device = torch.device("cuda", index)
@@ -176,7 +176,7 @@ def bind_to_gpu(device: torch.device) -> None:
         near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)} & allowed
         if near != allowed and len(near) >= torch.get_num_threads():
             os.sched_setaffinity(0, near)
-            log.info(f"bound to the {len(near)} of {len(allowed)} CPUs next to the GPU (launch.numa)")
+            log.info(f"bound to the {len(near)} of {len(allowed)} CPUs nearest to the GPU (launch.numa)")
 
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:
@@ -565,7 +565,7 @@ def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
             found = ""
         if found != identity:
             raise TrainkitError(
-                f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
+                f"rank {env.rank} has connected to another job at {env.master_addr}:{env.master_port}, "
                 "not rank 0 of its own attempt",
                 hint="the other job took the port before rank 0 could; the next attempt chooses another port",
             )
@@ -587,7 +587,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
             if time.monotonic() > deadline:
                 raise TrainkitError(
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",
-                    hint="check the log of rank 0: it may have failed before it started to listen",
+                    hint="check the log of rank 0: rank 0 may have failed before it started to listen",
                 ) from None
             time.sleep(_pause_s(env.world_size))
 

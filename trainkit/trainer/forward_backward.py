@@ -132,8 +132,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        # Drop the gradients from the context to free their memory early, because the context lives as long as
-        # the loss.
+        # Free the gradients early by dropping them from the context, because the context lives as long as the
+        # loss.
         (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
         is_float32 = x_grad.dtype == weight_grad.dtype
         scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
@@ -314,7 +314,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
                 raise refusal(
                     self.config,
                     f"a metric is called {taken[0]}",
-                    "rename the metric, because every metrics record has a key of that name",
+                    "rename the metric, because every metrics record already has a key with this name",
                 )
             self._refuse_same_name(mode, names)
             others = gather_from_all(list(names), self.world, self._group)

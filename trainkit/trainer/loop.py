@@ -97,8 +97,8 @@ class Evaluator:
                 )
                 all_reduce_sum(report, self._world)
                 totals = report if totals is None else totals + report
-                # Read back the previous batch's report, so that the device already computes the current batch
-                # while the host waits.
+                # Read back the previous batch's report, so that the device is already computing the current
+                # batch while the host waits.
                 if readback is not None and readback.finish().stop:
                     return None
                 readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
@@ -149,7 +149,7 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # check the checkpoint before the build, which may take long
+        with progress.within("load"):  # check the checkpoint before the build, which may take a long time
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
@@ -278,8 +278,8 @@ class Trainer:
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # Collect garbage on all ranks at the same step; if ranks did so at different steps, each rank
-            # would delay all others in turn.
+            # Collect garbage on all ranks at the same step: if ranks collected at different steps, each rank
+            # would delay all other ranks in turn.
             gc.collect(1)
         return report, shown_lr
 
@@ -303,8 +303,8 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            # Rank 0 decides by its own clock when to save, and the other ranks learn this from the step
-            # report.
+            # Rank 0 decides by its own clock when to save. The other ranks learn of the decision from the
+            # step report.
             minutes, waited_s = self.config.checkpoint.every_minutes, time.monotonic() - self._last_save_s
             due = self.world.is_main and minutes is not None and waited_s > minutes * 60
             local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
@@ -408,8 +408,8 @@ class Trainer:
                 f"{now:g}; `precision.dtype: bf16` needs no loss scale"
             )
         raise DivergedError(
-            f"all {self.state.step} steps were skipped, since loss or gradient was never finite: the weights "
-            "are unchanged",
+            f"all {self.state.step} steps were skipped, because the loss or the gradient was never finite: "
+            "the weights are unchanged",
             hint,
         )
 
@@ -537,7 +537,7 @@ class Trainer:
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         record = {**self.manifest_record, "progress": asdict(self.state)}
         if self._own is not None:
-            self.saver.finish()  # the previous save must end before its tensors may change
+            self.saver.finish()  # the previous save must finish before its tensors may change
             record["state"], tensors = self._own.collect()
             self.saver.tensors = {**self._whole_state, **tensors}
         wait_for_logs = logs_written(self._recorder, self.metrics.tensorboard)

@@ -128,7 +128,7 @@ class TensorBoardLog:
                     add(self._opened())
         except ImportError as error:
             self._is_missing = True
-            log.info(f"cannot write TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
+            log.info(f"cannot write TensorBoard files: {error} (`{install_line('tensorboard')}` installs it)")
         except Exception as error:  # log the error here, because nothing reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 
@@ -166,14 +166,15 @@ class TensorBoardLog:
             folder = self._run.tensorboard_dir
             # SummaryWriter would create the folder even if the run folder was moved, so create it here.
             ensure_folder(folder)
-            # `purge_step` hides the steps that an earlier attempt trained after its last checkpoint.
+            # `purge_step` tells TensorBoard to discard the steps that an earlier attempt trained after its
+            # last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer
 
     def close(self) -> None:
         """Write pending values and close the TensorBoard log."""
         if self._held is not None:
-            self.begin(None)  # with None, the log hides no steps of earlier attempts
+            self.begin(None)  # with None, TensorBoard discards no steps of earlier attempts
         self._pool.shutdown()
         try:
             if self._writer is not None:
@@ -264,7 +265,7 @@ class Metrics:
             "step": state.step,
             "time": utc_now(),
             "attempt": self.attempt.number,
-            # While fp16 training searches for its loss scale, only the gradient overflows, so the loss can
+            # While fp16 training is lowering its loss scale, only the gradient overflows, so the loss can
             # still be recorded.
             "loss": report.loss if state.nonfinite_in_a_row == 0 and math.isfinite(report.loss) else None,
             "grad_norm": report.grad_norm if report.finite else None,
@@ -282,8 +283,8 @@ class Metrics:
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        # Expand `values` twice: the trainer's keys come first, and its values replace a capability's values
-        # of the same name.
+        # Expand `values` twice: the first expansion puts the trainer's keys first, and the second restores
+        # its values if a capability uses the same name.
         self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))

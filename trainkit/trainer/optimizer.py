@@ -194,7 +194,7 @@ class ShardedAdamW(ShardedOptimizer):
                     continue
                 updated[shard] = grad
                 shard.grad = None
-        # torch's fused kernel updates the remaining shards, several per kernel launch.
+        # torch's fused kernel updates the remaining shards, with several shards per kernel launch.
         scale_next_step(self._adamw, divisor, skip)
         self._adamw.step()
         for shard, grad in updated.items():

@@ -192,7 +192,10 @@ class OwnOptimizers(ShardedOptimizer):
         none = [names[key] for key, found in owners.items() if not found]
         several = [names[key] for key, found in owners.items() if len(found) > 1]
         if none:
-            hint = "pass it to an optimizer, or freeze it in build_model: parameter.requires_grad_(False)"
+            hint = (
+                "pass the parameter to an optimizer, or freeze it in build_model: "
+                "parameter.requires_grad_(False)"
+            )
             raise self._error(f"has no optimizer for {listed(none)}", hint)
         if several:
             raise self._error(
@@ -301,7 +304,7 @@ class OwnOptimizers(ShardedOptimizer):
             raise self._error(
                 f"returned an optimizer whose {path} has shape {list(item.shape)}, but this rank's shard of "
                 f"{weight.name} has shape {list(shard.shape)}",
-                "it does not update each element independently; train with dp_replicate only",
+                "the optimizer does not update each element independently; train with dp_replicate only",
             )
         return item
 
@@ -335,7 +338,10 @@ class OwnOptimizers(ShardedOptimizer):
             value = values[name]
             if value.num_groups != len(optimizer.param_groups):
                 message = f"returned {value.kind} with {len(optimizer.param_groups)} groups"
-                hint = f"the checkpoint has {value.num_groups} groups; return as many, or start a new run"
+                hint = (
+                    f"the checkpoint has {value.num_groups} groups; return the same number, or "
+                    "start a new run"
+                )
                 raise self._error(message, hint)
             optimizer.state.update(decode(value.rest, tensors))
             for weight, shard in self._owned(optimizer):

@@ -359,6 +359,6 @@ class Watchdog:
         exit_s = time.monotonic() + EXIT_AFTER_S
         while self._progress.current == hang.current:
             if time.monotonic() > exit_s:
-                _print_line(f"the supervisor did not end this rank within {EXIT_AFTER_S:.0f} s: exiting")
+                _print_line(f"the supervisor did not kill this rank within {EXIT_AFTER_S:.0f} s: exiting")
                 os._exit(EXIT_STUCK)
             time.sleep(poll_s)

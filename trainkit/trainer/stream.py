@@ -64,7 +64,10 @@ class StreamData:
             )
             raise TaskError("train.epochs", message, "set train.steps, and remove train.epochs")
         if isinstance(samples, Iterator):
-            hint = "return an object whose __iter__() starts over: a class with `def __iter__(self): yield …`"
+            hint = (
+                "return an object whose __iter__() starts from the first sample on every call: "
+                "a class with `def __iter__(self): yield …`"
+            )
             message = f"train_dataset() returned a {type(samples).__name__}, which can be read only once"
             raise refusal(config, message, hint)
         self.samples: Any = samples
@@ -142,7 +145,10 @@ class Cursor:
                 message = "train_dataset() has no samples"
                 if self.epoch > 0:
                     message = f"epoch {self.epoch} of its stream, counted from 0, has no samples"
-                hint = "its __iter__() must start over for every epoch; check the paths it reads from"
+                hint = (
+                    "__iter__() must start from the first sample in every epoch; check the "
+                    "paths that the stream reads"
+                )
                 raise self._refusal(message, hint, "__iter__")
             self.epoch, self.samples, self._iterator = self.epoch + 1, 0, None
 
@@ -162,7 +168,8 @@ class Cursor:
         if stateful:
             message = f"after load_state_dict(), its stream does not continue with sample {last}"
             hint = (
-                "it must restore the full state that state_dict() returned, including any shuffle buffer;"
+                "load_state_dict() must restore the full state that state_dict() returned, "
+                "including any shuffle buffer;"
                 " without state_dict() and load_state_dict(), a resume skips over the earlier samples"
             )
             raise self._refusal(message, hint, "load_state_dict")
@@ -200,7 +207,9 @@ class Cursor:
         if self.samples < len(first) and digest_of(item) != first[self.samples]:
             message = f"sample {self.samples} of its stream is different when the stream is read again"
             raise self._refusal(
-                message, "__iter__() must start over, in the same order on all ranks", "__iter__"
+                message,
+                "__iter__() must start from the first sample on every call, in the same order on all ranks",
+                "__iter__",
             )
 
     def _refusal(self, message: str, hint: str, method: str) -> TaskError:

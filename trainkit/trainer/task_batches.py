@@ -192,7 +192,7 @@ def _note(is_started: mmap.mmap, worker_id: int) -> None:
 def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> list[BaseProcess]:
     """Wait until all workers are running or have exited; return the workers that hang."""
     stuck: list[BaseProcess] = []
-    # Count polls instead of seconds, to ignore time during which the job is suspended.
+    # Count polls instead of seconds, so that time during which the job is suspended does not count.
     for _ in range(round(START_S / POLL_S)):
         started = zip(workers, is_started[:], strict=False)
         stuck = [worker for worker, runs in started if not runs and worker.is_alive()]

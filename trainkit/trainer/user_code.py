@@ -124,7 +124,7 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     where = module.__file__ or module_name
     if not (isinstance(found, type) and issubclass(found, Task)):
         hint = "a task is a subclass of trainkit.task.Task"
-        raise refusal(config, f"{where} has no class {class_name} that is a Task", hint)
+        raise refusal(config, f"{where} does not define {class_name} as a subclass of Task", hint)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if found.loss is Task.loss and found.turns is Task.turns:
         missing.append("loss")
@@ -158,7 +158,7 @@ def _check(config: RunConfig, found: type[Task]) -> None:
     tp = config.parallel.tp
     if tp > 1 and found.tensor_plan is Task.tensor_plan:
         message = f"is {tp}, but {found.__name__} does not define tensor_plan"
-        hint = "define tensor_plan() (see docs/own-task.md), or remove parallel.tp and use dp_shard"
+        hint = "define tensor_plan() (see docs/own-task.md), or remove parallel.tp and set parallel.dp_shard"
         raise TaskError("parallel.tp", message, hint)
     for name, needs in (
         ("turns", "optimizers"),

@@ -134,7 +134,10 @@ class UserTask:
         for name, param in model.named_parameters():
             kind = param.device.type
             if param.dtype != torch.float32 or kind not in ("cpu", "meta"):
-                hint = "build it in float32 on the CPU; precision.dtype and the layout set dtype and device"
+                hint = (
+                    "build the model in float32 on the CPU; precision.dtype and the layout set "
+                    "dtype and device"
+                )
                 raise refusal(self.config, f"{name} of its model is {param.dtype} on {kind}", hint)
             if param.is_meta and type(self.task).read_weight is Task.read_weight:
                 hint = "define read_weight() to return its initial value"
@@ -186,7 +189,10 @@ class _Data:
         for name in ("__len__", "__getitem__"):
             if not hasattr(samples, name):
                 kind = type(samples).__name__
-                hint = "return a list or a map-style torch.utils.data.Dataset; for a stream, list(STREAM)"
+                hint = (
+                    "return a list or a map-style torch.utils.data.Dataset; convert a stream "
+                    "with list(STREAM)"
+                )
                 raise refusal(config, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)

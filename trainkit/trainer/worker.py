@@ -60,9 +60,8 @@ def join_and_build(
         bind_to_gpu(device)
     if device.type == "cuda" and config.precision.tf32:
         torch.set_float32_matmul_precision("high")
-    # Build the task before the startup barrier: tokenising the data may take long, and the barrier has a
-    # timeout. Only rank 0 checks the data shards, so that thousands of ranks do not access thousands of
-    # files.
+    # Build the task before the startup barrier, which has a timeout: tokenizing the data may take a long
+    # time. Only rank 0 checks the data shards, so that thousands of ranks do not access thousands of files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
     task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
@@ -114,8 +113,8 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     if not deterministic:
         return
     torch.use_deterministic_algorithms(True)  # Operations without a deterministic kernel raise an error.
-    # Do not fill new memory: filling would reveal reads of uninitialised memory, but would also write every
-    # buffer that FSDP gathers into.
+    # Do not fill new memory: filling would expose reads of uninitialized memory, but would also write to
+    # every buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     if plan.world_size > 1:

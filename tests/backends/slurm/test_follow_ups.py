@@ -250,7 +250,7 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(run, monkeypatch):
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
     for act in (lambda: require_not_running(run, read_job(run), "resume"), lambda: requeue_run(run)):
-        with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
+        with pytest.raises(UsageError, match=r"has ended, but Slurm still lists its job 7 \(RUNNING\)"):
             act()
     jobs["7"] = SlurmJob("7", JobState.COMPLETING, "COMPLETING")  # a long epilog runs
     require_not_running(run, read_job(run), "resume")

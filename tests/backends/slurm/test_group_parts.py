@@ -129,7 +129,7 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path, connect):
     run = create_task_run(group.run(4))
     assert run.script_file.read_text() == (group.path / "submit-4.sbatch").read_text()
     assert run.attempt(1).supervisor_log.readlink().name == "4+0.log"
-    with pytest.raises(UsageError, match="is not submitted yet: Slurm accepts no more jobs"):
+    with pytest.raises(UsageError, match="is not submitted yet: Slurm currently accepts no more jobs"):
         create_task_run(group.run(5))
 
 

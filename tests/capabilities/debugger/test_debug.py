@@ -92,7 +92,7 @@ def test_a_script_on_rank_1_of_2(desk, terminal):
     [
         (["q", "Enter"], ("stopped", "stopped in the debugger")),
         (["C-d"], ("stopped", "stopped in the debugger")),
-        (["C-c", "C-c"], ("stopped", "killed: not all workers ended within the grace time after SIGINT")),
+        (["C-c", "C-c"], ("stopped", "killed: not all workers exited within the grace time after SIGINT")),
         (None, ("stopped", "")),
     ],
     ids=["quit", "Ctrl-D", "Ctrl-C twice", "closed terminal"],

@@ -212,7 +212,7 @@ class LocalAllocation(Allocation):
                 with contextlib.suppress(OSError):  # the supervisor's log also contains the reason
                     log_event(self.run, attempt.number, "waiting", reason=reason)
             received = processes.wait_for_notice(QUEUE_POLL_S)
-            # A command that was killed may have recorded its request but not sent the signal.
+            # A command that was killed may have recorded its request in job.json but not sent the signal.
             attempt.update()
             if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()

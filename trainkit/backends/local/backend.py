@@ -65,7 +65,9 @@ class LocalBackend(Backend):
         return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.local.allocation import LocalAllocation  # only supervisors import it
+        from trainkit.backends.local.allocation import (
+            LocalAllocation,
+        )  # only supervisors need LocalAllocation
 
         number, *options = arguments
         return LocalAllocation(run, int(number), now="--now" in options)
@@ -79,7 +81,7 @@ class LocalBackend(Backend):
             pid = self._supervisor(attempt, new)
             entry = add_attempt(run, attempt.number, pid, new.reason)
         except OSError:
-            # job.json does not list this supervisor, so it would exit by itself
+            # the supervisor would exit anyway, because job.json does not list it
             if pid not in (None, os.getpid()):
                 signal_all([pid], signal.SIGKILL)
             discard_attempt(attempt)
@@ -91,7 +93,7 @@ class LocalBackend(Backend):
         except OSError as error:
             raise TrainkitError(
                 f"{entry.job_id} was started, but {run.shown} cannot be written: {error.strerror}",
-                hint="free disk space, which the run needs too, "
+                hint="free some disk space, which the run also needs, "
                 f"or end the run with `trainkit cancel {run.word}`",
             ) from error
         return entry
@@ -107,7 +109,7 @@ class LocalBackend(Backend):
                 if process is not None and process.pid == child.pid and process != before:
                     return f"local-{child.pid}"
                 time.sleep(self.poll_s)
-            message = f"the process of {group.shown} has ended with exit code {child.returncode}"
+            message = f"the process of {group.shown} ended with exit code {child.returncode}"
             raise TrainkitError(message, hint=f"its output: {group.process_log.read_text(errors='replace')}")
         except BaseException:
             child.kill()
@@ -174,8 +176,8 @@ class LocalBackend(Backend):
         signal_all((entry.pid, *descendants(entry.pid)), signal.SIGKILL)
         if not self.wait_until_gone(run, entry, KILL_TIMEOUT_S):
             raise TrainkitError(
-                f"{entry.job_id} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
-                hint=f"`ps -o pid,stat,wchan {entry.pid}` shows what the process waits for",
+                f"{entry.job_id} did not exit within {KILL_TIMEOUT_S:g} s of SIGKILL",
+                hint=f"`ps -o pid,stat,wchan {entry.pid}` shows what the process is waiting for",
             )
         try:
             write_cancelled(run, entry, KILLED)

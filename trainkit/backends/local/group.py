@@ -68,7 +68,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
         job, is_active = _read_active(run)
         if is_active:
             return
-        # Read the end only after checking that the run is not alive, because a supervisor records the end
+        # Read end.json only after checking that the run is not alive, because a supervisor writes end.json
         # before it exits.
         end = read_newest_end(run.path)
         # A user may also have cancelled the run since this process began.

@@ -181,7 +181,7 @@ class SlurmAllocation(Allocation):
             close_failed_starts(self.run, attempt.job, now, cluster, log_line)
         except OSError as error:
             log_line(f"cannot record the failed starts of earlier jobs ({error})")
-        # If an attempt cannot be read, an error is raised when it runs.
+        # Ignore an unreadable attempt here, because running the attempt raises the error.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
@@ -270,8 +270,8 @@ class SlurmAllocation(Allocation):
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
-            # Store the signal: it is received only once, but this whole method is repeated after a disk error
-            # below.
+            # Store the signal: a disk error below repeats this whole method, but the signal is received only
+            # once.
             observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
@@ -392,7 +392,7 @@ class SlurmAllocation(Allocation):
         for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
             self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
-        # Slurm can exclude a host only by one of these names
+        # Slurm can exclude only a name from the job's host list
         if suspect is not None and suspect[0] in self.hosts:
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
@@ -466,7 +466,7 @@ class SlurmAllocation(Allocation):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
                 return replace(unclaimed, exit_code=EXIT_FAILED)
             if not self.is_being_requeued:
-                log_line(f"requeuing job {self.job_id} so that it tries again later")
+                log_line(f"requeuing job {self.job_id} to try again later")
                 requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
             self._leave_requeued(plan)
         except (OSError, ValueError, TrainkitError) as error:
@@ -513,7 +513,7 @@ class SlurmAllocation(Allocation):
         attempt.update()
         newest = attempt.job.newest
         if newest is not None and newest.job_id != self.job_id:
-            raise TrainkitError(f"job {newest.job_id} has taken the run over")
+            raise TrainkitError(f"job {newest.job_id} has taken over the run")
         if (newest is not None and newest.is_cancelled) or self.was_cancelled_meanwhile():
             raise TrainkitError("the run was cancelled in the meantime")
 

@@ -93,12 +93,14 @@ class SlurmAttemptWatch(AttemptWatch):
             num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
             # Set both variables, because srun reads one or the other depending on its version. Do not pass
-            # --cpus-per-task instead, because srun warns if it exceeds the job's value.
+            # --cpus-per-task, because srun warns if its value exceeds the job's value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example, cpu=8 or cpu:8
+            if given := environ.get(
+                "SLURM_TRES_PER_TASK"
+            ):  # SLURM_TRES_PER_TASK is, for example, cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
-        # Create the file here: if an NFS client looks for the file too early, it caches for a minute that the
-        # file is missing.
+        # Create the file here, because an NFS client that looks up a missing file caches the failed lookup
+        # for up to a minute.
         with contextlib.suppress(OSError):  # the tasks may create the file too
             self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
@@ -248,7 +250,8 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)
         if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
-            # The requested signal killed the ranks before they had installed their signal handlers.
+            # The signal for a cancel or requeue request killed the ranks before they had installed their
+            # signal handlers.
             self.live.update()
             self.observed.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late even if it was not killed.

@@ -118,7 +118,9 @@ class SlurmBackend(Backend):
         return query_start(script, clusters=plan.clusters)[1]
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.slurm.allocation import SlurmAllocation  # only supervisors import it
+        from trainkit.backends.slurm.allocation import (
+            SlurmAllocation,
+        )  # only supervisors need SlurmAllocation
 
         job_id = slurm_job_id()
         if job_id is None:
@@ -136,12 +138,12 @@ class SlurmBackend(Backend):
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
         if jobs is None or entry.job not in jobs:
-            # Jobs of runs that have recorded their end are not queried. If the run has not recorded its end,
-            # a missing entry means that the job's cluster does not answer.
+            # Jobs of runs that have an end.json are not queried. If the run has no end.json, a missing entry
+            # means that the job's cluster does not answer.
             return JobStatus(False if is_over(run.attempt(entry.attempt)) else None)
         job = jobs.get(entry.job)
         if not in_queue(job):
-            # `jobs` does not contain the chained jobs of a run that has recorded its end.
+            # `jobs` does not contain the chained jobs of a run that has an end.json.
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 
@@ -166,7 +168,7 @@ class SlurmBackend(Backend):
             return "cancelled"
         end = read_end(run.attempt(entry.attempt))
         if number == signal.SIGTERM and end is not None and end.resumes and end.action != "restart":
-            # The ranks have saved and exited, and the job would only start the next attempt.
+            # Cancel the job: its ranks have saved and exited, so the job would only start the next attempt.
             cancel([entry.job])
             write_cancelled(run, entry, "cancelled before the restart")
             return "cancelled"
@@ -176,7 +178,7 @@ class SlurmBackend(Backend):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         step_id = step_of(run, entry)
         if step_id is not None:
-            # Kill the step before calling scancel, because on scancel's SIGTERM the ranks would start to
+            # Kill the step before calling scancel, which sends SIGTERM: on SIGTERM, the ranks would start to
             # save.
             with contextlib.suppress(UsageError):
                 kill_steps([(entry.job, step_id)])
@@ -222,7 +224,7 @@ class SbatchBackend(SlurmBackend):
         except OSError as error:
             raise TrainkitError(
                 f"{job.partition(';')[0]} was submitted, but {run.shown} cannot be written: {error.strerror}",
-                hint="free disk space, which the job needs too, "
+                hint="free some disk space, which the job also needs, "
                 f"or cancel the job with `{cancel_command(job)}`",
             ) from error
         return entry
@@ -364,8 +366,8 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
-        # Slurm considers a job that was removed from the queue failed, so make each chained job depend on all
-        # earlier jobs.
+        # Make each chained job depend on all earlier jobs, because Slurm considers a job failed if it was
+        # removed from the queue.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
         options = (
             f"--comment={request.comment(token)}",
@@ -419,6 +421,6 @@ def _array_log(group: RunGroup) -> str:
     if "\\" in str(group.path):
         raise UsageError(
             f"{group.path} contains a backslash, so Slurm would write all tasks of an array to the same log",
-            hint="choose a folder without a backslash with --run-dir",
+            hint="use --run-dir to choose a path without a backslash",
         )
     return f"{log_path(str(group.logs_dir))}/{group.log_file('%a').name}"

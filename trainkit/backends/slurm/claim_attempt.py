@@ -70,10 +70,10 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             if carrier is None:
                 return _claim(run, job, job_id)
             follow_ups = job.follow_ups or []
-            if job_id in follow_ups:  # the chained jobs after this one depend on this one
+            if job_id in follow_ups:  # later chained jobs depend on this job
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
-            hint = f"`trainkit cancel {path}` ends that job"
+            hint = f"`trainkit cancel {path}` cancels that job"
             return NothingToDo(f"job {carrier} is running or pending for this run; {hint}")
 
 
@@ -104,7 +104,7 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
             log_line(f"cannot query job {other}: {error.message}")
     if state is JobState.UNKNOWN:
         return other if job_id not in (job.follow_ups or []) and is_supervised(run) else None
-    # A completing job is about to exit, and then releases its supervisor's lock.
+    # A completing job is about to exit, which releases its supervisor's lock.
     is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
 
@@ -131,7 +131,7 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
     if entry.is_cancelled:
         # The run was cancelled while another job was executing the newest attempt.
         closed = None if own or has_ended else newest
-        return NothingToDo("the run was cancelled; `trainkit resume` starts it again", closed)
+        return NothingToDo("the run was cancelled; `trainkit resume` restarts the run", closed)
     if entry.attempt:
         newest = reopen_attempt(newest)
     # job.json does not list this start yet, because the job was requeued or Slurm never acknowledged the

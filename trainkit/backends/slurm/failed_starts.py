@@ -69,8 +69,7 @@ def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[F
     found = [start for start in _recorded(run, record) if _is_over(start, job)]
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
-    # Slurm reports a failure that has no record: the script did not begin, or could not write to the run
-    # folder.
+    # If only Slurm reports the failure, the script did not start or could not write to the run folder.
     entry = record.newest
     if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
@@ -106,7 +105,7 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             if is_job_id(job_id):
                 yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # the record was truncated because the disk is full, or removed by the supervisor
+            continue  # the record was truncated because the disk is full, or was removed by the supervisor
 
 
 def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:

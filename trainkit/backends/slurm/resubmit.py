@@ -70,7 +70,7 @@ def resubmit(
         newest = run.attempt(run.attempt_numbers()[-1])
         entry = record_of(newest)
         if entry.job_id not in ("", job_id):
-            raise TrainkitError(f"job {entry.job_id} has taken the run over")
+            raise TrainkitError(f"job {entry.job_id} has taken over the run")
         if entry.is_cancelled:
             raise TrainkitError("the run was cancelled in the meantime")
         if not run.script_file.is_file():
@@ -93,7 +93,7 @@ def resubmit(
         for moved in move_dependents(job_id, new_id):
             log_line(f"job {moved} now waits for {new_id}")
     except TrainkitError as error:
-        log_line(f"cannot make jobs that wait for {job_id} wait for {new_id}: {error.message}")
+        log_line(f"cannot make the chained jobs of {job_id} wait for {new_id}: {error.message}")
     return new_id
 
 

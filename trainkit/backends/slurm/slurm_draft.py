@@ -123,7 +123,7 @@ class SlurmDraft(LaunchDraft):
         self.nodes = tuple(kind for kinds in self.kinds.values() for kind in kinds)
         self.gpu_types: dict[str, str] = {}
         """Maps each partition to a GPU type, because Slurm may choose among several partitions."""
-        # `limit_problems` reports a GPU type if no node has it.
+        # If no node has the GPU type, `limit_problems` reports the problem.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def detected_device(self) -> str:
@@ -200,7 +200,7 @@ class SlurmDraft(LaunchDraft):
             return grace_s
         lead_s = max(1, int(limit_s) // SHARE_OF_TIME)
         self.reasons["notice"] = (
-            f"{lead_s} s before the end: requeue.grace_s is {grace_s}, but the job has only {limit_s} s"
+            f"{lead_s} s before the time limit: requeue.grace_s is {grace_s}, but the job has {limit_s} s"
         )
         return lead_s
 
@@ -215,8 +215,8 @@ class SlurmDraft(LaunchDraft):
                 notes.append(f"{resources.slice} per job, until the run has used {resources.time} in total")
             if notes:
                 self.reasons["time"] = "; ".join(reversed(notes))
-            # Slurm 22.05 and 24.11's backfill scheduler lowers the time limit to exactly --time-min. Slurm
-            # 26.05 lowers the time limit only as far as necessary. All versions send the warning signal
+            # The backfill scheduler of Slurm 22.05 and 24.11 lowers the time limit to exactly --time-min.
+            # Slurm 26.05 lowers the time limit only as far as necessary. All versions send the warning signal
             # relative to the lowered time limit, and keep this limit when the job is requeued.
             return self.asked.time_min_s or self.asked.time_s
         if partition is None or partition.job_time_s is None:
@@ -241,14 +241,18 @@ class SlurmDraft(LaunchDraft):
         for key, value, num_gpus, sharing in _bound_gpus(self.loaded.config):
             seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
             if per == "node" and num_gpus < workers_per_node:
-                hint = "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
-                self.problem(key, f"{seen}, but it starts all {workers_per_node} ranks of its node", hint)
+                hint = "remove this option, or set launch.per: gpu" if launch.per == "node" else "remove it"
+                self.problem(
+                    key, f"{seen}, but each task starts all {workers_per_node} ranks of its node", hint
+                )
             elif per == "gpu" and sharing > 1:
                 message = f"is {value}: ranks would share a GPU"
                 self.problem(key, message, "bind a different GPU to every task")
             elif per == "gpu" and num_gpus > 1:
                 self.problem(
-                    key, f"{seen}, but it is only one rank", "bind one GPU to every task, or remove it"
+                    key,
+                    f"{seen}, but each task is only one rank",
+                    "bind one GPU to every task, or remove this option",
                 )
             elif per == "gpu" and not is_unbound:
                 self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
@@ -392,7 +396,7 @@ def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
     for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
-            yield key, "has a config key of its own", f"use {_KEYS[option]}"
+            yield key, "has its own config key", f"use {_KEYS[option]}"
         elif option.startswith("tres-per-") and parse_gpus(str(value)):
             yield key, "asks for GPUs", f"use {_KEYS['gres']}"
         elif option in _OWN_SBATCH:

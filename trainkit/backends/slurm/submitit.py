@@ -46,7 +46,9 @@ class SubmititJob:
 
     @whole_paths()
     def __call__(self) -> None:
-        from trainkit.job.supervisor import supervise_job  # the submitting command does not need it
+        from trainkit.job.supervisor import (
+            supervise_job,
+        )  # the submitting command does not need the supervisor
 
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")

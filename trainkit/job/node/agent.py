@@ -202,7 +202,7 @@ class Agent(ProcessGroup):
         attempt = self.attempt
         newer = superseding_attempt(attempt)
         if newer is not None:
-            log_line(f"attempt {newer} has superseded this one: ending the ranks on this node")
+            log_line(f"attempt {newer} has superseded this attempt: stopping the ranks on this node")
             self.kill_within(0.0)
             return
         self._collector.poll(self._pids)

@@ -246,7 +246,8 @@ class CommandNotice:
     def poll(self) -> bool:
         """Resume stopped processes that need not wait for a signal; return whether any remain stopped."""
         for relay in [*self._relays]:
-            # Check this first, because a process forwards a signal before it exits.
+            # Compute `is_over` before reading the pending signals, because a process forwards a signal before
+            # it exits.
             is_over = not processes.is_running(relay.above) or time.monotonic() > relay.until_s
             for pid in [*relay.below]:
                 pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}

@@ -181,7 +181,7 @@ def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, tim
     if task.has_scheduler and not task.is_first:
         return  # the scheduler signals all tasks, and the first task records the signal
     if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
-        return  # after a failure, the launcher kills the other ranks, so this is not a stop notice
+        return  # after a failure, the launcher kills the other ranks, so this is not a stop signal
     with contextlib.suppress(OSError):  # the ranks have received the signal even if it cannot be recorded
         more = {"time": time} if time else {}
         log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)

@@ -102,7 +102,8 @@ def list_published(run: RunDir) -> list[Checkpoint]:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # Also accept a newer checkpoint: the process that wrote it may have died before recording the event.
+        # Also accept a newer checkpoint, because the process that wrote it may have been killed before it
+        # recorded the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed
@@ -110,7 +111,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
             warned = True
             log.warning(
                 f"the checkpoint of step {known} is recorded in events.jsonl but not visible; retrying for"
-                f" {SETTLE_S:g} s, since a network filesystem may show it late"
+                f" {SETTLE_S:g} s, because a network filesystem may delay its appearance"
             )
         time.sleep(RETRY_S)
 
@@ -127,8 +128,8 @@ def _newest_committed_step(run: RunDir) -> int | None:
 
 
 def _remove_leftovers(run: RunDir) -> None:
-    # Refresh the listing first: a stale one could still contain the temporary name of a checkpoint that has
-    # since been published.
+    # Refresh the listing first: an outdated listing could still contain the temporary name of a checkpoint
+    # that has since been published.
     refresh_listing(run.checkpoints_dir)
     for leftover in partials(run.checkpoints_dir):
         try:
@@ -175,7 +176,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
         if odd is None:
             return agreed or next((hashed for _, hashed, _ in found if hashed), "")
         plain, _, error = found[odd]
-        reason = error or plain or "it sees different files than rank 0"
+        reason = error or plain or "this rank sees different files than rank 0"
         if not broadcast_from_main(time.monotonic() < deadline_s, world):
             raise CheckpointError(
                 f"rank {odd} cannot read {candidate.path}: {reason}",
@@ -233,7 +234,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
         if value.shape != shard.shape:
             raise FatalError(
                 f"the file has shape {list(value.shape)}, not {list(shard.shape)}, for {weight.name}",
-                hint="the model and its files do not belong together",
+                hint="the weight files belong to a different model",
             )
         shard.copy_(value)
 
@@ -279,7 +280,7 @@ def load_initial_weights(
     names = {name for name in tensors if name.startswith(PARTS)}
     total = len(set().union(*gather_from_all(sorted(names), world)))
     if world.is_main:
-        log.info(f"started from {checkpoint.path}: {len(everywhere)} of {total} weights and buffers")
+        log.info(f"initialized from {checkpoint.path}: {len(everywhere)} of {total} weights and buffers")
 
 
 def _find(path: Path) -> tuple[str, int] | None:

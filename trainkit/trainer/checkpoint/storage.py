@@ -106,8 +106,8 @@ class HashingWriter(FileSystemWriter):
             single_file_per_rank=True,
             sync_files=True,
             overwrite=False,
-            # Copy ahead only in the calling thread: a thread started by torch would copy on a stream of its
-            # own current device, the first GPU.
+            # Enable copy-ahead only when the calling thread writes: in a thread started by torch, the current
+            # device is GPU 0, so the copy would use the wrong GPU.
             per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
         )
         self._hashing = _HashingFileSystem()
@@ -123,8 +123,8 @@ class HashingWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._is_coordinator:
             return super().prepare_local_plan(plan)
-        # In torch's implementation, every rank looks for the metadata file, which the coordinator writes only
-        # later. The host's NFS client would then cache for a minute that the metadata file does not exist.
+        # In torch's implementation, every rank looks up the metadata file, which the coordinator writes only
+        # later. The host's NFS client would then cache the failed lookup for up to a minute.
         self.fs.mkdir(self.path)
         return plan
 
@@ -157,7 +157,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not a class of checkpoint metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
 
 class SafeReader(FileSystemReader):

@@ -34,7 +34,7 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
         raise _unknown(name, f"there is no file {path}")
     found = getattr(import_file(path, as_script=False), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
-        raise _unknown(name, f"{path} has no class {class_name} that is a Model")
+        raise _unknown(name, f"{path} does not define {class_name} as a subclass of Model")
     # `Model` cannot be an ABC, because `nn.Module` has a different metaclass, so look for unimplemented
     # methods here.
     missing = [key for key in dir(Model) if getattr(getattr(found, key), "__isabstractmethod__", False)]
@@ -60,7 +60,7 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
             # Context parallelism replaces the `attend` method; without this method, a rank would attend only
             # to its own slice of the sequence.
             replaced = {item for item in whole.attentions if callable(getattr(item, "attend", None))}
-            hint = "define `attend`, which context parallelism replaces, or use parallel.cp 1"
+            hint = "define `attend`, which context parallelism replaces, or set parallel.cp to 1"
             for index, layer in enumerate(whole.layers):
                 if not replaced & set(layer.modules()):
                     found = f"layer {index} of {name} has no module in `attentions` with `attend`"
@@ -81,6 +81,7 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
     if wrong is not None:
         found = f"{name} cannot be cut into {stages} stages: parameter {wrong} is in {counts[wrong]} of them"
         hint = (
-            "create only the layers of `stage`, like trainkit/trainer/models/decoder.py, or use parallel.pp 1"
+            "create only the layers of `stage`, like trainkit/trainer/models/decoder.py, or "
+            "set parallel.pp to 1"
         )
         raise TaskError("parallel.pp", f"is {parallel.pp}, but {found}", hint)

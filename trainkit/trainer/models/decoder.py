@@ -356,6 +356,9 @@ def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice
     if stored not in weights:
         raise FatalError(
             f"{weights.folder} has no {stored}",
-            hint="set model.architecture: transformers to train the model with the code of transformers",
+            hint=(
+                "set model.architecture: transformers to train the model with the "
+                "implementation in transformers"
+            ),
         )
     return weights.read(stored, index)
