@@ -207,7 +207,7 @@ def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> No
     {"symlink": lock.symlink_to, "hard link": lock.hardlink_to, "pipe": lambda _: os.mkfifo(lock)}[kind](
         victim
     )
-    with pytest.raises(OSError, match="a lock must be a separate file") as caught:
+    with pytest.raises(OSError, match="a lock must be a regular file") as caught:
         acquire_lock(lock, 0.0)
     assert caught.value.filename == str(lock)
     for hold in (exclusive(lock), run_lock(run)):

@@ -45,7 +45,7 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login):
     file = config.attempt(1).config_file
     assert str(file) in login.wait_for_end(config)["reason"]
     log = swapped.attempt(1).supervisor_log
-    error = f"error: {swapped.attempt(1).config_file} is not the file"
+    error = f"error: {swapped.attempt(1).config_file} differs from the file"
     wait_for(lambda: error in log.read_text(), "the log")
     logs = [group.log_file(index) for index in (0, 1)]
     wait_for(

@@ -68,7 +68,7 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run):
 )
 def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(start, tmp_path, monkeypatch):
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.ENTRY_TIMEOUT_S", 0.0)
-    with pytest.raises(UsageError, match="moved or deleted before this start"):
+    with pytest.raises(UsageError, match="moved or deleted before this job started"):
         start(RunDir(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
