@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 5_114),
     "trainkit/slurm": (8, 1_630),
     "trainkit/trainer": (38, 9_807),
-    "tests": (404, 68_934),
+    "tests": (404, 68_935),
 }
 """Maps a folder to its number of Python files and lines.
 
