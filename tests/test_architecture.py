@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
     "trainkit": (21, 6_090),
-    "trainkit/backends": (20, 4_397),
+    "trainkit/backends": (20, 4_391),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_382),
     "trainkit/capabilities/curves": (4, 1_081),

@@ -103,7 +103,7 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
     """Raise UsageError if another user could have written a file or folder that determines executed code."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
-    # A symlink can be replaced only by its owner, regardless of its mode.
+    # Only the owner of a symlink can change it, regardless of its mode.
     if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
         return
     shown = shown_path(path)

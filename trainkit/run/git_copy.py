@@ -55,7 +55,7 @@ class IndexEntry:
         `written_s` is the modification time of the index.
         """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # If a file changed in the same second in which the index was written, the file may have changed again
+        # If a file changed in the second when the index was written, the file may have changed again
         # within that second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 

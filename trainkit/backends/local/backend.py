@@ -65,9 +65,7 @@ class LocalBackend(Backend):
         return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.local.allocation import (
-            LocalAllocation,
-        )  # only supervisors need LocalAllocation
+        from trainkit.backends.local.allocation import LocalAllocation  # only supervisors import it
 
         number, *options = arguments
         return LocalAllocation(run, int(number), now="--now" in options)

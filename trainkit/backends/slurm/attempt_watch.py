@@ -95,9 +95,7 @@ class SlurmAttemptWatch(AttemptWatch):
             # Set both variables, because srun reads one or the other depending on its version. Do not pass
             # --cpus-per-task, because srun warns if its value exceeds the job's value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            if given := environ.get(
-                "SLURM_TRES_PER_TASK"
-            ):  # SLURM_TRES_PER_TASK is, for example, cpu=8 or cpu:8
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example, cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
         # Create the file here, because an NFS client that looks up a missing file caches the failed lookup
         # for up to a minute.

@@ -118,9 +118,7 @@ class SlurmBackend(Backend):
         return query_start(script, clusters=plan.clusters)[1]
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.slurm.allocation import (
-            SlurmAllocation,
-        )  # only supervisors need SlurmAllocation
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # only supervisors import it
 
         job_id = slurm_job_id()
         if job_id is None:
