@@ -281,17 +281,17 @@ def _(both: Both) -> None:
     assert {run.path.parent for run in both.runs["calls"]} == {both.runs["calls"].path}
 
 
-@row("`results()` returns the values of all tasks")
+@row("`results()` returns the return values of all tasks")
 def _(both: Both) -> None:
     assert both.jobs["ranks"].results() == [*map(tuple, both.runs["ranks"].results(LIMIT_S))]
 
 
-@row("`JobEnvironment`: ranks and their numbers")
+@row("`JobEnvironment` contains the ranks")
 def _(both: Both) -> None:
     assert both.runs["ranks"].results(LIMIT_S) == [(0, 0, 0, 2, 1), (1, 1, 0, 2, 1)]
 
 
-@row("`JobEnvironment`: `job_id`, `paths`")
+@row("`JobEnvironment` contains `job_id` and `paths`")
 def _(both: Both) -> None:
     found = [both.runs["ids"].result(LIMIT_S), *(group[0].result(LIMIT_S) for group in both.runs["groups"])]
     assert len({job_id for job_id, *_ in found}) == 3
@@ -300,13 +300,13 @@ def _(both: Both) -> None:
     assert found[0][3] == str(both.runs["ids"].path / "submitit")
 
 
-@row("`JobEnvironment()` outside of a job is rejected")
+@row("`JobEnvironment()` outside of a job raises an error")
 def _(both: Both) -> None:
     with pytest.raises(RuntimeError):
         submitit.JobEnvironment()
 
 
-@row("an exception in the function is raised to the caller")
+@row("an exception in the function is raised in the caller")
 def _(both: Both) -> None:
     assert type(both.jobs["flaky"].exception()) is utils.FailedJobError
     error = both.runs["flaky"].exception(LIMIT_S)
@@ -321,36 +321,36 @@ def _(both: Both) -> None:
     assert both.runs["flaky"].status.failure.rank == 1
 
 
-@row("`exception()` is None after a success")
+@row("`exception()` returns None after a success")
 def _(both: Both) -> None:
     assert both.jobs["add"].exception() is both.runs["add"].exception(LIMIT_S) is None
 
 
-@row("the job is not retried after an exception")
+@row("a job is not retried after an exception in the function")
 def _(both: Both) -> None:
     assert both.runs["flaky"].exception(LIMIT_S) is not None
     assert both.runs["flaky"].status.attempt == 1
 
 
-@row("an exception that cannot be pickled")
+@row("an exception cannot be pickled")
 def _(both: Both) -> None:
     assert "holds a lock" in str(both.jobs["hold"].exception())
     assert "WithLock: holds a lock" in str(both.runs["hold"].exception(LIMIT_S))
 
 
-@row("a value that cannot be pickled")
+@row("the return value cannot be pickled")
 def _(both: Both) -> None:
     assert "returned a lock" not in str(both.jobs["lock"].exception())
     assert "returned a lock, " in str(both.runs["lock"].exception(LIMIT_S))
 
 
-@row("a job that is killed has an exception")
+@row("`exception()` of a job that was killed returns an exception")
 def _(both: Both) -> None:
     assert isinstance(both.jobs["kill"].exception(), utils.UncompletedJobError)
     assert "SIGKILL" in str(both.runs["kill"].exception(LIMIT_S))
 
 
-@row("a job that ends without a result has an exception")
+@row("`exception()` of a job that terminates without a result returns an exception")
 def _(both: Both) -> None:
     assert isinstance(both.jobs["silent"].exception(), utils.UncompletedJobError)
     assert "wrote no result" in str(both.runs["silent"].exception(LIMIT_S))
@@ -395,7 +395,7 @@ def requeued(both: Both, name: str) -> tuple[str, int]:
     return both.runs[name].result(LIMIT_S), len([*(both.folder / name).glob("began-*")])
 
 
-@row("`checkpoint()` returns the call with which a job continues")
+@row("`checkpoint()` returns the call that continues the job")
 def _(both: Both) -> None:
     assert requeued(both, "asked") == ("call 1", 2)
 
@@ -405,7 +405,7 @@ def _(both: Both) -> None:
     assert requeued(both, "prefers") == ("call 10", 2)
 
 
-@row("`checkpoint()` that returns None")
+@row("`checkpoint()` returns None")
 def _(both: Both) -> None:
     assert requeued(both, "none") == ("call 0", 2)
 
@@ -462,12 +462,12 @@ def _(both: Both) -> None:
     assert folder == str(both.runs["code"].path / "work")
 
 
-@row("`helpers.clean_env()`: a job that submits another")
+@row("`helpers.clean_env()` in a job that submits another job")
 def _(both: Both) -> None:
     assert both.runs["another"].result(LIMIT_S) == ([], 21)
 
 
-@row("an argument whose class is defined inside a function")
+@row("the class of an argument is defined inside a function")
 def _(both: Both) -> None:
     assert both.jobs["local"].result().number == both.runs["local"].result(LIMIT_S).number == 3
 
@@ -478,39 +478,39 @@ def _(both: Both) -> None:
     assert both.jobs["pickled"].result() == both.runs["pickled"].result(LIMIT_S) == expected
 
 
-@row("a job can be opened by its folder and id")
+@row("a job object can be created from a folder and a job ID")
 def _(both: Both) -> None:
     code = "import trainkit; print(trainkit.Run('add').result(100))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == "5\n", done.stderr
 
 
-@row("a job can be pickled")
+@row("a job object can be pickled")
 def _(both: Both) -> None:
     assert pickle.loads(pickle.dumps(both.jobs["add"])).result() == 5
     assert pickle.loads(pickle.dumps(both.runs["add"])).result(LIMIT_S) == 5
 
 
-@row("a folder with spaces, quotes and backslashes")
+@row("the folder name contains spaces, quotes and backslashes")
 def _(both: Both) -> None:
     names = ["a 0", 'a"=0"', "a'; echo foo", r"a\=0"]
     runs = [api.submit(add, 1, run_dir=both.folder / "odd" / name, now=True, device="cpu") for name in names]
     assert [run.result(LIMIT_S) for run in runs] == [2] * len(names)
 
 
-@row("`%j` in a folder")
+@row("`%j` in the folder name is replaced")
 def _(both: Both) -> None:
     run = api.submit(add, 1, run_dir=both.folder / "run-%j", now=True, device="cpu")
     assert run.result(LIMIT_S) == 2
     assert run.path.name == "run-%j"
 
 
-@row("`max_pickle_size_gb`")
+@row("`max_pickle_size_gb` limits the size of pickle files")
 def _(both: Both) -> None:
     assert "omit max_pickle_size_gb" in parameter_error(max_pickle_size_gb=1)
 
 
-@row("`python=` of the executor")
+@row("`python=` of the executor sets the Python interpreter")
 def _(both: Both) -> None:
     other = both.folder / "python"
     other.symlink_to(sys.executable)
@@ -518,21 +518,21 @@ def _(both: Both) -> None:
     assert api._loaded(given)[0].workload.argv[0] == str(other)
 
 
-@row("an unknown parameter is rejected")
+@row("an unknown parameter raises an error")
 def _(both: Both) -> None:
     with pytest.raises(NameError):
         AutoExecutor("logs", cluster="local").update_parameters(blublu=2)
     assert "blublu=2: blublu: " in parameter_error(blublu=2)
 
 
-@row("a value of the wrong type is rejected")
+@row("a value of the wrong type raises an error")
 def _(both: Both) -> None:
     with pytest.raises(AssertionError):
         AutoExecutor("logs", cluster="local").update_parameters(mem_gb="2.0GB")
     assert "whole number of at" in parameter_error(nodes="two")
 
 
-@row("`timeout_min`, `mem_gb` and others are translated to Slurm options")
+@row("`timeout_min`, `mem_gb` and other parameters are translated to Slurm options")
 def _(both: Both) -> None:
     assert 'write time="01:00:00"' in parameter_error(timeout_min=60)
     assert 'write resources={"mem": "3584M"}' in parameter_error(mem_gb=3.5)
@@ -564,8 +564,8 @@ def _(both: Both) -> None:
 
 SLURM_TEST = "test_job_environment_on_slurm"
 ON_SLURM = {
-    "`JobEnvironment` on Slurm: `array_job_id`, `array_task_id`, `hostnames`": SLURM_TEST,
-    "`array_parallelism`, job ids of an array": SLURM_TEST,
+    "`JobEnvironment` on Slurm contains `array_job_id`, `array_task_id` and `hostnames`": SLURM_TEST,
+    "`array_parallelism`, job IDs of an array": SLURM_TEST,
 }
 """Maps a row of the table to the test in on_slurm/test_python.py that checks it."""
 
