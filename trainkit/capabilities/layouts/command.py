@@ -113,7 +113,10 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
     from trainkit.data.checks import inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
-    unknown, simulate = "whose memory is unknown", "`trainkit check --simulate-world N` simulates a step of"
+    unknown, simulate = (
+        "and its memory use is unknown",
+        "`trainkit check --simulate-world N` simulates a step of",
+    )
     loaded.require_decoder(
         (unknown, "`trainkit plan` requires the task causal_lm"),
         (unknown, f"{simulate} your own architecture"),
