@@ -415,7 +415,7 @@ def _renames(folder: Path) -> Finding:
             "saving a checkpoint requires that its folder can be renamed atomically: use another filesystem"
         )
         return Finding(
-            "rename", "failure", f"a folder in {folder.parent} was incomplete after it had been renamed", hint
+            "rename", "failure", f"a folder was incomplete after it had been renamed in {folder.parent}", hint
         )
     return Finding("rename", "ok", "renaming a folder works, so checkpoints can be saved atomically")
 
