@@ -138,7 +138,7 @@ def offer(
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, but each restart takes about 5m00s"),
+            *(None, 1, "takes 1h00m, but about 5m00s of each job are spent on the restart"),
         ),
         (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
         (

@@ -268,7 +268,7 @@ def test_what_is_no_name(attempt, name):
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True])
 def test_what_is_no_step(attempt, step):
-    with pytest.raises(UsageError, match="is logged for step"):
+    with pytest.raises(UsageError, match="is logged for the invalid step"):
         recorder(attempt).text("x", "y", step)
 
 

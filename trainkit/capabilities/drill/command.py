@@ -228,7 +228,7 @@ class Drill:
         self.difference = largest_difference(self.reference, steps)
         how = "cannot be compared, because one of the two runs has no loss for some step"
         if self.difference is not None:
-            how = f"have a maximum relative difference of {self.difference:.1e}"
+            how = f"have relative differences of up to {self.difference:.1e} between the two runs"
         self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")
 
     def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:

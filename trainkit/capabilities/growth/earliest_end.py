@@ -280,7 +280,9 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
         if "timeout" not in config.requeue.on:
             return replace(offer, remark=f"{needs}, but requeue.on does not include timeout")
         if limit_s <= RESTART_S:
-            return replace(offer, remark=f"{needs}, but each restart takes about {duration(RESTART_S)}")
+            return replace(
+                offer, remark=f"{needs}, but about {duration(RESTART_S)} of each job are spent on the restart"
+            )
         more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
     busy_s = work_s + more * RESTART_S
     is_typed = resources.slice is not None and not offer.is_slice
