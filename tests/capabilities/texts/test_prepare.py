@@ -136,7 +136,7 @@ def test_same_inputs_again_do_nothing(tmp_path):
     ("changes", "text", "message"),
     [
         ({"val_fraction": 0.5}, "hello\n", "val_fraction 0.0 instead of 0.5"),
-        ({}, "hello, longer\n", "prepared from other files"),
+        ({}, "hello, longer\n", "prepared from different files"),
         ({}, "HELLO\n", "prepared from files that have changed since then"),
     ],
 )
