@@ -392,7 +392,7 @@ def test_the_speed_is_that_of_earlier_runs(
 @pytest.mark.parametrize(
     ("facts", "sbatch", "reason"),
     [
-        (replace(FACTS, target=LOCAL), "", "only with Slurm can trainkit find out when more or"),
+        (replace(FACTS, target=LOCAL), "", "trainkit can estimate when nodes become free only"),
         (FACTS, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         (FACTS, "/bin/sleep 60", "did not answer within"),
         (FACTS, REFUSES, "the run is not expected to finish with any possible request"),

@@ -42,8 +42,8 @@ HOUR = 3600.0
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
         (10 * HOUR, 600, {8: 2 * HOUR, 4: HOUR}, None, "4 nodes would be free in 1h00m"),
-        (10 * HOUR, 600, {8: None}, None, "Slurm gives no start time"),
-        (10 * HOUR, 600, {}, None, "Slurm gives no start time"),
+        (10 * HOUR, 600, {8: None}, None, "Slurm predicts no start time"),
+        (10 * HOUR, 600, {}, None, "Slurm predicts no start time"),
         (10 * HOUR, 17000, {4: 0}, None, ""),  # the restart takes most of the time that is saved
         (10 * HOUR, 14300, {4: 0}, 4, ""),  # a little more than a tenth of the time is saved
         (10 * HOUR, 14500, {4: 0}, None, ""),

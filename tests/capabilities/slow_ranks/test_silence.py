@@ -270,7 +270,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     assert now is not None
     status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
-    assert f"and none before; rank 0 on {os.uname().nodename} " in warning
+    assert f"and no output before; rank 0 on {os.uname().nodename} " in warning
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
     found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)

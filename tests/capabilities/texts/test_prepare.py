@@ -166,7 +166,7 @@ def test_begun_with_other_options(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, tmp_path / "a.txt")
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="started with other options"):
+    with pytest.raises(UsageError, match="started with different options"):
         made(tmp_path, tmp_path / "a.txt", val_fraction=0.5)
     assert documents_of(made(tmp_path, tmp_path / "a.txt"))["train"] == [b"hello\n"]
 
