@@ -169,7 +169,7 @@ def read_bench(folder: Path) -> Bench:
         if [str(bench.folder / item.run) for item in bench.runs] != folders:
             raise ValueError("its list of runs differs from the list in sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
-            raise ValueError("some run does not have a value for every swept key")
+            raise ValueError("at least one run has no value for a swept key")
         return bench
     except FileNotFoundError:
         hint = (

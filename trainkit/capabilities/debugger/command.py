@@ -66,7 +66,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
             run_next_to(job, entry.elsewhere, str(record["node"]), again)
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if peer != os.geteuid():
-            hint = "use `trainkit debug` as that user: the process could read everything that you type"
+            hint = "run `trainkit debug` as that user, because the process can read everything that you type"
             raise UsageError(f"the process of rank {rank} belongs to user {peer}", hint=hint)
         write_atomic(folder / CHOSEN_FILE, str(rank))
         terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)

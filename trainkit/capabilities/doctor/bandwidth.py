@@ -123,7 +123,8 @@ def bandwidth_checks(
     where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
     hint = (
-        f"less than {SLOW_SHARE:.0%} of the speed of {name}: check launch.network, the cables and "
+        f"the bandwidth is less than {SLOW_SHARE:.0%} of the nominal speed of {name}: check "
+        f"launch.network, the cables and "
         f"the other jobs"
     )
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected

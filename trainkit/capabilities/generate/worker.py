@@ -61,7 +61,7 @@ def generate(request: JsonObject) -> None:
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
         raise UsageError(
-            f"the prompt has {start:,} tokens, but the model was trained on sequences of {limit:,} "
+            f"the prompt has {start:,} tokens, but the model was trained on sequences of {limit:,} tokens "
             f"(data.seq_len)",
             hint=f"shorten the prompt to at most {limit - 1:,} tokens",
         )

@@ -146,10 +146,10 @@ class Sent:
     problem: str
 
     def describe(self) -> str:
-        """Describe the result, for example ``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
+        """Describe the result, for example ``mlflow: 40 steps sent, 3 pending: sqlite:///…``."""
         text = f"{self.name}: {self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"
         text += f", {self.num_pending} pending" if self.num_pending else ""
-        text += f", {self.num_held} wait for a checkpoint" if self.num_held else ""
+        text += f", {self.num_held} held until the next checkpoint" if self.num_held else ""
         return ": ".join(filter(None, (text, self.problem or self.place)))
 
 
