@@ -332,9 +332,8 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
         mode = item.get("PreemptMode", default)
         value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, stop signal {signal}"
         hint = (
-            "a preempted run has no time to save: set checkpoint.every_minutes to the most time you can "
-            "lose, "
-            "or ask the administrators for a GraceTime of 30 s"
+            "a preempted run has no time to save: set checkpoint.every_minutes to the time that you can "
+            "afford to lose, or ask the administrators for a GraceTime of 30 s"
         )
         yield warn_if(grace_s < MIN_GRACE_S, "preemption", value, hint)
 
