@@ -331,7 +331,7 @@ def test_saves_that_fail_in_a_row_are_a_warning(run):
 
 
 def test_a_silence_that_lasts_is_a_warning(run):
-    log_event(run, 1, "silent", rank=0, lock=None, reason="no output for 610 s, and none before")
+    log_event(run, 1, "silent", rank=0, lock=None, reason="no output for 610 s, and no output before")
     [warning] = status_of(run, True).warnings
     said(warning)
     assert "no output" not in " ".join(status_of(run, False).warnings)

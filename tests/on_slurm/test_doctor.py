@@ -73,7 +73,7 @@ def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login):
     assert "slowest of 2; median" in by_name["point to point"]["value"]
     assert by_name["Slurm"]["value"].endswith(f"cluster {login.cluster.name}")
     text = login.trainkit("doctor", "--quick", "--nodes", "2", "--set", "device=cpu").stdout
-    assert "  port: 64 of 64 ports that were tried are free on all 2 nodes\n" in text
+    assert "  port: 64 of 64 tested ports are free on all 2 nodes\n" in text
 
 
 def test_inside_an_allocation_all_its_nodes_are_checked(login):
@@ -152,7 +152,7 @@ def test_run_folder_that_is_not_shared_is_found(login, tmp_path):
         found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
     two = login.cluster.hosts[1]
     assert set(found) == {(two, "shared")}
-    assert found[two, "shared"].startswith(f"{runs} is not shared: a file created on ")
+    assert found[two, "shared"].startswith(f"{runs} is not on a shared filesystem: a file created on ")
     assert found[two, "shared"].endswith(f" is not visible on {two}")
     assert list(runs.iterdir()) == []
 

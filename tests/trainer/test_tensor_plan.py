@@ -320,7 +320,7 @@ def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:
     [
         ("llama", 2, ""),
         ("llama", 3, "is 3, which does not divide num_attention_heads 4 of"),
-        ("gpt2", 2, "is 2, which GPT2LMHeadModel does not support: it has no plan"),
+        ("gpt2", 2, "is 2, which GPT2LMHeadModel does not support: it has no tensor-parallel plan"),
         ("mixtral", 2, "is 2, which MixtralForCausalLM does not support: it has "),
     ],
 )

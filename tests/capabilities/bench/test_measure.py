@@ -163,16 +163,16 @@ def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
 
 def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "bench.json", {"version": 1})
-    with pytest.raises(UsageError, match="has version 1; this trainkit version supports 2"):
+    with pytest.raises(UsageError, match="version is 1, but this version of trainkit supports 2"):
         read_bench(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"repeats": 0}, "the values of its runs do not match its keys"),
-        ({"keys": ["tp"]}, "the values of its runs do not match its keys"),
-        ({"runs": []}, "its runs differ from those in sweep.json"),
+        ({"repeats": 0}, "at least one run has no value for a swept key"),
+        ({"keys": ["tp"]}, "at least one run has no value for a swept key"),
+        ({"runs": []}, "its list of runs differs from the list in sweep.json"),
     ],
 )
 def test_a_bench_whose_parts_do_not_fit_is_refused(bench: Bench, changes: Any, message: str) -> None:

@@ -124,7 +124,7 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
     follower.end(is_finished=True)
-    problem = "logging.pattern took more than 0.05 s for one read of the log, so it is no longer used"
+    problem = "logging.pattern took more than 0.05 s to search one block of the log, so this pattern is no longer used"
     assert reasons(attempt.run) == [problem]
     assert capfd.readouterr().out == f"warning: {problem}\n"
 
@@ -132,8 +132,8 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("line", "which"),
     [
-        ("loss {0}.5, epoch 0.{0}\n", "the step of the loss is unknown"),
-        ("d_loss 1 g_loss {0}\n", "the step of the loss is unknown"),
+        ("loss {0}.5, epoch 0.{0}\n", "the step number of the loss is unknown"),
+        ("d_loss 1 g_loss {0}\n", "the step number of the loss is unknown"),
     ],
 )
 def test_it_says_why_there_is_no_curve(attempt, line, which):

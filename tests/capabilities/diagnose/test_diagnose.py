@@ -356,8 +356,8 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
             "../data/x.txt",
             "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
         ),
-        (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code where"),
-        (False, "nowhere.txt", "relative paths start at {above}/code"),
+        (True, "nowhere.txt", "relative paths are resolved against {run}/work/sub, the copy of {above}/code where"),
+        (False, "nowhere.txt", "relative paths are resolved against {above}/code"),
     ],
 )
 def test_a_command_that_finds_no_file_learns_where_it_runs(
@@ -420,7 +420,7 @@ def test_a_node_that_is_drained(run: RunDir) -> None:
     end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
     write_json(run.attempt(1).end_file, end)
     found = newest(run)
-    cause = "the ranks on n3 were stopped, because an administrator takes the host out of service"
+    cause = "the ranks on n3 were stopped, because an administrator is taking the host out of service"
     assert (found.name, found.cause) == ("drained", cause)
 
 
@@ -443,10 +443,10 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("resources", "hint"),
     [
-        ("time: '2:00:00'", "--time 04:00:00` continues with twice the limit; resources.time is 2:00:00"),
-        ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the limit;"),
-        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the limit; resources.time is"),
-        ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the limit;"),
+        ("time: '2:00:00'", "--time 04:00:00` continues with twice the time limit; resources.time is 2:00:00"),
+        ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the time limit;"),
+        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the time limit; resources.time is"),
+        ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the time limit;"),
         ("{time: null}", None),
     ],
 )

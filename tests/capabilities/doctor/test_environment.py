@@ -46,10 +46,10 @@ def test_environment_that_only_the_job_knows_is_a_warning(
     monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: True)
     monkeypatch.setattr("trainkit.capabilities.doctor.nodes.slurm_checks", lambda: iter(()))
     found = report(capsys, "--set", "launch.container=torch.sif", code=0)
-    text = "checked the environment of this command; the job uses the environment of launch.container"
+    text = "checked the environment of this command, but the job uses the environment in launch.container"
     assert found["environment"] == ("warning", text)
     found = report(capsys, "--set", "launch.modules=[cuda]", code=0)
-    text = f"checked {sys.executable} without launch.modules, which the job runs before its ranks"
+    text = f"checked {sys.executable} without launch.modules, which the job applies before starting its ranks"
     assert found["environment"] == ("warning", text)
 
 

@@ -27,9 +27,9 @@ def used_by(*pids: int) -> dict[str, Any]:
     [
         ({}, "ok", ""),
         ({"Temperature": 91}, "warning", "the GPU is hot"),
-        (used_by(77), "warning", "process 77 uses it: `ps -o user,args -p 77`"),
-        (used_by(7, 8), "warning", "processes 7, 8 use it: `ps -o user,args -p 7,8`"),
-        ({"MemoryInfo": memory(30, 80)}, "warning", "another process uses its memory"),
+        (used_by(77), "warning", "process 77 uses this GPU: run `ps -o user,args -p 77`"),
+        (used_by(7, 8), "warning", "processes 7, 8 use this GPU: run `ps -o user,args -p 7,8`"),
+        ({"MemoryInfo": memory(30, 80)}, "warning", "other processes use memory on this GPU"),
         ({"TotalEccErrors": 3}, "failure", "`nvidia-smi -q -d ECC"),
     ],
 )

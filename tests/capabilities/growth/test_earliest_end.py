@@ -138,7 +138,7 @@ def offer(
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, but each job loses about 5m00s for a restart"),
+            *(None, 1, "takes 1h00m, but about 5m00s of each job are spent on the restart"),
         ),
         (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
         (
@@ -392,10 +392,10 @@ def test_the_speed_is_that_of_earlier_runs(
 @pytest.mark.parametrize(
     ("facts", "sbatch", "reason"),
     [
-        (replace(FACTS, target=LOCAL), "", "only with Slurm can trainkit find out when more or"),
+        (replace(FACTS, target=LOCAL), "", "trainkit can estimate when nodes become free only"),
         (FACTS, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         (FACTS, "/bin/sleep 60", "did not answer within"),
-        (FACTS, REFUSES, "the run is not known to finish with any request"),
+        (FACTS, REFUSES, "the run is not expected to finish with any possible request"),
         (
             replace(FACTS, target=Target("sbatch", "", Cluster("west", error="sinfo did not answer"))),
             "",

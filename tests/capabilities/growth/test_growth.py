@@ -37,13 +37,13 @@ HOUR = 3600.0
 @pytest.mark.parametrize(
     ("left_s", "restart_s", "waits", "num_nodes", "reason"),
     [
-        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: 5h00m remaining instead of 10h00m, plus 10m00s for"),
+        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m00s for"),
         (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
         (10 * HOUR, 600, {8: 2 * HOUR, 4: HOUR}, None, "4 nodes would be free in 1h00m"),
-        (10 * HOUR, 600, {8: None}, None, "Slurm gives no start time"),
-        (10 * HOUR, 600, {}, None, "Slurm gives no start time"),
+        (10 * HOUR, 600, {8: None}, None, "Slurm predicts no start time"),
+        (10 * HOUR, 600, {}, None, "Slurm predicts no start time"),
         (10 * HOUR, 17000, {4: 0}, None, ""),  # the restart takes most of the time that is saved
         (10 * HOUR, 14300, {4: 0}, 4, ""),  # a little more than a tenth of the time is saved
         (10 * HOUR, 14500, {4: 0}, None, ""),
@@ -126,7 +126,7 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
     # 10 hours remain, and the start-up took 62 s.
     grows = (
-        "grows to 4 nodes: 4 nodes are free: 5h00m remaining instead of 10h00m, plus 3m02s for the restart"
+        "grows to 4 nodes: 4 nodes are free: the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
     )
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4

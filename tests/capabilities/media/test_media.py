@@ -262,13 +262,13 @@ def test_in_the_validation_names_begin_with_val(attempt):
 
 @pytest.mark.parametrize("name", ["", "a" * 129, "two\nlines", "\x1b[31m", None, 3, b"x"])
 def test_what_is_no_name(attempt, name):
-    with pytest.raises(UsageError, match="the name of an image, histogram or text is"):
+    with pytest.raises(UsageError, match="invalid name for an image, histogram or text"):
         recorder(attempt).text(name, "x")
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True])
 def test_what_is_no_step(attempt, step):
-    with pytest.raises(UsageError, match="is logged for step"):
+    with pytest.raises(UsageError, match="is logged for the invalid step"):
         recorder(attempt).text("x", "y", step)
 
 
@@ -351,7 +351,7 @@ def test_a_run_keeps_no_more_than_its_bounds(attempt, monkeypatch, caplog):
     own.close()
     assert [item.step for item in read_items(attempt.run)] == [1, 2, 3]
     problem = (
-        "the run has 3 images, histograms and texts with a total of 0 MiB, so further ones are dropped; "
+        "the run has 3 images, histograms and texts with a total of 0 MiB, so no more of them are written; "
     )
     problem += "log them less often"
     assert [event.reason for event in read_events(attempt.run, "media")] == [problem]

@@ -201,7 +201,7 @@ def test_arguments_that_cannot_be_used(tmp_path: Path, args: str, message: str) 
 
 def test_frozen_names_a_parameter(tmp_path: Path) -> None:
     task = load_task(config_of(*options(tmp_path, args=f"{ARGS}, frozen: [llm.*]")))
-    with pytest.raises(UsageError, match=r"'llm\.\*', which no parameter matches"):
+    with pytest.raises(UsageError, match=r"'llm\.\*', which matches no parameter"):
         task.build_model()
 
 

@@ -224,7 +224,7 @@ def add_attempt(run: RunDir, number: int, step: int, config: str = "", plan: Lau
 
 def test_the_position_of_a_step(folders: tuple[RunDir, RunDir]) -> None:
     run = folders[0]
-    with pytest.raises(UsageError, match="has not begun to train"):
+    with pytest.raises(UsageError, match="has not started training"):
         find_step(run, 1)
     start(run, 1, 0)
     for step in (1, 3, 4, 9, 40):

@@ -270,7 +270,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     assert now is not None
     status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
-    assert f"and none before; rank 0 on {os.uname().nodename} " in warning
+    assert f"and no output before; rank 0 on {os.uname().nodename} " in warning
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
     found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
@@ -295,7 +295,7 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
     found = diagnose(attempt, read_job(attempt.run))
     assert (found.state, found.name, found.rank, found.host) == ("failed", "lock-file", 0, "a")
     assert found.cause == silence.text
-    reason = f"no output for 610 s, and none before; {silence.text}"
+    reason = f"no output for 610 s, and no output before; {silence.text}"
     log_event(attempt.run, 1, "silent", rank=0, host="a", lock=silence.lock, reason=reason)
     write_json(attempt.end_file, {"state": "stopped", "cause": "timeout", "reason": "killed after SIGTERM"})
     found = diagnose(attempt, read_job(attempt.run))
@@ -305,7 +305,7 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
 
 
 def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> None:
-    reason = "no output for 610 s, and none before; rank 0 on a is in read (disk.py:3)"
+    reason = "no output for 610 s, and no output before; rank 0 on a is in read (disk.py:3)"
     log_event(attempt.run, 1, "silent", rank=0, host="a", reason=reason)
     found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.cause) == ("running", "no-output", reason)

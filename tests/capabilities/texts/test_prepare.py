@@ -136,7 +136,7 @@ def test_same_inputs_again_do_nothing(tmp_path):
     ("changes", "text", "message"),
     [
         ({"val_fraction": 0.5}, "hello\n", "val_fraction 0.0 instead of 0.5"),
-        ({}, "hello, longer\n", "prepared from other files"),
+        ({}, "hello, longer\n", "prepared from different files"),
         ({}, "HELLO\n", "prepared from files that have changed since then"),
     ],
 )
@@ -166,7 +166,7 @@ def test_begun_with_other_options(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, tmp_path / "a.txt")
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="started with other options"):
+    with pytest.raises(UsageError, match="started with different options"):
         made(tmp_path, tmp_path / "a.txt", val_fraction=0.5)
     assert documents_of(made(tmp_path, tmp_path / "a.txt"))["train"] == [b"hello\n"]
 

@@ -164,7 +164,7 @@ def test_cancel_by_a_key(run: RunDir, tmp_path: Path) -> None:
         terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
         terminal.wait_for(r"^progress +step")
         terminal.keys("c")
-        terminal.wait_for(r"Cancel mine\? The run saves and ends\.")
+        terminal.wait_for(r"Cancel mine\? The run saves and stops\.")
         terminal.keys("y")
         terminal.wait_for(r"^mine +(STOPPED|CANCELLED)")
         terminal.wait_for(r"^hint: `trainkit resume ")

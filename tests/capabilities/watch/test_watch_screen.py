@@ -176,7 +176,7 @@ def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyP
         await wait_for(pilot, lambda: view_of(app), "no view")
         for answer in ("n", "escape"):
             await pilot.press("c")
-            await shows(pilot, "Cancel running? The run saves and ends.")
+            await shows(pilot, "Cancel running? The run saves and stops.")
             await pilot.press(answer)
             await wait_for(pilot, lambda: view_of(app), "not back")
         assert cancelled == []

@@ -93,9 +93,11 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
     `what` is the noun for the trials in help texts, and `folder` is the bench's default output folder.
     """
     count = click.IntRange(min=1)
-    repeats = f"Run all {what} N times, in rounds, to measure how much the results vary."
-    at_once = "Maximum number of runs at the same time; default: 1, so that no run slows down another."
-    collect = "Write the summary of the existing bench in DIR, without starting runs."
+    repeats = (
+        f"Number of rounds, which run all {what} once each, to measure how much the results vary; default: 1."
+    )
+    at_once = "Maximum number of concurrent runs; default: 1, so that runs do not slow each other down."
+    collect = "Write the summary of the existing bench in DIR without starting any runs."
     return options.combined(
         option("--steps N", f"Number of steps per run; default: {STEPS}.", type=count, default=STEPS),
         option(
@@ -105,10 +107,10 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
             default=WARMUP,
         ),
         option("--repeats N", repeats, type=count, default=1),
-        option("--out DIR", f"Folder for the bench, which must be new or empty; default: {folder}."),
+        option("--out DIR", f"New or empty folder for the bench; default: {folder}."),
         option("--at-once N", at_once, type=count, default=1),
-        option("--follow", "On Slurm, wait for the runs and write the summary."),
-        option("--dry-run", f"Print the {what} that would run, without starting them."),
+        option("--follow", "On Slurm, wait until all runs have finished, then write the summary."),
+        option("--dry-run", f"Print the {what} that would run without starting them."),
         option("--collect DIR", collect),
         options.json_option,
     )
@@ -128,7 +130,7 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
 @options.config_options(unless="collect")
 @option(
     "--layout KEY=N,KEY=N,…",
-    "Layout to measure, as keys of the config section parallel; repeatable. Default: all possible layouts.",
+    "Layout to measure, given as keys of the section `parallel`; repeatable. Default: all possible layouts.",
     name="layouts",
     multiple=True,
 )
@@ -162,7 +164,9 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     )
 )
 @options.config_options(unless="collect")
-@sweep_option("Values of a config key to measure; repeatable, to measure every combination.")
+@sweep_option(
+    "Config key and the values to measure. If the option is repeated, every combination is measured."
+)
 @_bench_options("trials", "runs/NAME-settings")
 def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
@@ -200,7 +204,7 @@ def _bench(
     if collect is not None:
         options.refuse_other_options("collect")
         if not collect.strip():
-            raise UsageError("--collect is empty", hint="specify the folder of a bench")
+            raise UsageError("--collect is empty", hint="specify a folder that `trainkit bench` created")
         return summarize(read_bench(Path(collect)), as_json)
     assert config is not None
     folder = options.named_folder(out, OPTION)
@@ -226,12 +230,14 @@ def _describe(planned: PlannedBench) -> None:
     times = "" if repeats == 1 else f", {repeats} times each"
     sizes = sorted({item.plan.world_size for item in planned.trials})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
-    facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
+    facts.append((what, f"{count} {what if count > 1 else what[:-1]} with {processes}{times}"))
     facts.append(("steps", planned.length.text))
     facts += [("adapted", f"{item.name}: {note}") for item in planned.trials for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
-        facts.append(("left out", f"{len(planned.left_out)} more possible layouts; use --layout to run them"))
+        facts.append(
+            ("left out", f"{len(planned.left_out)} other possible layouts; use --layout to run them")
+        )
     for label, text in facts:
         click.echo(f"  {label:<12}  {text}", err=True)
 
@@ -269,10 +275,12 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
             echo_result(facts, f"{bench.folder}\n{job_id}", as_json)
             click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
             return EXIT_OK
-        click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
+        click.echo(
+            f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` cancels the job", err=True
+        )
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
-        if is_here and group.exists():  # remove the run folders if the runs could not be started
+        if is_here and group.exists():  # if the runs could not be started, remove their folders
             cancel_group(group, now=True, wait=False)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -312,6 +320,9 @@ def summarize(bench: Bench, as_json: bool) -> int:
     if fastest is not None:
         click.echo(f"fastest: {fastest}", err=True)
     if num_open:
-        warn(f"{num_open} of {len(bench.runs)} runs have not ended: run the command again later")
+        warn(
+            f"{num_open} of {len(bench.runs)} runs are still pending or running: run the same command "
+            f"again later"
+        )
     click.echo(f"summary: {bench.summary_file}", err=True)
     return EXIT_OK if any(row["steps"] for row in rows) else EXIT_FAILED

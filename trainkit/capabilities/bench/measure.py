@@ -54,8 +54,8 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
             (inside if name.startswith(COMMUNICATING_OPS) else computed).append(span)
     if not computed:
         return None
-    # The profiler records an operation on a sharded tensor together with its communication, so this
-    # communication is exposed.
+    # The profiler records an operation on a sharded tensor and its communication as a single span, so the
+    # whole span is exposed communication.
     exposed_us = covered([*sent, *inside, *computed]) - covered([*inside, *computed]) + covered(inside)
     return exposed_us / 1e6
 
@@ -157,8 +157,8 @@ def measured(records: Sequence[StepRecord], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[float]:
     for before, record in pairwise([StepRecord({"step": 0, "samples_seen": 0}), *records]):
-        # The number of samples in a step is the difference from the previous step's total, so the previous
-        # step must be logged too.
+        # The number of samples in a step is the total after this step minus the total after the previous
+        # step, so the previous step must be logged too.
         if record.step in steps and record.step == before.step + 1:
             seen, earlier = record.count("samples_seen") or 0, before.count("samples_seen") or 0
             yield (seen - earlier) / (record.number("step_s") or math.inf)
@@ -197,11 +197,11 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
             return None, f"{file} cannot be read ({error})"
         if seconds is None:
             missing = (
-                "kernels: you have no permission to read the counters of this GPU"
+                "kernels, because you have no permission to read the performance counters of this GPU"
                 if bench.device == "cuda"
                 else "steps"
             )
-            return None, f"{file} has no {missing}"
+            return None, f"{file} contains no {missing}"
         found.append(seconds / COUNTED_PROFILED_STEPS)
     return fmean(found), ""
 

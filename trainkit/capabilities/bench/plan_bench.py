@@ -212,14 +212,14 @@ class PlannedBench:
 
 
 BARE: Values = {
-    "checkpoint.every_steps": (None, "a bench saves no checkpoints"),
-    "checkpoint.every_minutes": (None, "a bench saves no checkpoints"),
-    "checkpoint.best_metric": (None, "a bench saves no checkpoints"),
-    "checkpoint.async": (False, "a bench needs no memory for checkpoints"),
+    "checkpoint.every_steps": (None, "a bench does not save checkpoints"),
+    "checkpoint.every_minutes": (None, "a bench does not save checkpoints"),
+    "checkpoint.best_metric": (None, "a bench does not save checkpoints"),
+    "checkpoint.async": (False, "a bench reserves no memory for checkpoints"),
     "resources.slice": (None, "a bench runs in a single job"),
     "requeue.on": ([], "a failed run is not restarted"),
     "requeue.follow_ups": (0, "a failed run is not restarted"),
-    "logging.tensorboard": (False, "the result is summary.csv"),
+    "logging.tensorboard": (False, "a bench writes its results to summary.csv"),
 }
 """Config values that disable saves and restarts and reduce logging, each with a reason."""
 
@@ -229,7 +229,7 @@ def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: 
 
     None of these values affect the model, the data or the optimizer.
     """
-    name = f"{config.name}-{kind}"[:100], "the runs of a bench have a name of their own"
+    name = f"{config.name}-{kind}"[:100], "distinguishes the runs of the bench from other runs"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}
 
 
@@ -265,8 +265,11 @@ def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[
     """
     needs, takes = "`trainkit bench layouts` needs", "`trainkit bench settings` accepts any"
     loaded.require_decoder(
-        ("whose possible layouts are unknown", f"{needs} the task causal_lm; {takes} task"),
-        ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
+        (
+            "and trainkit cannot list the possible layouts of its model",
+            f"{needs} the task causal_lm; {takes} task",
+        ),
+        ("and its memory use is unknown", f"{needs} trainkit's own decoder; {takes} model"),
         or_own=True,
     )
     facts = planned.gatherer.facts(loaded)
@@ -339,4 +342,4 @@ def _refuse_set_by_bench(values: Mapping[str, object], own: Values) -> None:
             )
         for name, (_, why) in own.items():
             if name == key or name.startswith(f"{key}."):
-                raise UsageError(f"--sweep {key}: a bench sets {name} itself ({why})", hint="remove it")
+                raise UsageError(f"--sweep {key}: every bench sets {name} itself ({why})", hint="remove it")

@@ -156,23 +156,25 @@ def read_bench(folder: Path) -> Bench:
     of another trainkit version.
     """
     file = folder / BENCH_FILE
-    hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each run of the bench"
+    hint = f"`trainkit status {quote(str(folder))}/RUN` shows each run of the bench"
     try:
         record = read_json(file)
         if (version := record["version"]) != BENCH_VERSION:
             raise ValueError(
-                f"its format has version {version}; this trainkit version supports {BENCH_VERSION}"
+                f"its format version is {version}, but this version of trainkit supports {BENCH_VERSION}"
             )
         bench = replace(read_record(Bench, record, strict=True), folder=folder.absolute())
         group = bench.group
         folders = [group.folder(index) for index in group.trials]
         if [str(bench.folder / item.run) for item in bench.runs] != folders:
-            raise ValueError("its runs differ from those in sweep.json")
+            raise ValueError("its list of runs differs from the list in sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
-            raise ValueError("the values of its runs do not match its keys")
+            raise ValueError("at least one run has no value for a swept key")
         return bench
     except FileNotFoundError:
-        hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"
+        hint = (
+            "`trainkit bench layouts` and `trainkit bench settings` create a bench folder and print its path"
+        )
         raise UsageError(f"{folder} is not a bench folder: it contains no {BENCH_FILE}", hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file} cannot be read: {error}", hint=hint) from error
@@ -221,8 +223,8 @@ def wait_for_runs(
         text = state_counts(states)
         if text != logged:
             log_line(text)
-        # A run may briefly appear to have died, because Slurm removes a job before this host sees the
-        # recorded end.
+        # A run may briefly appear to have died: Slurm may remove the job before this host sees the file that
+        # records the end of the run.
         is_sure = text == logged or "died" not in states
         logged = text
         if is_sure and ENDED.issuperset(states):

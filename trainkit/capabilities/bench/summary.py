@@ -44,7 +44,7 @@ class Fastest:
         text = f"{self.name}: {self.speed:,.0f} {self.unit}, {gain:.1%} more than {self.second}"
         if self.is_clear is None:
             return f"{text}; each trial ran once: use --repeats to measure how much the results vary"
-        return text if self.is_clear else f"{text}, which is within the spread of the repeats"
+        return text if self.is_clear else f"{text}, a difference within the spread of the repeats"
 
 
 def end_line(bench: Bench, trial: TrialStatus) -> str:
@@ -70,7 +70,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row],
     for item, trial in zip(bench.runs, found, strict=True):
         by_run[item.run], missing = row_of(bench, item, trial.state, trial.reason or "")
         if missing and trial.state == FINISHED:
-            warn(f"{item.name}: no exposed_comm_s: {missing}")
+            warn(f"{item.name}: exposed_comm_s is unknown: {missing}")
     trials = by_speed([by_run[item.run] for item in runs] for runs in bench.trials)
     rows = [row for row, _ in trials]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
@@ -104,35 +104,36 @@ def row_name(keys: Sequence[str], row: Row) -> str:
     return trial_name({key: row[key] for key in keys})
 
 
-LAYOUT_COLUMN = {LAYOUT: "layout as written for --layout: degrees above 1 and other requested keys"}
+LAYOUT_COLUMN = {LAYOUT: "layout in the syntax of --layout: degrees above 1 and any other requested keys"}
 COLUMNS = {
     "dp_replicate": "degree",
     "dp_shard": "degree",
     "tp": "degree",
     "pp": "degree",
     "cp": "degree",
-    "device_batch_size": "samples per process and accumulation step",
-    "pp_microbatches": "microbatches per device batch; empty without a pipeline",
-    "repeats": "number of runs with measured steps",
+    "device_batch_size": "number of samples per process in one accumulation step",
+    "pp_microbatches": "number of microbatches per device batch; empty without pipeline parallelism",
+    "repeats": "number of repeats that have measured steps",
     "steps": "number of measured steps in all repeats, excluding warm-up and profiled steps",
-    "samples_per_s": "samples per second of all processes together; as in the next columns, the median "
-    "over the measured steps of a run, and over the repeats",
-    "tokens_per_s": "tokens per second of all processes together",
-    "tokens_per_s_min": "tokens per second of the slowest repeat; empty with one repeat",
-    "tokens_per_s_max": "tokens per second of the fastest repeat; empty with one repeat",
+    "samples_per_s": "total samples per second of all processes; the median over the measured steps of a "
+    "run, then over the repeats, as for the other speeds and times per step",
+    "tokens_per_s": "total tokens per second of all processes",
+    "tokens_per_s_min": "tokens per second of the slowest repeat; empty if there is only one",
+    "tokens_per_s_max": "tokens per second of the fastest repeat; empty if there is only one",
     "tokens_per_s_per_gpu": "tokens per second per GPU, or per process on a machine without GPUs",
-    "mfu": "model FLOPs utilization, 0 to 1; empty if the device's peak FLOPS are unknown, as for CPUs",
+    "mfu": "model FLOPs utilization from 0 to 1; empty if the device's peak FLOPS are unknown, as on CPUs",
     "step_s": "seconds per optimizer step",
-    "step_s_p10": "seconds per step: 10 % of the measured steps took less",
-    "step_s_p90": "seconds per step: 10 % of the measured steps took more",
-    "data_wait_s": "seconds per step spent waiting for data, mean over all ranks",
-    "mem_gib_peak": "peak memory of rank 0 in GiB: GPU memory or, without a GPU, resident memory",
-    "exposed_comm_s": "seconds per step spent waiting for communication without computing: the mean over up "
-    "to 4 ranks in the last two steps, which the profiler slows; empty without a profile",
+    "step_s_p10": "seconds per step: 10th percentile of the measured steps",
+    "step_s_p90": "seconds per step: 90th percentile of the measured steps",
+    "data_wait_s": "seconds per step spent waiting for data, averaged over all ranks",
+    "mem_gib_peak": "peak GPU memory of rank 0 in GiB or, on a machine without GPUs, its peak resident "
+    "memory",
+    "exposed_comm_s": "seconds per step of communication that does not overlap with computation, averaged "
+    "over up to 4 ranks and the last two steps, which the profiler slows down; empty without a profile",
     "loss": "loss of the last step",
-    "status": "finished, failed, or another state of the run; with repeats, also the number of runs in it",
+    "status": "state of the run, such as finished or failed; with repeats, also how many runs did not finish",
     "verdict": "root cause of the failure; empty for a finished run",
-    "run": "folders of the runs, relative to the folder of the bench",
+    "run": "run folders, relative to the bench folder",
 }
 
 
@@ -199,7 +200,7 @@ PLOTS = {
     "tokens_per_s": "tokens per second",
     "mfu": "model FLOPs utilization",
     "mem_gib_peak": "peak memory of rank 0, GiB",
-    "data_wait_s": "wait for data, seconds per step",
+    "data_wait_s": "data wait, seconds per step",
     "exposed_comm_s": "exposed communication, seconds per step",
 }
 """Maps each plotted column to its axis label."""
@@ -235,7 +236,7 @@ def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, fil
 
     figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    bars = list(reversed(rows))  # bars are drawn from the bottom, so reverse the rows
+    bars = list(reversed(rows))  # matplotlib draws the first bar at the bottom
     drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
     axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
     axes.margins(x=0.15)

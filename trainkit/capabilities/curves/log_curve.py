@@ -135,8 +135,8 @@ class LogCurve(Companion):
                         self._add_match(found.groupdict())
         except _TooSlow:
             self._is_off = True
-            problem = f"logging.pattern took more than {MATCH_S:g} s for one read of the log"
-            problem += ", so it is no longer used"
+            problem = f"logging.pattern took more than {MATCH_S:g} s to search one block of the log"
+            problem += ", so this pattern is no longer used"
             log_line(f"warning: {problem}")
             log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 
@@ -159,7 +159,7 @@ class LogCurve(Companion):
 
     def _write(self) -> None:
         if self._metrics_size() != self._size:
-            self._is_off = True  # stop reading, because the script itself writes metrics.jsonl
+            self._is_off = True  # stop reading the log, because the script itself writes metrics.jsonl
             return
         run, number, now = self._attempt.run, self._attempt.number, utc_now()
         found = list(self._curve.records.items())
@@ -195,7 +195,7 @@ class LogCurve(Companion):
         if self._is_off:
             return
         losses = self._curve.ambiguous
-        unknown = "the step of the loss is unknown"
+        unknown = "the step number of the loss is unknown"
         if losses:
             unknown = f"it is unknown which of {', '.join(losses)} is the loss"
         unknown += "; set logging.pattern to an expression with the groups step and loss"
@@ -223,8 +223,8 @@ class LogCurve(Companion):
         if name is None or self._has_warned:
             return
         self._has_warned = True
-        problem = f"the log has more than {MAX_NAMES} metrics: {name} and others are omitted; "
-        problem += "use logging.pattern to choose metrics"
+        problem = f"the log has more than {MAX_NAMES} metrics, so {name} and others are omitted; "
+        problem += "use logging.pattern to choose the metrics"
         log_line(f"warning: {problem}")
         log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 

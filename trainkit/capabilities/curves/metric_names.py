@@ -122,7 +122,9 @@ def read_label(text: str) -> Label:
         1 <= len(own) <= MAX_WORDS
         and _NEVER.isdisjoint(of_name)
         and (is_telling or _SELDOM.isdisjoint(of_name))
-        and not (of_name and _OF_A_PART.issuperset(of_name))  # excludes lines such as "Train: 0 [50/1251]"
+        and not (
+            of_name and _OF_A_PART.issuperset(of_name)
+        )  # excludes progress counters such as "Train: 0 [50/1251]"
     )
     name = "_".join(own).strip("./-")
     return Label(

@@ -172,7 +172,7 @@ def read_line(line: str) -> Reading:
         is_nan = number["value"].lower() == "nan"
         is_in_row = bool(found.metrics) and before.lower().split() == [*words]
         if is_nan and not (words and (is_assigned or is_in_row or words[-1].endswith(("loss", "norm")))):
-            continue  # "nan" is part of the text here, not a value, as in "number of nan iterations: 0"
+            continue  # here, "nan" is a part of the text, not a value, as in "number of nan iterations: 0"
         end = number.end()
         begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
         is_position = number["total"] is not None and number["value"].isdigit()
@@ -390,7 +390,7 @@ class PrintedCurve:
             return
         counters = {kind: self._counters[kind, reading.positions[kind][1]] for kind in kinds}
         own = [kind for kind in kinds if kind != "epoch"] or kinds
-        # Prefer numbers that grow and, among those, numbers that have never restarted.
+        # Prefer counters that have grown and, among such counters, a counter that has never restarted.
         kind = min(own, key=lambda kind: (not counters[kind].has_grown, counters[kind].length is not None))
         counter = counters[kind]
         is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
@@ -401,8 +401,7 @@ class PrintedCurve:
         else:
             rank, value, called = loss
             if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
-                # The number that has served as the step has restarted, but the number of the kind `kind` has
-                # not.
+                # The counter used as the step so far has restarted, but the counter `kind` has not.
                 self._primary = kind, rank, total
                 self._sources[self._primary] = _Source(is_curve=True)
             values = {
@@ -446,7 +445,7 @@ class PrintedCurve:
             if len(self._rows) == MAX_ROWS:
                 oldest = next(iter(self._rows))
                 if step < oldest:
-                    return  # the step's other values are no longer in memory
+                    return  # the earlier values of this step are no longer in memory
                 del self._rows[oldest]
             row = {}
         # If several ranks print the same value, keep the value printed first.
@@ -545,7 +544,7 @@ class PrintedCurve:
         if self._repeated and self._is_shared and not is_bar:
             return
         if self._repeated > 1 and is_bar:
-            return  # `for … in tqdm` redraws its bar ten times a second, so the values belong to a later step
+            return  # `tqdm` redraws its bar ten times a second, so these values belong to a later step
         if self._step is not None and step < self._step:
             # The script has resumed from a checkpoint, so discard later steps.
             self._rows = {other: row for other, row in self._rows.items() if other < step}

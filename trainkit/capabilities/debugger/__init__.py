@@ -53,7 +53,7 @@ class Debugger(Capability):
     def waits(self, plan: PlanRecord) -> str:
         if self.name in plan.parts:
             return "run with --debug"
-        return "a rank waits at breakpoint() for `trainkit debug`, or is being debugged"
+        return "a rank is waiting at breakpoint() for `trainkit debug`, or is being debugged"
 
     def in_trainer(
         self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]

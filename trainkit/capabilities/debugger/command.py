@@ -45,12 +45,12 @@ def attach(attempt: AttemptDir, rank: int) -> None:
     own = [record for number, record in records if number == rank]
     record = next((record for record in own if record.get("socket")), {})
     if not record:
-        problem = "is already in another debugger" if own else "is not at a breakpoint()"
+        problem = "is already being debugged" if own else "is not at a breakpoint()"
         hint = f"`trainkit stacks {run.word} --rank {rank}` shows what the rank is doing"
         if others := sorted({number for number, _ in records} - {rank}):
-            hint = f"{rank_list(others)} of this run may wait at a breakpoint()"
+            hint = f"{rank_list(others)} of this run may be waiting at a breakpoint()"
         raise UsageError(f"rank {rank} {problem}", hint=hint)
-    require_terminal(f"the rank prints to {attempt.rank_log(rank)} in the meantime")
+    require_terminal(f"read the output of the rank in {attempt.rank_log(rank)}, or use a terminal")
     print_note(f"{run.shown}: rank {rank} of attempt {attempt.number}")
     with socket.socket(socket.AF_UNIX) as client:
         try:
@@ -66,7 +66,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
             run_next_to(job, entry.elsewhere, str(record["node"]), again)
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if peer != os.geteuid():
-            hint = "a process that gets your terminal can read what you type"
+            hint = "run `trainkit debug` as that user, because the process can read everything that you type"
             raise UsageError(f"the process of rank {rank} belongs to user {peer}", hint=hint)
         write_atomic(folder / CHOSEN_FILE, str(rank))
         terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)
@@ -77,6 +77,6 @@ def attach(attempt: AttemptDir, rank: int) -> None:
                 state = client.recv(1)
             except KeyboardInterrupt:
                 if state == RUNNING:
-                    print(f"\nleft rank {rank}, which continues until its next breakpoint()")
+                    print(f"\ndetached from rank {rank}, which continues until its next breakpoint()")
                     return
                 print("\ntype `c` to continue the run or `q` to stop it", flush=True)

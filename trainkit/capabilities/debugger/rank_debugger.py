@@ -76,7 +76,7 @@ def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]
         terminal = os.open(os.environ[TERMINAL_VARIABLE], os.O_RDWR | os.O_NOCTTY)
         for descriptor in (0, 1, 2):
             os.dup2(terminal, descriptor)
-        os.write(log, f"rank {rank} has the terminal of `trainkit run --debug`\n".encode())
+        os.write(log, f"rank {rank} uses the terminal of `trainkit run --debug`\n".encode())
         sys.excepthook = partial(_uncaught, log, mode == "post-mortem")
     if mode in ("pdb", "post-mortem") and not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1))
@@ -124,7 +124,7 @@ def stop_at(
     where = "an exception" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     own: Any = None
     if terminal is None and DEBUG_VARIABLE in os.environ:
-        # in a DataLoader worker process, standard input is not a terminal
+        # standard input of a DataLoader worker process is not a terminal
         if sys.stdin is None or not sys.stdin.isatty():
             terminal = os.environ[TERMINAL_VARIABLE]
     elif terminal is None:

@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import user_name
 from trainkit.formats import there_are
 
-if TYPE_CHECKING:  # `trainkit run --help` imports this module, so slow imports are avoided
+if TYPE_CHECKING:  # `trainkit run --help` imports this module, so avoid slow imports
     from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
@@ -46,11 +46,12 @@ def run_options(function: Callable[..., int]) -> Callable[..., int]:
         is_flag=False,
         flag_value="0",
         metavar="[RANK|debugpy]",
-        help="Let this rank (default: 0) use the terminal at breakpoint(). With debugpy, it waits "
-        "for an editor.",
+        help="Let this rank (default: 0) use the terminal at breakpoint(). With debugpy, the rank "
+        "waits until an editor connects.",
     )
     post_mortem_option = option(
-        "--post-mortem", "Open the debugger if the rank of --debug (default: 0) fails with an exception."
+        "--post-mortem",
+        "Open the debugger if an exception terminates the rank that --debug selects (default: 0).",
     )
     typed: Callable[..., int] = debug_option(post_mortem_option(command))
     return typed
@@ -71,7 +72,7 @@ class Debugging(Choice):
         if not is_alone:
             raise UsageError(
                 "--debug supports only runs on a single machine",
-                hint="in other runs, a rank at breakpoint() waits for `trainkit debug RUN --rank N`",
+                hint="for other runs, use `trainkit debug RUN --rank N` once the rank waits at breakpoint()",
             )
 
     def _plan(self, workload: Workload) -> DebugPlan:
@@ -87,7 +88,8 @@ class Debugging(Choice):
         is_python = workload.launcher != "python" or not words or PurePath(words[0]).name.startswith("python")
         if post_mortem and not is_python and not any(word.endswith(".py") for word in words):
             raise UsageError(
-                f"--post-mortem requires Python, but the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
+                f"--post-mortem supports only Python programs, but the COMMAND is {words[0]}",
+                hint="-- python SCRIPT.py …",
             )
         if not mode:
             return DebugPlan(int(rank), "post-mortem" if post_mortem else "pdb")
@@ -109,7 +111,7 @@ class Debugging(Choice):
 
         debug = self.plan
         if debug.port is None:
-            return f"rank {debug.rank} has the terminal; hangs are not detected"
+            return f"rank {debug.rank} uses the terminal; hang detection is disabled"
         work, environment = plan.workload, plan.environment
         named = shutil.which(work.argv[0]) if work.is_command and work.launcher == "python" else None
         python = (named,) if named else environment.python or (sys.executable,)
@@ -120,7 +122,8 @@ class Debugging(Choice):
                     hint=f"install it with `{python[0]} -m pip install debugpy`",
                 )
         return (
-            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another "
-            f"computer, use ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
-            "note that debugpy lets any user of this machine connect"
+            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}, where debugpy lets any "
+            f"user of this "
+            f"machine connect; on another computer, first run `ssh -L {debug.port}:127.0.0.1:{debug.port} "
+            f"{user_name()}@{os.uname().nodename}` to forward the port"
         )

@@ -129,8 +129,7 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
         none = "no trainkit checkpoint" if is_command else "no checkpoint"
         own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
-    # The files may be on a failing disk. If so, the advice omits the values read from the run
-    # folder.
+    # The advice omits the values read from the run folder if the disk is failing.
     with suppress(OSError):
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
@@ -237,10 +236,10 @@ def collective_values(files: AttemptFiles, match: Match, logs: Iterable[Text]) -
     waited |= timed_out.keys()
     silent = [rank for rank in range(files.world_size) if rank not in waited]
     if 0 < len(silent) <= len(waited):
-        why = f"{rank_list(silent)} reported no timeout: the other ranks were waiting"
+        why = f"{rank_list(silent)} reported no timeout, unlike the waiting ranks"
         return {"suspect": why, "suspect_rank": str(silent[0])}
     behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
     if len(behind) < len(timed_out):
-        why = f"{rank_list(behind)} had started fewer collectives than the others"
+        why = f"{rank_list(behind)} had started fewer collectives than the other ranks"
         return {"suspect": why, "suspect_rank": str(behind[0])}
     return {}

@@ -206,7 +206,7 @@ def _end_of_the_job(line: str) -> datetime | None:
     """Return the time at which slurmstepd terminated the job, or None if the line does not report this."""
     found = _END_OF_THE_JOB.search(line)
     time = None if found is None else parse_time(found[1])
-    # Slurm writes the local time of the host without a time zone.
+    # Slurm writes times in the host's local time zone without naming the zone.
     return None if time is None else time.astimezone()
 
 

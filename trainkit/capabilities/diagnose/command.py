@@ -72,7 +72,7 @@ def diagnosis_lines(found: Diagnosis) -> list[str]:
     lines += _section("what to do", [line for item in found.advice for line in _wrapped(item, "- ", "  ")])
     if found.events:
         shown = [f"{item.line}: {item.text}" for item in found.events]
-        lines += _section(f"last events, in {found.events[0].file}", shown)
+        lines += _section(f"last events in {found.events[0].file}", shown)
     if found.tail:
         whose = "last lines" if found.rank is None else "last lines of the failed rank"
         tail = [item.text if item.line is None else f"{item.line}: {item.text}" for item in found.tail]

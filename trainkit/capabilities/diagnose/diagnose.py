@@ -161,7 +161,9 @@ class _Case:
                 return replace(self._found(silence), state="running")
             if self.alive:
                 return self._diverged("running") or self._nothing("the attempt is still running or pending")
-            return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
+            return self._make(
+                state="unknown", cause="this host cannot determine whether the run is still running"
+            )
         # A rank that fails after a stop request did not cause the stop.
         match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
         match = match or self._explain()
@@ -204,12 +206,12 @@ class _Case:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
-        # If the launcher prints no times and names the rank in the record, its output adds nothing to the
-        # record.
+        # If the launcher prints no times and names the same rank as the record, the launcher's output adds
+        # nothing to the record.
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
         if kind == "RankKilled" and failure.was_signalled:
-            return replace(first, reported=root.time)  # the agent already recorded which rank was killed
+            return replace(first, reported=root.time)  # the agent has already recorded which rank was killed
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
             rank = first.log_rank
@@ -303,8 +305,8 @@ class _Case:
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            # If a launcher reports a killed rank, the launcher survived, so the whole job step was not
-            # killed.
+            # If a launcher reports a killed rank, the launcher itself survived, so the job step was not
+            # killed as a whole.
             counts = not first.died_silently or first.failure.type == "RankKilled"
             if match is None or match.signature.role == "cause" or (is_exit and counts):
                 self.first = first
@@ -468,18 +470,19 @@ class _Case:
         tail = [] if log is None else self._tail(log)
         if first is None:
             what = "program" if self.run.was_started_by_hand else "supervisor"
-            gone = f"the {what} was killed or its host went down: it recorded no end"
+            gone = f"the {what} was killed, or its host went down, before the end of the attempt was recorded"
             entry = self.files.job.of_attempt(self.attempt.number)
             if not entry.has_started:
                 gone = "the job ended before the supervisor began"
             reason = clean(str(self.end.reason or gone))
             advice = [] if self.has_ended else self._resume_advice()
-            cause = f"no known cause was found: {reason}"
+            cause = f"the cause is unknown: {reason}"
             return self._make(cause=cause, tail=tail, events=self.events.shown(), advice=advice)
         failure = first.failure
         host = failure.host or (None if rank is None else self.files.host_of(rank))
         return self._make(
-            cause=f"{_subject(rank, host)} failed first, for an unknown cause: {first.text.lines[0]}",
+            cause=f"{_subject(rank, host)} failed first; the cause is unknown. First line of the error: "
+            f"{first.text.lines[0]}",
             rank=rank,
             host=host or None,
             step=failure.step,
@@ -497,7 +500,7 @@ class _Case:
     def _resume_advice(self) -> list[str]:
         values = run_values(self.files)
         templates = (
-            "step {unsaved_step} was being saved, since {save_began}",
+            "the save of step {unsaved_step} began at {save_began} and was not completed",
             *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),
             *(f"`{again}` starts again: {{starts_again}}" for again in STARTS_AGAIN),
         )

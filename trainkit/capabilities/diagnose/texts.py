@@ -143,7 +143,7 @@ def read_log(
 def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
     """Return a failure as a line ``Type: message``, with the message's line number in the JSON file."""
     message = f"{failure.type}: {failure.message}"
-    # Join the message, because an exception message may have several lines.
+    # An exception message may have several lines, so join them.
     line = clean(" ".join(message.split()))
     return Text(
         str(path.relative_to(root)), "record", [line], failure.rank, failure.host, json_line(path, "message")

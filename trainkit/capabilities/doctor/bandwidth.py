@@ -116,13 +116,17 @@ def bandwidth_checks(
     link speeds of the slowest host.
     """
     if found.error:
-        hint = "`trainkit diagnose` explains such an error in a run; NCCL_DEBUG=INFO shows what NCCL does"
+        hint = "run the command again with NCCL_DEBUG=INFO to see what NCCL does"
         yield Finding("bandwidth", "failure", f"not measured: {found.error}", hint)
         return
     expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
     where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
-    hint = f"less than {SLOW_SHARE:.0%} of the speed of {name}: check launch.network, cables and other jobs"
+    hint = (
+        f"the bandwidth is less than {SLOW_SHARE:.0%} of the nominal speed of {name}: check "
+        f"launch.network, the cables and "
+        f"the other jobs"
+    )
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
     yield warn_if(is_slow, "all-reduce", value, hint)
     speeds = sorted((speed, source, target) for source, target, speed in found.links)
@@ -132,11 +136,11 @@ def bandwidth_checks(
         f"{slowest:,.1f} Gbit/s from {source} to {target}, the slowest of {len(speeds)}; median {median:,.1f}"
     )
     if expected is not None:
-        value += f"; the speed of {name} is {expected:,.0f}"
+        value += f"; the nominal speed of {name} is {expected:,.0f}"
     if slowest < ODD_SHARE * median:
         suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
         pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
-        yield Finding("point to point", "warning", value, f"check the links of {pairs}")
+        yield Finding("point to point", "warning", value, f"check the links from {pairs}")
     else:
         is_slow = expected is not None and median < SLOW_SHARE * expected
         yield warn_if(is_slow, "point to point", value, hint)

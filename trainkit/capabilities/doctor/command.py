@@ -33,13 +33,13 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     "trainkit doctor --json",
 )
 @options.config_argument
-@option("--quick", "Skip slow checks: torch, bandwidth, and most of the write test.")
+@option("--quick", "Skip the slow checks: the import of torch, the bandwidth, and most of the write test.")
 @options.set_option
 @options.slurm_options
 @options.shape_options
 @option(
     "--run-dir",
-    "Folder where runs will be created; doctor checks its disk.",
+    "Check the filesystem of this folder, where runs will be created.",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
@@ -140,5 +140,5 @@ def _echo_nodes(checks: Sequence[Finding]) -> None:
             nodes = f"all {num_nodes}" if len(well) == num_nodes else f"{len(well)} of {num_nodes}"
             click.echo(_line(replace(well[0], host=None, value=f"{well[0].value} on {nodes} nodes")))
         elif well:
-            others = f"; {plural(len(well) - 1, 'other node')} ok, with other values" if well[1:] else ""
+            others = f"; {plural(len(well) - 1, 'other node')} ok, with different values" if well[1:] else ""
             click.echo(_line(replace(well[0], value=f"{well[0].value}{others}")))

@@ -97,7 +97,7 @@ def check_python(request: Request) -> Finding:
     """Check whether the ranks' interpreter runs, and whether trainkit is tested with its Python version."""
     found = _packages(request)
     if isinstance(found, NoAnswer):
-        hint = "the environment, which launch.venv or launch.python selects, must be on a shared filesystem"
+        hint = "set launch.venv or launch.python to an environment on a shared filesystem"
         return Finding("Python", "failure", str(found), hint)
     version = tuple(map(int, found.python.split(".")[:2]))
     value = f"{found.python} ({found.program})"
@@ -108,7 +108,12 @@ def check_python(request: Request) -> Finding:
     if problem is not None:
         return Finding("Python", "failure", f"{value} {problem[0]}", problem[1])
     is_new = version > PYTHONS[1]
-    return warn_if(is_new, "Python", value, f"not tested; the tested versions are {oldest} to {newest}")
+    return warn_if(
+        is_new,
+        "Python",
+        value,
+        f"trainkit is not tested with this version, only with Python {oldest} to {newest}",
+    )
 
 
 def check_torch(request: Request) -> Finding:
@@ -130,10 +135,10 @@ def check_torch(request: Request) -> Finding:
     if has_driver and (unusable := build.problem(driver=detect_machine().driver_cuda)):
         return Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
     if has_driver and not found.gpus:
-        hint = "install a torch built for the CUDA version in the line `driver`, or update the driver"
+        hint = "install a torch build for the CUDA version shown in the line `driver`, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
-        return Finding("torch", "failure", f"{value}: sees no GPU", hint)
+        return Finding("torch", "failure", f"{value}: torch finds no GPU", hint)
     return Finding("torch", "ok", value)
 
 
@@ -171,10 +176,10 @@ def with_interpreter(
     chosen = [name for name in ("container", "conda", "python") if getattr(launch, name) is not None]
     if lacks := [*([] if is_known else chosen), *before]:
         names = " and ".join(f"launch.{name}" for name in lacks)
-        hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
-        text = f"checked {argv[0]} without {names}, which the job runs before its ranks"
+        hint = "run `trainkit doctor` in the environment of the job, or read the first lines of a job's log"
+        text = f"checked {argv[0]} without {names}, which the job applies before starting its ranks"
         if not is_known:
-            text = f"checked the environment of this command; the job uses the environment of {names}"
+            text = f"checked the environment of this command, but the job uses the environment in {names}"
         checks.append(Finding("environment", "warning", text, hint))
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
     return replace(request, python=argv, env=env), checks

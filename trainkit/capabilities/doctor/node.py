@@ -76,7 +76,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
     interface = None if request.peer is None else interface_to(request.peer)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     port = 0
-    with contextlib.suppress(TrainkitError):  # without a free port, `check_ports` reports the error
+    with contextlib.suppress(TrainkitError):  # `check_ports` reports the error if no port is free
         port = choose_port()
     return NodeReport(
         own_host(),
@@ -113,7 +113,8 @@ def main() -> int:
     send(to_json(report))
     for line in sys.stdin:
         layout = from_json(Layout, line)
-        # Each node resolves the first host's name itself, because name resolution may differ between nodes.
+        # Each node resolves the name of the first host itself, because name resolution may differ between
+        # nodes.
         addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
         send(to_json(measure(request, replace(layout, addr=addr))))
     return 0
@@ -150,11 +151,13 @@ def check_cpus() -> Finding:
     """Check the CPU cores available to this process, and the load and memory of the host."""
     count = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
-    value = f"{count} CPU cores for this process, load {load:.1f}"
+    value = f"{count} CPU cores available to this process, load {load:.1f}"
     memory = host_memory_gib()
     if memory is not None:
         value += f"; {memory[1] - memory[0]:,.1f} of {memory[1]:,.1f} GiB of memory available"
-    return warn_if(load > 2 * count, "CPU", value, "other programs use this host: `top` shows them")
+    return warn_if(
+        load > 2 * count, "CPU", value, "other programs are using this host: run `top` to list them"
+    )
 
 
 HOT_C = 85
@@ -173,13 +176,13 @@ def check_gpus() -> Iterator[Finding]:
             supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
             yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
             listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            # A MIG slice does not report its health, so check the whole GPUs instead.
+            # MIG slices do not report their health, so check the whole GPUs.
             if listed is None or any(not name.isdigit() for name in listed):
                 listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
             for name in listed:
                 yield gpu_finding(driver, name)
     except NoDriver as error:
-        hint = "check `nvidia-smi` and the kernel log; after a driver update, reboot the host"
+        hint = "check the output of `nvidia-smi` and the kernel log; after a driver update, reboot the host"
         yield Finding("GPU", "failure", str(error), hint)
 
 
@@ -201,12 +204,14 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
     pids = [str(process.pid) for process in processes or ()]
     if pids:
         using = f"process {pids[0]} uses" if len(pids) == 1 else f"processes {', '.join(pids)} use"
-        hint = f"{using} it: `ps -o user,args -p {','.join(pids)}` shows more"
+        hint = f"{using} this GPU: run `ps -o user,args -p {','.join(pids)}` for details"
         return Finding(name, "warning", value, hint)
     if memory is not None and memory.used > BUSY_SHARE * memory.total:
-        return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
+        return Finding(
+            name, "warning", value, "other processes use memory on this GPU: run `nvidia-smi` to list them"
+        )
     is_hot = temperature is not None and temperature >= HOT_C
-    return warn_if(is_hot, name, value, "the GPU is hot and will lower its clocks: check its cooling")
+    return warn_if(is_hot, name, value, "the GPU is hot and will reduce its clock speed: check its cooling")
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
@@ -221,25 +226,26 @@ def check_name(request: Request) -> Finding:
     """Check whether this host's name and the names of the other hosts can be resolved."""
     for name in request.peers:
         found = resolved(name)
-        hint = f"add {name} to DNS or /etc/hosts on that node: the ranks connect to each other by name"
+        hint = f"add {name} to DNS, or to /etc/hosts on every node: the ranks connect to each other by name"
         if not found:
             return Finding(
                 "name", "failure", f"{name} cannot be resolved, and neither can its NodeAddr", hint
             )
         if not _addresses_of(name):
             hint = (
-                f"trainkit uses its NodeAddr {found[0]}; scripts that use the name fail: add it to /etc/hosts"
+                f"trainkit uses the NodeAddr {found[0]}, but scripts that use the name fail: add it "
+                f"to /etc/hosts"
             )
             return Finding("name", "warning", f"{name} cannot be resolved", hint)
         if all(address.startswith("127.") for address in found):
             hint = (
-                f"/etc/hosts on that node maps {name} to {found[0]}, which other hosts cannot reach: "
+                f"/etc/hosts on the checked node maps {name} to {found[0]}, which other hosts cannot reach: "
                 "map the name to the node's address"
             )
             return Finding("name", "failure", f"{name} is {', '.join(found)}", hint)
     own = socket.gethostname()
     if not _addresses_of(own):
-        hint = f"add {own} to DNS or /etc/hosts: programs that listen on their host's name fail"
+        hint = f"add {own} to DNS or /etc/hosts: programs that listen on the name of their host fail"
         return Finding("name", "warning", f"this host's own name {own} cannot be resolved", hint)
     if request.peers:
         return Finding("name", "ok", f"{plural(len(request.peers), 'other host')} can be resolved")
@@ -275,10 +281,12 @@ def check_interface(request: Request) -> Finding:
     if chosen not in (None, "lo") and chosen not in usable:
         state = "has no address" if chosen not in addresses().values() else "is down"
         others = f"; usable are {', '.join(usable)}" if usable else ""
-        hint = f"`ip link set {chosen} up` as root, or choose another launch.network{others}"
+        hint = f"run `ip link set {chosen} up` as root, or choose another launch.network{others}"
         return Finding("interface", "failure", f"{chosen} {state}", hint)
     if request.peers and chosen is None:
-        hint = "check `ip route`, and set launch.network to the interface between the nodes"
+        hint = (
+            "check the output of `ip route`, and set launch.network to the interface that connects the nodes"
+        )
         return Finding("interface", "failure", reason, hint)
     return Finding("interface", "ok", reason)
 
@@ -287,9 +295,9 @@ def check_ports() -> Finding:
     """Check whether rank 0 can listen on a port."""
     candidates = candidate_ports()
     num_free = sum(map(is_free, candidates))
-    value = f"{num_free} of {len(candidates)} ports that were tried are free"
+    value = f"{num_free} of {len(candidates)} tested ports are free"
     if candidates and not num_free:
-        return Finding("port", "failure", value, "`ss -ltn` shows what listens on this host")
+        return Finding("port", "failure", value, "run `ss -ltn` to list the listening sockets on this host")
     return Finding("port", "ok", value)
 
 
@@ -312,8 +320,8 @@ def check_folder(request: Request) -> Iterator[Finding]:
     """Check whether checkpoints can be written and how fast, and whether all hosts see the same files."""
     existing = nearest_folder(request.folder)
     try:
-        # Begin the file name like the shared file's name, so that the host with the shared file can also
-        # remove files that killed tasks left.
+        # Use the same prefix as in the name of the shared file, so that the host that created the shared file
+        # can also remove files left by killed tasks.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
             yield _free_space(existing)
@@ -327,7 +335,7 @@ def check_folder(request: Request) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path, error: OSError) -> Finding:
-    if error.errno == errno.ENOENT:  # the folder is below /proc, or is a link to a missing folder
+    if error.errno == errno.ENOENT:  # the folder is below /proc, or is a symlink to a missing folder
         return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
     hint = "choose another --run-dir, or check the folder's mount options and permissions (`ls -ld`)"
     if error.errno in NO_SPACE:
@@ -362,7 +370,10 @@ def _is_shared(name: str, host: str) -> Finding:
     deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
-            value = f"{path.parent} is not shared: a file created on {host} is not visible on {own_host()}"
+            value = (
+                f"{path.parent} is not on a shared filesystem: a file created on {host} is not "
+                f"visible on {own_host()}"
+            )
             hint = "choose a --run-dir on a filesystem that all nodes mount, and check its mount on this host"
             return Finding("shared", "failure", value, hint)
         refresh_listing(path.parent)
@@ -381,7 +392,7 @@ def _free_space(folder: Path) -> Finding:
 
 def _write_speed(folder: Path, quick: bool) -> Finding:
     size_mib = PROBE_MIB // 4 if quick else PROBE_MIB
-    block = os.urandom(2**20)  # random data cannot be compressed by the filesystem
+    block = os.urandom(2**20)  # use random data, which the filesystem cannot compress
     started_s = time.monotonic()
     with (folder / "probe").open("wb") as file:
         for _ in range(size_mib):
@@ -391,7 +402,7 @@ def _write_speed(folder: Path, quick: bool) -> Finding:
         written_s = time.monotonic() - started_s
     speed = size_mib / max(written_s, 1e-6)
     value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync"
-    hint = "saving will take long: save less often, or choose a faster filesystem with --run-dir"
+    hint = "checkpoints will be slow to save: save less often, or choose a faster filesystem with --run-dir"
     return warn_if(speed < SLOW_MIB_S, "write speed", value, hint)
 
 
@@ -400,8 +411,12 @@ def _renames(folder: Path) -> Finding:
     (folder / "partial" / "file").write_text("x")
     (folder / "partial").rename(folder / "published")
     if not (folder / "published" / "file").is_file():
-        hint = "saving a checkpoint requires an atomic rename of its folder: use another filesystem"
-        return Finding("rename", "failure", f"a renamed folder is incomplete in {folder.parent}", hint)
+        hint = (
+            "saving a checkpoint requires that its folder can be renamed atomically: use another filesystem"
+        )
+        return Finding(
+            "rename", "failure", f"a folder was incomplete after it had been renamed in {folder.parent}", hint
+        )
     return Finding("rename", "ok", "renaming a folder works, so checkpoints can be saved atomically")
 
 

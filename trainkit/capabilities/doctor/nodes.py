@@ -111,7 +111,7 @@ class NodesStep:
             self._proc.wait(STOP_S)
         except subprocess.TimeoutExpired:  # a node does not respond to Slurm
             if self._step:
-                with contextlib.suppress(TrainkitError):  # srun is killed even if cancelling the step fails
+                with contextlib.suppress(TrainkitError):  # ignore the error, because srun is killed anyway
                     run_slurm(["scancel", self._step], STOP_S)
             self._proc.kill()
             self._proc.wait()
@@ -209,7 +209,9 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
         return Finding("nodes", "ok", f"{num_nodes} of {num_nodes} nodes reported: {','.join(names)}")
     if not reports:
         value = f"{num_nodes} of {num_nodes} nodes did not report: {step.problem((), waited_s)}"
-        hint = "`sinfo` shows whether nodes are free; choose other nodes with --partition and --account"
+        hint = (
+            "check with `sinfo` whether nodes are free, or choose other nodes with --partition and --account"
+        )
         return Finding("nodes", "failure", value, hint)
     missing = sorted({*reports[0].peers, reports[0].host} - set(names))
     value = f"{num_nodes - len(reports)} of {num_nodes} nodes did not report ({','.join(missing)})"
@@ -239,7 +241,7 @@ def _bandwidth(
     answers = measured(layout)
     errors = [answer for answer in answers if answer.error]
     whole = [answer for answer in answers if answer.links]
-    silent = Bandwidth("the ranks ended without a result")
+    silent = Bandwidth("the ranks exited without a result")
     yield from bandwidth_checks(layout, (errors + whole + [silent])[0], [item.links for item in reports])
 
 
@@ -292,21 +294,21 @@ def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Find
     """Check the settings shown by `scontrol show config` and `scontrol show partition --oneliner`."""
     version = parse_version(config.get("SLURM_VERSION", ""))
     text = f"{version[0]}.{version[1]:02d}.{version[2]}, cluster {config.get('ClusterName', 'unknown')}"
-    hint = "not tested; the oldest tested version is 22.05"
+    hint = "trainkit is not tested with this version; the oldest tested version is 22.05"
     yield warn_if(version[:2] < OLDEST_SLURM, "Slurm", text, hint)
     yield from _preemption(config, partitions)
     off = config.get("JobRequeue") == "0"
-    hint = "trainkit passes --requeue; if the site forbids requeueing, it submits a new job instead"
+    hint = "trainkit passes --requeue to sbatch and, if the site forbids requeueing, submits a new job"
     yield warn_if(off, "requeue", "JobRequeue is 0" if off else "jobs can be requeued", hint)
     kill_wait = config.get("KillWait", "unknown")
-    hint = "time between the time limit and SIGKILL; requeue.grace_s requests an earlier stop signal"
+    hint = "KillWait is the time between the time limit and SIGKILL; set requeue.grace_s to stop earlier"
     yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
     if "slurmdbd" in config.get("AccountingStorageType", ""):
-        yield Finding("accounting", "ok", "sacct reports how old jobs ended")
+        yield Finding("accounting", "ok", "sacct reports the final state of past jobs")
     else:
         age = config.get("MinJobAge", "soon")
-        value = f"none: Slurm forgets a job {age} after its end"
-        hint = "after that, trainkit learns only from the run folder how a job ended"
+        value = f"none: Slurm forgets a job {age} after it has finished"
+        hint = "after this time, trainkit can determine the job's final state only from the run folder"
         yield warn_if(_seconds(age, MIN_JOB_AGE_S) < MIN_JOB_AGE_S, "accounting", value, hint)
 
 
@@ -330,8 +332,8 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
         mode = item.get("PreemptMode", default)
         value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, stop signal {signal}"
         hint = (
-            "a preempted run has no time to save: set checkpoint.every_minutes to the time you can lose, "
-            "or ask the administrators for a GraceTime of 30 s"
+            "a preempted run has no time to save: set checkpoint.every_minutes to the time that you can "
+            "afford to lose, or ask the administrators for a GraceTime of 30 s"
         )
         yield warn_if(grace_s < MIN_GRACE_S, "preemption", value, hint)
 

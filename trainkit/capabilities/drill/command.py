@@ -71,10 +71,14 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 @option(
     "--steps N", f"Number of steps in each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS)
 )
-@option("--seed N", "Seed for choosing the times and targets of interruptions.", type=int, default=0)
+@option(
+    "--seed N", "Random seed that determines when and where the runs are interrupted.", type=int, default=0
+)
 @option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
 @option(
-    "--list", "List the scenarios and whether each is possible here, without starting runs.", name="only_list"
+    "--list",
+    "List the scenarios and whether each is possible here, without starting any runs.",
+    name="only_list",
 )
 @options.json_option
 def command(
@@ -103,7 +107,7 @@ def command(
     if workload.reads_input:
         raise UsageError(
             f"drill starts the COMMAND several times, and {workload.argv[0]} reads standard input",
-            hint="write the input to a file, and pass the file to the COMMAND",
+            hint="write the input to a file, and pass the file's path to the COMMAND",
         )
     loaded = request.load_to_plan(workload)
     if loaded.config.logging.pattern == "auto":
@@ -222,9 +226,9 @@ class Drill:
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
-        how = "cannot be compared, because a step has a loss in only one of the runs"
+        how = "cannot be compared, because one of the two runs has no loss for some step"
         if self.difference is not None:
-            how = f"differ by up to {self.difference:.1e} of their value"
+            how = f"have relative differences of up to {self.difference:.1e} between the two runs"
         self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")
 
     def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
@@ -242,14 +246,15 @@ class Drill:
         if run.attempt_numbers() != [1]:
             first = read_end(run.attempt(1)) or AttemptEnd()
             raise TrainkitError(
-                f"the uninterrupted run was interrupted: {first.reason}",
-                hint="start the drill again, because all other runs are compared with this run",
+                f"the uninterrupted run was unexpectedly interrupted: {first.reason}",
+                hint="start the drill again, because all other runs are compared with the uninterrupted run",
             )
         self.running = None
         steps = computed_steps(run)
         if again := num_recomputed(steps):
             raise TrainkitError(
-                f"{run.metrics_file} records {plural(again, 'step')} twice without any interruption",
+                f"{run.metrics_file} records {plural(again, 'step')} twice, although the run was not "
+                f"interrupted",
                 hint="change the COMMAND so that it records each step once",
             )
         started = next(read_events(run, "started"))
@@ -266,7 +271,7 @@ class Drill:
         plan = self.plan.at(self.plan.fewest_nodes)  # use only ranks that exist at every node count
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
-        where = "" if target.step is None else f", from step {target.step} on"
+        where = "" if target.step is None else f", at step {target.step} or later"
         self.log_line(f"{scenario.name}: {scenario.description}{where}")
         injector = FaultInjector(run) if plan.is_here else SlurmFaultInjector(run)
         result = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
@@ -318,9 +323,9 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
     """
     values: Values = {
         **short_training(loaded.config, num_steps, "drill"),
-        "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
+        "checkpoint.every_steps": (num_steps // NUM_SAVES, "the runs of a drill have only a few steps"),
         "checkpoint.every_minutes": (None, "a drill needs to know when checkpoints are saved"),
     }
     if device != "cpu":
-        values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"
+        values["train.deterministic"] = True, "makes repeated runs on GPUs bit-identical"
     return with_changes(loaded, values, "trainkit drill")

@@ -121,14 +121,19 @@ def evaluate(
         problems += [difference] if difference else []
         problems += _too_many_recomputed(scenario, again, outcome, interval)
     else:
-        remark = "only the end of the run was checked, because the COMMAND writes no steps to metrics.jsonl"
+        remark = (
+            "only the final state of the run was checked, because the COMMAND wrote no steps to metrics.jsonl"
+        )
         result = replace(result, curve="unknown", message=remark)
     if problems:
         return replace(result, state="failed", message="; ".join(problems))
     if result.missed:
         return replace(result, state="missed", message=result.missed)
     if result.no_restart:
-        return replace(result, message=f"resumed by the drill: {result.no_restart}")
+        return replace(
+            result,
+            message=f"the drill resumed the run, which had not restarted automatically: {result.no_restart}",
+        )
     return result
 
 

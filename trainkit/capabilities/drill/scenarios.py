@@ -62,7 +62,7 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     """Return why a scenario cannot be tried with this config, or an empty string if it can."""
     if scenario.needs_slurm and plan.is_here:
-        return "the run would start on this machine, without Slurm"
+        return "the run would start on this machine without Slurm"
     if scenario.needs_checkpoints and plan.workload.is_command:
         return "a drill does not know where and how a COMMAND saves"
     if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:

@@ -60,7 +60,7 @@ def command(
     refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
-        raise UsageError(f"--out {out_name} exists already", hint="specify a new or an empty folder")
+        raise UsageError(f"--out {out_name} exists already", hint="choose a new or empty folder")
     partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
     request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
     try:
@@ -73,7 +73,7 @@ def command(
         partial.rename(out_name)
     except OSError as error:
         message = f"--out {out_name} cannot be written: {error.strerror}"
-        raise UsageError(message, hint="specify a new folder in a place where you can write") from None
+        raise UsageError(message, hint="choose a new folder in a writable location") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(item.name for item in out_name.iterdir())
@@ -94,7 +94,7 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
         )
     if chosen.manifest().model is None:
         hint = "export the model with your own code"
-        raise UsageError(f"{shown_path(chosen.path)} was saved by a training loop of your own", hint=hint)
+        raise UsageError(f"{shown_path(chosen.path)} was saved by your own training loop", hint=hint)
     return chosen
 
 

@@ -181,18 +181,20 @@ def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
 
     Returns a remark if there is no tokenizer.
     """
-    generation = Path(config.model.hf or "") / GENERATION_NAME  # lists all tokens that end generation
+    generation = (
+        Path(config.model.hf or "") / GENERATION_NAME
+    )  # generation_config.json lists all tokens that stop the generation
     if config.model.hf is not None and generation.is_file():
         shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
     if name == BYTES:
         if config.model.hf is not None or prepared_folder(config.data) is not None:
-            return [f"{out} has no tokenizer: add the one with which the data was prepared"]
+            return [f"{out} contains no tokenizer: add the tokenizer that was used to prepare the data"]
         _write_byte_tokenizer(out)
         return []
     source = Path(name)
     if not source.is_file():
-        return [f"{out} has no tokenizer, because {source} no longer exists"]
+        return [f"{out} contains no tokenizer, because {source} no longer exists"]
     for item in TOKENIZER_FILES:
         file = source.with_name(item)
         if file.is_file():
@@ -269,8 +271,8 @@ def load_task_model(
         model = task.build_whole_model(without=saved)
     absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
     if absent:
-        hint = "use the code that the run was trained with"
-        raise UsageError(f"{reader.path} has no {absent[0]}", hint=hint)
+        hint = "use the version of the code that trained the run"
+        raise UsageError(f"{reader.path} contains no {absent[0]}", hint=hint)
     tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
     tensors |= {f"buffer.{name}": buffer for name, buffer in StateBuffers(model).tensors.items()}
     load_tensors(reader, tensors)

@@ -34,7 +34,7 @@ from trainkit.errors import EXIT_FAILED
 @option("--top-k K", "Choose only among the K most likely tokens.", type=click.IntRange(min=1))
 @option(
     "--top-p P",
-    "Choose only among the most likely tokens with a total probability of P.",
+    "Choose only among the most likely tokens whose total probability reaches P.",
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
 )
 @option("--seed", "Random seed; the same seed gives the same text.", type=int, default=0)

@@ -52,7 +52,7 @@ def generate(request: JsonObject) -> None:
     if config.has_user_task:
         raise UsageError(
             f"task is {config.task}, but only language models of the task causal_lm can continue a prompt",
-            hint="use `trainkit ckpt export` to write the model for your own code",
+            hint="use `trainkit ckpt export` to export the model, then generate with your own code",
         )
     tokenizer = Tokenizer(_tokenizer_name(config, request["tokenizer"]))
     tokens = [int(token) for token in tokenizer.encode([request["prompt"].encode()])[0]]
@@ -61,7 +61,8 @@ def generate(request: JsonObject) -> None:
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
         raise UsageError(
-            f"the prompt has {start:,} tokens, but the model was trained on {limit:,} (data.seq_len)",
+            f"the prompt has {start:,} tokens, but the model was trained on sequences of {limit:,} tokens "
+            f"(data.seq_len)",
             hint=f"shorten the prompt to at most {limit - 1:,} tokens",
         )
     wanted, has_gpu = request["device"], torch.cuda.is_available()
@@ -120,7 +121,7 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
     if used.kind != BYTES and (name == BYTES or identify(name).sha256 != used.sha256):
         raise UsageError(
             f"{folder} was prepared with the tokenizer {used.name}, not with {name}",
-            hint="specify that file with --tokenizer",
+            hint="use --tokenizer to specify the file that was used to prepare the data",
         )
     return BYTES if used.kind == BYTES else name
 
@@ -167,7 +168,7 @@ def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], T
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal cache
         new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
-        if isinstance(model, Model):  # the sample keys are only for dropout, which is disabled
+        if isinstance(model, Model):  # the sample keys are needed only for dropout, which is disabled
             found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
         else:
             out = model(input_ids=new, past_key_values=cache, use_cache=True)

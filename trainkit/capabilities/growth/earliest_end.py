@@ -129,7 +129,7 @@ class Choice(NodesChoice):
             yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
             yield (
                 "start times are estimates from `sbatch --test-only`; they can change when other "
-                "jobs arrive or end."
+                "jobs are submitted or finish."
             )
         if self.priority:
             yield f"your priority (sprio --weights, sshare):\n{self.priority}"
@@ -155,7 +155,7 @@ def choose_nodes(
     if len(clusters := loaded.config.resources.clusters) > 1:
         message = f"cannot compare start times, because Slurm chooses among the clusters {listed(clusters)}"
         raise UsageError(
-            f"--nodes auto {message}", hint="give a number of nodes or a range, such as --nodes 2-8"
+            f"--nodes auto {message}", hint="specify a number of nodes or a range, such as --nodes 2-8"
         )
     facts = facts or gather(loaded, workload, code_dir=code_dir)
     cluster = facts.target.cluster
@@ -170,13 +170,14 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # A run that fits into no partition without slices is rejected, just as without --nodes auto.
+        # As without --nodes auto, reject a run that fits into a partition only if the run is split into
+        # slices.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
     if cluster is None or own.slurm is None:
         return unchanged(
-            Choice((), None, "only with Slurm can trainkit find out when more or fewer nodes are free")
+            Choice((), None, "trainkit can estimate when nodes become free only if the run uses Slurm")
         )
     given = loaded.config.resources
     request = request_of(own, loaded.config, cluster)
@@ -197,14 +198,16 @@ def choose_nodes(
         return unchanged(Choice((), None, error.message.splitlines()[0]))
     best = earliest(offers)
     if best is None:
-        return unchanged(Choice(offers, None, "the run is not known to finish with any request", priority))
+        return unchanged(
+            Choice(offers, None, "the run is not expected to finish with any possible request", priority)
+        )
     why_longer = ""
     if best.is_slice:
         more: dict[str, object] = {}
-        # The plan now also includes partitions that fit only slices, and whose nodes may have fewer GPUs.
+        # The plan may now include partitions that accept only slices and whose nodes have fewer GPUs.
         if len(request.partitions) > 1:
             more["resources.gpus_per_node"] = plan.workers_per_node
-        # A job without slices would requeue after its time limit, whereas a run with slices ends after
+        # At its time limit, a job without slices is requeued, but a run with slices must finish within
         # resources.time.
         total_s = 60 * math.ceil((best.work.seconds + best.num_jobs * RESTART_S) / 60)
         if total_s > (time_limit_s(str(given.time)) or 0):
@@ -269,7 +272,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
     """
     start, resources = offer.start_time, config.resources
     if start is None:
-        return replace(offer, remark=offer.remark or "Slurm gives no time")
+        return replace(offer, remark=offer.remark or "Slurm predicts no start time")
     work_s, limit_s = offer.work.seconds, offer.limit_s
     needs = f"takes {duration(work_s)}"
     more = 0
@@ -278,7 +281,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
             return replace(offer, remark=f"{needs}, but requeue.on does not include timeout")
         if limit_s <= RESTART_S:
             return replace(
-                offer, remark=f"{needs}, but each job loses about {duration(RESTART_S)} for a restart"
+                offer, remark=f"{needs}, but about {duration(RESTART_S)} of each job are spent on the restart"
             )
         more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
     busy_s = work_s + more * RESTART_S
@@ -409,7 +412,7 @@ def _base(
     total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
     if not total_s:
         message = "the duration of the run is unknown because resources.time and train.steps are null"
-        raise TrainkitError(message, hint="set one of them, or specify a number of nodes")
+        raise TrainkitError(message, hint="set resources.time or train.steps, or specify a number of nodes")
     source = f"assumed: resources.time is meant for {plural(request.nodes, 'node')}"
     return {(size, name): Work(total_s * request.nodes / size, source) for size in plans for name in gpus}
 
@@ -469,14 +472,14 @@ def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
     sbatch: Options = {**own.slurm.sbatch, "nodes": nodes, "partition": offer.partition}
     if not (sizes or own.spare_nodes):
         sbatch.pop("no-kill", None)
-    reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: the earliest expected end (--nodes auto)"}
+    reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: expected to finish first (--nodes auto)"}
     if offer.is_slice:
         limit = time_text(int(offer.limit_s))
-        reasons["slice"] = f"{limit}: the earliest expected end (--nodes auto){why_longer}"
+        reasons["slice"] = f"{limit}: expected to finish first (--nodes auto){why_longer}"
     if "nodes" in own.reasons:
         reasons["nodes"] += f", instead of {own.reasons['nodes']}"
     if "partition" in reasons:
         reasons["partition"] = (
-            f"{offer.partition}: the earliest expected end of {own.slurm.sbatch['partition']}"
+            f"{offer.partition}: expected to finish first among {own.slurm.sbatch['partition']}"
         )
     return replace(own, sizes=sizes, slurm=replace(own.slurm, sbatch=sbatch), reasons=reasons)

@@ -69,7 +69,7 @@ def decide_growth(
     """
     known = {size: wait_s for size, wait_s in waits.items() if wait_s is not None}
     if not known:
-        return Growth(None, "Slurm gives no start time for more nodes")
+        return Growth(None, "Slurm predicts no start time for additional nodes")
     free = [size for size, wait_s in known.items() if wait_s <= SOON_S]
     if not free:
         size, wait_s = min(known.items(), key=lambda one: one[1])
@@ -77,7 +77,7 @@ def decide_growth(
     best = max(free)
     then_s = left_s * num_nodes / best
     reason = (
-        f"{plural(best, 'node')} are free: {duration(then_s)} remaining instead of "
+        f"{plural(best, 'node')} are free: the run would need {duration(then_s)} instead of "
         f"{duration(left_s)}, plus {duration(restart_s)} for the restart"
     )
     is_worth_it = left_s - then_s - restart_s >= MIN_SHARE * left_s
@@ -147,7 +147,7 @@ class GrowthWatch(Watch):
         try:
             starts = [answer.start_time for answer in ask_starts(asked, ENOUGH_S)]
         except TrainkitError as error:
-            log_line(f"cannot find out when more nodes are free: {error.message}")
+            log_line(f"cannot determine when more nodes will be free: {error.message}")
             return {}
         now = datetime.now(timezone.utc)
         waits = (None if start is None else (start - now).total_seconds() for start in starts)

@@ -57,7 +57,8 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
     if task is not None:
         if name is not None:
             raise UsageError(
-                "--task conflicts with --cluster", hint="run `trainkit init` separately for each of them"
+                "--task conflicts with --cluster",
+                hint="run `trainkit init` separately for each of the two options",
             )
         _write_task(task, Path(folder), as_json)
         return

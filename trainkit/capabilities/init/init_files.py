@@ -54,7 +54,7 @@ def write_new(path: Path, text: str) -> bool:
                 file.write(text)
                 file.flush()
             except BaseException:
-                path.unlink()  # a partly written file would prevent the next attempt
+                path.unlink()  # otherwise, the next `trainkit init` would keep a partly written file
                 raise
     except FileExistsError:
         if path.parent.is_dir():
@@ -78,7 +78,7 @@ PARTITION_COMMENTS = {
     "default_time": "default for jobs with resources.time: null",
     "min_nodes": "of one job",
     "max_nodes": "of one job",
-    "max_cpus_per_node": "limit for the partition's jobs",
+    "max_cpus_per_node": "per node, for all jobs in the partition together",
     "needs_reservation": "jobs in this partition must set resources.reservation",
 }
 _TEXTS: dict[str, Callable[[int], str]] = {

@@ -32,8 +32,8 @@ class Launchers(Capability):
             kept = [key for key in sorted(loaded.origins) if key.startswith(("model.", "schedule."))]
             if own := [key for key in kept if loaded.set_by_user(key) and key not in loaded.typed]:
                 warnings.append(
-                    f"{workload.launcher} does not receive the values of {', '.join(own)}, which the "
-                    f"script sets itself"
+                    f"{workload.launcher} does not receive the values of {', '.join(own)}: "
+                    f"set them in the script"
                 )
         part = LauncherPlan(given.files, given.values, job.typed)
         return Planned(

@@ -39,8 +39,8 @@ _LAUNCHERS = {
         "--main_process_ip={master_addr}",
         "--main_process_port={master_port}",
     ),
-    # The `deepspeed` program starts deepspeed.launcher.launch on every node, using ssh and a hostfile. This
-    # module sets CUDA_VISIBLE_DEVICES to the GPUs of its node.
+    # The `deepspeed` program starts deepspeed.launcher.launch on every node, using ssh and a hostfile.
+    # `deepspeed.launcher.launch` sets CUDA_VISIBLE_DEVICES to the GPUs of the node on which it runs.
     "deepspeed": (
         "deepspeed.launcher.launch",
         "--world_info={world_info}",

@@ -119,8 +119,8 @@ def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: S
     for key in degrees:
         degree = getattr(job.loaded.config.parallel, key)
         if degree > 1 and job.has(f"parallel.{key}"):
-            found.append((f"parallel.{key}", f"is {degree}, which --launcher {tool} does not pass on"))
-    hint = f"change or remove it; you can add {tool}'s own options to the command"
+            found.append((f"parallel.{key}", f"is {degree}, but --launcher {tool} does not forward this key"))
+    hint = f"change or remove the key; you can add {tool}'s own options to the command"
     if found:
         raise ConfigError([Problem(key, message, hint=hint) for key, message in found])
 
@@ -169,9 +169,9 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
 def _accelerate_problems(job: Job) -> Iterator[tuple[str, str]]:
     parallel = job.loaded.config.parallel
     if parallel.activation_checkpointing == "selective" and job.has(RECOMPUTE):
-        yield RECOMPUTE, "is selective, which accelerate does not have"
+        yield RECOMPUTE, "is selective, which accelerate does not support"
     if job.shards and job.device == "cpu":
-        yield "parallel.dp_shard", f"is {parallel.dp_shard}, but accelerate shards models on GPUs only"
+        yield "parallel.dp_shard", f"is {parallel.dp_shard}, but accelerate shards models only on GPUs"
     if not job.shards and parallel.offload and job.has("parallel.offload"):
         yield "parallel.offload", "is true, but accelerate can offload only sharded parameters"
 
@@ -230,7 +230,7 @@ def _deepspeed_problems(job: Job) -> Iterator[tuple[str, str]]:
     if parallel.offload and parallel.dp_shard == 1:
         yield "parallel.offload", "is true, but DeepSpeed can offload only sharded state"
     if optimizer != "adamw" and job.has("optimizer"):
-        yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not have"
+        yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not support"
 
 
 # Input for Lightning
@@ -270,7 +270,7 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
     asked = [name for name in values if any(f"{{{name}}}" in word for word in command)]
     problems = []
     if "strategy" in asked and job.shards and job.device == "cpu":
-        message = f"is {config.parallel.dp_shard}, but Lightning shards models on GPUs only"
+        message = f"is {config.parallel.dp_shard}, but Lightning shards models only on GPUs"
         problems.append(("parallel.dp_shard", message))
     _refuse(job, "lightning", problems, ("tp", "pp", "cp"))
     job.has(*(key for name in asked for key in values[name][1]))
@@ -287,8 +287,8 @@ def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
     typed = {word.partition("=")[0] for word in command}
     twice = [flag for flag in flags if flag in typed]
     if twice:
-        message = f"{twice[0]} is in the command, but a config key sets it too"
-        raise ConfigError([Problem("", message, hint="remove one of the two")])
+        message = f"{twice[0]} is in the command, but a config key also sets this flag"
+        raise ConfigError([Problem("", message, hint="remove the flag or the config key")])
     text = "".join(f"{flag} {value}".rstrip() + "\n" for flag, value in flags.items())
     return LauncherInput(files={MEGATRON_ARGS: text} if text else {})
 
@@ -331,6 +331,6 @@ def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
 def _megatron_problems(job: Job) -> Iterator[tuple[str, str]]:
     config = job.loaded.config
     if config.optimizer.name != "adamw" and job.has("optimizer.name"):
-        yield "optimizer.name", f"is {config.optimizer.name}, which Megatron does not have"
+        yield "optimizer.name", f"is {config.optimizer.name}, which Megatron does not support"
     if config.parallel.offload and job.has("parallel.offload"):
-        yield "parallel.offload", "is true, which --launcher megatron does not pass on"
+        yield "parallel.offload", "is true, but --launcher megatron does not forward this key"

@@ -71,8 +71,8 @@ def headline(best: Choice) -> str:
     if state > gpu.usable:
         return f"{what}, more than the usable {size(gpu.usable)} of one {gpu.name}: they must be sharded"
     if work.shards * work.layout.tp * work.layout.pp == 1:
-        return f"{what}, which fits one {gpu.name}: replicas are simplest and exchange only gradients"
-    return f"{what}, which fits one {gpu.name}; sharding leaves more room for activations"
+        return f"{what}, which fits into one {gpu.name}: replicas are simplest and exchange only gradients"
+    return f"{what}, which fits into one {gpu.name}; sharding leaves more memory for activations"
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:

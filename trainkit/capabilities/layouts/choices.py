@@ -58,7 +58,7 @@ def find_hardware(
     if num_gpus % size:
         raise UsageError(
             f"--gpus {num_gpus} is not a multiple of {size} GPUs per node",
-            hint="use --nodes N --gpus-per-node N instead",
+            hint="use --nodes N --gpus-per-node N instead of --gpus",
         )
     return Hardware(gpu, num_gpus, size)
 
@@ -164,8 +164,8 @@ def best_on_layout(
     best: Choice | None = None
     works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
     for mode in MODES:
-        # A mode of activation checkpointing that saves more memory is useful only with a larger batch than
-        # the batch that already fits.
+        # A mode of activation checkpointing that saves more memory is useful only if it allows a larger
+        # batch.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
             if next(layout_problems(made), None) is not None:

@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 )
 @option(
     "--restart-s S",
-    "Expected seconds from a failure to the next step.",
+    "Expected time in seconds from a failure to the next step.",
     type=click.FloatRange(min=0),
     default=RESTART_S,
     show_default=True,
 )
 @option(
     "--save-s S",
-    "Expected seconds for which saving a checkpoint blocks the ranks.",
+    "Expected time in seconds that each checkpoint save blocks training.",
     type=click.FloatRange(min=0, min_open=True),
     default=SAVE_S,
     show_default=True,
@@ -84,7 +84,10 @@ def command(
     batch size. A star marks the layout of the config. The exit code is 1 if no layout fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
-        raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of the two")
+        raise UsageError(
+            "--gpus conflicts with --nodes and --gpus-per-node",
+            hint="use either --gpus or the other two options",
+        )
     for name, value in assumed.items():
         if not math.isfinite(value):
             raise UsageError(f"--{name.replace('_', '-')}: is {value}", hint="specify a finite number")
@@ -113,7 +116,10 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
     from trainkit.data.checks import inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
-    unknown, simulate = "whose memory is unknown", "`trainkit check --simulate-world N` simulates a step of"
+    unknown, simulate = (
+        "and its memory use is unknown",
+        "`trainkit check --simulate-world N` simulates a step of",
+    )
     loaded.require_decoder(
         (unknown, "`trainkit plan` requires the task causal_lm"),
         (unknown, f"{simulate} your own architecture"),
@@ -158,7 +164,7 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
         self.effective: EffectiveTime | None = None
         shown = self.own or self.best
-        # Only relative times are known without the GPU's peak FLOP/s.
+        # If the GPU's peak FLOP/s are unknown, only relative times can be estimated.
         if shown is not None and hardware.gpu.peak_flops is not None:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
@@ -197,14 +203,14 @@ class _Planned:
             click.echo(f"* the config's layout {fit}: peak {size(self.own.memory.peak)}", err=True)
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
-            click.echo(f"to use it: {self._flags(self.best)}", err=True)
+            click.echo(f"to use this layout: {self._flags(self.best)}", err=True)
             for line in [] if self.effective is None else self.effective.lines():
                 click.echo(line, err=True)
             return
         click.echo("no layout fits" if self.choices else "no layout divides the batch evenly", err=True)
         for what, choice in self.advice():
             peak = size(choice.memory.peak)
-            click.echo(f"would fit with {peak}: {what}: {self._flags(choice)}", err=True)
+            click.echo(f"would fit with a peak of {peak}: {what}: {self._flags(choice)}", err=True)
 
     def _flags(self, choice: Choice) -> str:
         """Return the command that submits the run with a given layout choice."""

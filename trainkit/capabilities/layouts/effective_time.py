@@ -84,7 +84,8 @@ class EffectiveTime:
         best = f"checkpoint.every_steps={self.best_steps}"
         yield (
             f"effective time: {self.share:.1%} with a checkpoint every {duration(self.interval_s)}; at most"
-            f" {self.best_share:.1%}, with one every {duration(self.best_interval_s)} ({best}), because"
+            f" {self.best_share:.1%}, with a checkpoint every {duration(self.best_interval_s)} "
+            f"({best}); on average,"
             f" a node fails every {duration(self.failure_every_s)}"
         )
         given = self.assumed

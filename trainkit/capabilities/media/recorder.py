@@ -60,7 +60,7 @@ class MediaRecorder(Recorder):
             return
         if caption is not None and not isinstance(caption, str):
             message = f"the caption of image {name!r} must be a str, not a {type(caption).__name__}"
-            raise UsageError(message, hint="pass a str as caption")
+            raise UsageError(message, hint="pass the caption as a str")
         staged = stage_image(f"image {name!r}", image)
         self._submit(lambda: self._write_image(*place, staged, caption))
 
@@ -97,14 +97,14 @@ class MediaRecorder(Recorder):
         """Return an item's name and step, or None to drop the item; raise UsageError for invalid values."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise UsageError(
-                f"the name of an image, histogram or text is {str(name)[:MAX_NAME]!r}",
+                f"invalid name for an image, histogram or text: {str(name)[:MAX_NAME]!r}",
                 hint=f"a name must be one line of 1 to {MAX_NAME} characters",
             )
         current = self._progress.current
         step = (current.step or 0) if step is None else step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(
-                f"{name!r} is logged for step {step!r}", hint="steps must be whole numbers from 0"
+                f"{name!r} is logged for the invalid step {step!r}", hint="use an integer that is at least 0"
             )
         if current.phase == "evaluate":
             name = f"val_{name}"
@@ -127,7 +127,7 @@ class MediaRecorder(Recorder):
             self._is_full = True
             problem = (
                 f"the run has {self._num_items:,} images, histograms and texts with a total of "
-                f"{self._num_bytes / 2**20:,.0f} MiB, so further ones are dropped; log them less often"
+                f"{self._num_bytes / 2**20:,.0f} MiB, so no more of them are written; log them less often"
             )
             log.warning(problem)
             log_event(self._attempt.run, self._attempt.number, "media", step=step, reason=problem)

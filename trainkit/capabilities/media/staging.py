@@ -55,8 +55,8 @@ def stage_image(what: str, image: object) -> Staged:
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
         raise UsageError(
             f"{what} has {width:,} x {height:,} pixels; each side must have 1 to {MAX_SIDE:,} pixels",
-            hint="log a smaller image, for example made with torch.nn.functional.interpolate, or a "
-            "part of the image",
+            hint="resize the image, for example with torch.nn.functional.interpolate, or log a part of "
+            "the image",
         )
     if pixels.is_floating_point():
         pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
@@ -109,7 +109,7 @@ def _local(what: str, values: Tensor) -> Tensor:
     # Operations on a DTensor are collectives, which would hang because only this rank calls them.
     if hasattr(values, "to_local"):
         raise UsageError(
-            f"{what} is a DTensor, and this rank has only its shard",
+            f"{what} is a DTensor, and this rank has only a shard of the tensor",
             hint="call full_tensor() on every rank, and log the result",
         )
     if values.layout != torch.strided:
@@ -129,7 +129,7 @@ def stage_histogram(what: str, values: object) -> Staged:
     if found.numel() == 0 or found.is_complex():
         raise UsageError(
             f"{what} has {found.numel()} values of type {found.dtype}",
-            hint="log at least one number, and the real part or absolute value of complex numbers",
+            hint="log at least one number; for complex numbers, log the real part or the absolute value",
         )
     flat = found.reshape(-1)
     flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16, torch.float32) else flat.double()

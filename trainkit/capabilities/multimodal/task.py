@@ -334,12 +334,12 @@ class MultimodalLM(Task):
     ) -> None:
         super().__init__(config)
         if medium not in ("image", "curve"):
-            raise UsageError(f"task_args.medium is {medium}", hint="set it to image or curve")
+            raise UsageError(f"task_args.medium is {medium}", hint="set task_args.medium to image or curve")
         numbers = {"size": size, "patch": patch, "width": width, "layers": layers, "heads": heads}
         for name, value in {**numbers, "queries": queries}.items():
             least = 0 if name == "queries" else 1
             if not isinstance(value, int) or value < least:
-                hint = f"set it to an integer of at least {least}"
+                hint = f"use an integer that is at least {least}"
                 raise UsageError(f"task_args.{name} is {value}", hint=hint)
         for name, whole in (("patch", "size"), ("heads", "width")):
             if numbers[whole] % numbers[name]:
@@ -387,7 +387,7 @@ class MultimodalLM(Task):
             found = [param for name, param in whole.named_parameters() if fnmatchcase(name, pattern)]
             if not found:
                 raise UsageError(
-                    f"task_args.frozen has {pattern!r}, which no parameter matches",
+                    f"task_args.frozen contains {pattern!r}, which matches no parameter",
                     hint="use patterns such as encoder.*, aligner.* and lm.*",
                 )
             for param in found:

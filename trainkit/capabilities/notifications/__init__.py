@@ -31,7 +31,7 @@ class Notifications(Capability):
     """The notifications capability, which has a part in every plan."""
 
     name = "notifications"
-    quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} reports nothing")
+    quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} sends no notifications")
     may_be_secret = ("notify.webhook",)
 
     def contradictions(self, config: RunConfig) -> Iterator[KeyProblem]:
@@ -40,16 +40,19 @@ class Notifications(Capability):
         notify, key = config.notify, "notify.mail"
         if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
             # The value is probably the URL itself, which is a secret, so do not quote it in the message.
-            hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and remove notify.webhook"
+            hint = (
+                f"export {WEBHOOK_VARIABLE}=URL in the shell before you submit the run, and remove "
+                f"notify.webhook"
+            )
             yield "notify.webhook", "is not the name of an environment variable", hint
         if notify.mail is None:
             return
         for other in ("mail_user", "mail_type"):
             if getattr(config.resources, other) is not None:
-                yield key, f"is set, but resources.{other} is set too", "remove one of them"
+                yield key, f"is set, but resources.{other} is also set", "remove one of the two keys"
         if not any(event in MAIL_TYPES for event in notify.on):
             known = ", ".join(MAIL_TYPES)
-            message = f"is set, but notify.on contains no event that Slurm can email: {known}"
+            message = f"is set, but notify.on contains no event for which Slurm sends email: {known}"
             yield key, message, "add one of these events, or remove notify.mail"
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterator[KeyProblem]:
@@ -61,7 +64,7 @@ class Notifications(Capability):
 
         if (what := url_problem(url)) is not None:
             hint = f"copy the URL from the chat program, and set it with `export {webhook}=https://…`"
-            yield "notify.webhook", f"is {webhook}, whose value {what}", hint
+            yield "notify.webhook", f"is {webhook}, but the value of this environment variable {what}", hint
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
         from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
@@ -87,7 +90,7 @@ class Notifications(Capability):
     def _notifier(self) -> Notifier:
         from trainkit.capabilities.notifications.notifier import (
             Notifier,
-        )  # Imported here because most runs have no webhook.
+        )  # imported here, because most runs have no webhook
 
         return Notifier()
 

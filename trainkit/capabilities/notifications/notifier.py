@@ -46,7 +46,7 @@ class DeliveryError(TrainkitError):
     """Raised if the webhook endpoint did not accept a notification; the message does not contain the URL."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, hint="check the URL, and whether this machine can reach its server")
+        super().__init__(message, hint="check the URL and make sure that this machine can reach the server")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def event_notification(event: Event) -> Notification:
         return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
     times = f"{event.number('ratio') or 0.0:.1f} times as long as other ranks"
     since = f"has been slow since step {event.count('since_step')} ({event.text('phase')})"
-    text = f"rank {rank} on {host} {since}, {times}"
+    text = f"rank {rank} on {host} {since}, taking {times}"
     return Notification("slow", text, "status", step=step, rank=rank, host=host)
 
 
@@ -160,7 +160,7 @@ def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -
     since_s = (now - then).total_seconds()
     return (
         not 0.0 <= since_s < min_interval_s
-    )  # ignore a `last` in the future, from a host with a different clock
+    )  # a `last` in the future comes from a host with a different clock
 
 
 _MENTION = re.compile(r"<(?=[!@#])|@(?=(?:everyone|channel|here)\b)")
@@ -222,7 +222,7 @@ def url_problem(url: str) -> str | None:
     if not host or any(character.isspace() or not character.isprintable() for character in url):
         return "has no host, or contains white space"
     if parts.username is not None:
-        return "contains a user name or password, which the URL of a webhook does not have"
+        return "contains a user name or password, which a webhook URL must not contain"
     return None
 
 

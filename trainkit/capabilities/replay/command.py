@@ -50,13 +50,11 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
     show_default=True,
 )
 @options.shape_options
-@option("--submit", "Compute the steps in a job, on Slurm if it is available.")
+@option("--submit", "Recompute the steps in a separate job, on Slurm if it is available.")
 @options.job_options
-@option("--run-dir DIR", "Run folder for the job, which must be new or empty; default: runs/NAME-replay.")
+@option("--run-dir DIR", "New or empty run folder for the job; default: runs/NAME-replay.")
 @option("--follow", "Wait for the job, then compare its results; Ctrl-C detaches.")
-@option(
-    "--collect JOB", "Compare the results of a replay job that has ended; JOB is its folder, name or job id."
-)
+@option("--collect JOB", "Compare the results of a finished replay job; JOB is the job's folder, name or id.")
 @option("--keep", "Keep the temporary folder of the replay and its logs; cannot be combined with --submit.")
 @options.trust_option
 @options.json_option
@@ -121,7 +119,9 @@ def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None,
     if of_job and not submit:
         raise UsageError(f"{', '.join(of_job)} has no effect without --submit", hint="add --submit")
     if keep and submit:
-        raise UsageError("--keep has no effect with --submit", hint="a job's folder is always kept")
+        raise UsageError(
+            "--keep has no effect with --submit", hint="omit --keep: the folder of a job is always kept"
+        )
 
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
@@ -152,10 +152,10 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
     from trainkit.cli.started import print_started
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
-    collect = f"`trainkit replay --collect {copy.word}` compares"
+    collect = f"`trainkit replay --collect {copy.word}` compares the results"
     if not follow:
         print_started(copy, copy.name, entry, what.plan.backend, as_json)
-        click.echo(f"{collect} when the job has ended", err=True)
+        click.echo(f"{collect} after the job has finished", err=True)
         return EXIT_OK
     click.echo(f"{copy.shown}: job {entry.job_id}", err=True)
     code = follow_detachable(copy, entry.attempt, to_stderr=True)
@@ -223,7 +223,7 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
     why = "; ".join(found.rounding)
     bad = found.first_different
     if found.verdict == EQUAL and found.is_exact:
-        yield "equal to the last digit: the cause is the data or the optimisation, not the hardware"
+        yield "equal to the last digit: a spike is due to the data or the optimisation, not to the hardware"
     elif found.verdict == EQUAL:
         yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
         yield f"a smaller hardware error cannot be detected, because rounding differs: {why}"
@@ -231,7 +231,10 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
         yield "unknown: the run recorded none of these steps (see train.log_every)"
     elif found.verdict != DIFFERENT:
         yield f"unknown: different since step {bad.step}, possibly due to accumulated rounding errors"
-        yield f"`--layout same` on the same hardware compares to the last digit; here it cannot: {why}"
+        yield (
+            f"`--layout same` on the same hardware allows an exact comparison, which is impossible "
+            f"here: {why}"
+        )
     else:
         more = "" if bad.is_exact else f" by more than {found.tolerance:g} within a single step"
         yield f"different since step {bad.step}{more}: the cause is the hardware or a library, not the data"
@@ -245,8 +248,8 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
                 f"{culprit.what}"
             )
         elif culprit is not None:
-            hosts = f"one of {', '.join(culprit.hosts)}" if culprit.hosts else "one of its hosts"
-            yield f"the rank is unknown, {hosts}: {culprit.what}"
+            hosts = f"one of {', '.join(culprit.hosts)}" if culprit.hosts else "one of the hosts of the run"
+            yield f"the rank is unknown, but it ran on {hosts}: {culprit.what}"
 
 
 def _step_line(step: ComparedStep, has_several: bool) -> str:

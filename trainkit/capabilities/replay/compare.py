@@ -204,7 +204,7 @@ def _culprit(
     all_hosts = tuple(sorted({host for host in hosts if host}))
     if not bad.is_exact:
         return Culprit(
-            (), all_hosts, "the ranks can be compared only if equal values are equal to the last digit"
+            (), all_hosts, "individual ranks can be compared only if the replay is exact to the last digit"
         )
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
@@ -223,7 +223,7 @@ def _culprit(
         return [rank for rank in ranks if was[rank][turn].get(name) != now[rank][turn].get(name)]
 
     if bad.step - last_equal > 1 and len(other("loss_sum")) == num_ranks:
-        between = f"between steps {last_equal} and {bad.step}, which were not recorded"
+        between = f"between steps {last_equal} and {bad.step}, but the steps in between were not recorded"
         return Culprit((), all_hosts, f"the weights began to differ {between}; see train.log_every")
     for turn in range(num_turns):
         # An error in one optimizer turn changes the weights that all ranks use in the next turn.

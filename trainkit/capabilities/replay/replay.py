@@ -114,8 +114,9 @@ class ReplayPlan:
         with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
         return tuple(
-            f"{file} was changed after attempt {self.at.attempt.number} began, which may cause a difference, "
-            "because the run has no copy of the file"
+            f"{file} was changed after attempt {self.at.attempt.number} began, and the run has no copy "
+            f"of the "
+            "original file, so the replay may differ from the run"
             for file in files
             if file.is_file() and file.stat().st_mtime > started.timestamp()
         )
@@ -134,7 +135,7 @@ class ReplayPlan:
         ]
         if not times:
             return text
-        return f"{text}; the run took {duration(count * median(times))}"
+        return f"{text}; in the run, these steps took {duration(count * median(times))}"
 
 
 def plan_replay(
@@ -196,7 +197,7 @@ def _start_step(run: RunDir, first: int) -> int:
     if not intact and begin > 0:
         raise UsageError(
             f"{run.shown} has no checkpoint before step {first}, and it began with step {begin + 1}",
-            hint="its first checkpoint was copied from another run: replay that run",
+            hint="the first checkpoint was copied from another run: replay the other run",
         )
     return max(intact, default=0)
 
@@ -213,7 +214,7 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
                 f"step {at.step} would be computed from {origin}, but attempt {before.attempt.number} "
                 f"computed step {step} with other values than attempt {at.attempt.number}: "
                 f"{'; '.join(found)}",
-                hint="choose a step for which nothing of this has changed since the previous checkpoint",
+                hint="choose a step for which these values have not changed since the previous checkpoint",
             )
 
 
@@ -296,7 +297,7 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
         return
     raise UsageError(
         f"the {plan.world_size} {plan.device} ranks of the replay do not fit: this machine has {have} {what}",
-        hint=f"`trainkit replay {run.word} --step {step} --submit` computes them in a job; "
+        hint=f"`trainkit replay {run.word} --step {step} --submit` computes the steps in a job; "
         "`--layout single` needs one rank, but compares values only up to rounding",
     )
 
@@ -420,7 +421,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir, code: CodeCopy | None) -> 
             failure = first_rank_failure(attempt) or RankFailure()
             raise TrainkitError(
                 f"rank {failure.rank} of the replay failed: {failure.message}",
-                hint=failure.hint or "with `--keep`, the replay keeps its folder with the logs of all ranks",
+                hint=failure.hint or "use `--keep` to keep the folder with the logs of all ranks",
             )
     finally:
         for process in procs:

@@ -112,7 +112,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
     started = attempt_starts(run)
     if not started:
         raise UsageError(
-            f"{run.shown} has not begun to train",
+            f"{run.shown} has not started training",
             hint="wait until the built-in trainer has loaded its data",
         )
     newest = started[max(started)]
@@ -190,7 +190,8 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
     """Raise UsageError if two fingerprints of the data differ; None is an unknown fingerprint."""
     if before is not None and now is not None and before != now:
         raise UsageError(
-            f"the training data has changed since attempt {attempt}: the steps had other samples then",
+            f"the training data has changed since attempt {attempt}, so the steps would contain "
+            f"different samples",
             hint="restore the data (for `stdlib`, use the same Python version)",
         )
 

@@ -35,8 +35,8 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     task = trainer.task
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
         raise FatalError(
-            "no checkpoint before the steps is intact any longer",
-            hint="a run that continues deletes old checkpoints: replay a later step",
+            "there is no longer an intact checkpoint from before the requested steps",
+            hint="replay a later step: a run deletes its old checkpoints as it continues",
         )
     samples = None
     try:

@@ -67,6 +67,6 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written: {error.strerror or error}",
-            hint=f"`trainkit report {quote(run_name)} --out FILE` writes to another file",
+            hint=f"`trainkit report {quote(run_name)} --out FILE` writes the report to another file",
         ) from error
     echo_result({"report": str(file), **value}, str(file), as_json)

@@ -110,12 +110,15 @@ def command(
     with one row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        names, csv_file = (csv_file, *names), "-"  # `--csv` without FILE precedes the run names
+        names, csv_file = (
+            (csv_file, *names),
+            "-",
+        )  # if `--csv` has no FILE, its argument is the first run name
     table_file = None
     if csv_file is not None and csv_file != "-":
         table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
     if csv_file is not None and as_json:
-        raise UsageError("--csv and --json are mutually exclusive", hint="use only one of the two")
+        raise UsageError("--csv and --json are mutually exclusive", hint="use either --csv or --json")
     if plot is not None:
         figure_kind(writable_file("--plot", plot, overwrites=overwrite))
     if overwrite and plot is None and table_file is None:

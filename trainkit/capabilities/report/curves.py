@@ -231,7 +231,7 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
     for record in records:
         attempt = attempts.get(record.attempt or 0, Attempt(0))
         if before is not None and before.attempt != record.attempt:
-            # Drop these steps: the attempt of this record computed them again.
+            # Drop later steps, because the attempt of this record computed them again.
             for stale in [step for step in kept if step >= record.step]:
                 del kept[stale]
             before = None

@@ -74,7 +74,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
-    "pdf.fonttype": 42,  # Publishers require text in PDF files to be embedded as text.
+    "pdf.fonttype": 42,  # embed TrueType fonts, because many publishers reject Type 3 fonts
     "svg.fonttype": "none",
     "svg.hashsalt": "trainkit",  # With a fixed salt, the same data always produce the same file.
 }

@@ -91,7 +91,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
             state = [tensor for _, tensor in optimizer.state_tensors()]
             tracker.track_external(*built.model_parts, *masters, *state)
             with tracker:
-                step()  # Allocate tensors that later steps reuse, such as pipeline buffers.
+                step()  # the first step allocates tensors that later steps reuse, such as pipeline buffers
             with tracker, collectives:
                 step()
             peak = tracker.get_tracker_snapshot("peak")[world.device]

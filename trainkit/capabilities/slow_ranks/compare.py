@@ -120,7 +120,7 @@ class SlowRanks(RankObserver):
         self._steps_s.append(step_s)
         if not times:
             return []
-        # Use lists instead of NumPy, whose overhead per call would delay every rank here.
+        # Use lists instead of NumPy, whose overhead per call would delay every rank.
         own, steps_s = list(zip(times[::2], times[1::2], strict=True)), self._steps_s
         self._steps_s = []
         if not self._has_started:

@@ -35,8 +35,8 @@ class SlowRanksPlan(Part):
         case = "if nothing has been printed yet or a rank waits for a lock file"
         reported = f"reported after {self.inspect_after_s:g} s {case}"
         if self.silence_s is None:
-            return f"{reported}; never ended, because requeue.silence_s is null"
-        return f"{reported}; ended as a hang after {self.silence_s:g} s"
+            return f"{reported}; never treated as a hang, because requeue.silence_s is null"
+        return f"{reported}; treated as a hang after {self.silence_s:g} s"
 
 
 def slow_ranks_plan(plan: LaunchPlan) -> SlowRanksPlan:

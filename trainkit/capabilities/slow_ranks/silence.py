@@ -103,7 +103,7 @@ class SilenceWatch:
     def _log(self, silence: Silence) -> None:
         if self._output.has_output and silence.lock is None:
             return  # many scripts print only rarely
-        before = "" if self._output.has_output else ", and none before"
+        before = "" if self._output.has_output else ", and no output before"
         reason = f"no output for {self._silent_s:.0f} s{before}; {silence.text}"
         log_line(f"attempt {self._attempt.number}: {reason}")
         self._is_reported = True

@@ -22,7 +22,10 @@ def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
     found, seen = set(), OwnedEvents(read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number))
     for event in seen.lasting(attempt.number):
         if event.host is not None and event.host in hosts:
-            log_line(f"excluding {event.host}: rank {event.rank} was {event.number('ratio')} times slower")
+            log_line(
+                f"excluding {event.host}: rank {event.rank} was {event.number('ratio')} times slower "
+                f"than the other ranks"
+            )
             found.add(event.host)
     return found
 

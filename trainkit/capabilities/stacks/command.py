@@ -60,7 +60,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> None:
         click.echo(waits.text)
     if silent:
         click.echo(
-            f"no response from {rank_list(silent)}: their processes have ended, or their hosts do not respond"
+            f"no response from {rank_list(silent)}: the processes have exited, or the hosts do not respond"
         )
 
 

@@ -71,8 +71,10 @@ class TwoRanks:
                     found: Problem | None = ready.recv()
                 except EOFError:
                     rank = self._answers.index(ready)
-                    message = f"rank {rank} of {SIZE} ended without a result"
-                    found = refusal(self._config, message, "the task's code may end the process").problem
+                    message = f"rank {rank} of {SIZE} exited without a result"
+                    found = refusal(
+                        self._config, message, "check whether the task's code exits the process"
+                    ).problem
                 if found is not None:
                     return [found]
         return []

@@ -138,7 +138,7 @@ class Smoke:
         with self._errors(method, "an item cannot be read"):
             items = [item(index) for index in range(count)]
         if digest_of(items[0]) != digest_of(item(0)):
-            self._add(method, "item 0 differs when it is read twice", UNSEEDED, of=data.samples)
+            self._add(method, "item 0 is different when it is read a second time", UNSEEDED, of=data.samples)
         return items
 
     def _stream_items(self, data: StreamData) -> list[object]:
@@ -161,7 +161,7 @@ class Smoke:
         if overlap or not set(layers) <= set(model.modules()):
             message = "returns modules that overlap or are not in the model"
             self._add(
-                "layers", message, "return each layer only once, and no layer that is inside another one"
+                "layers", message, "return each layer only once, and no layer that is part of another layer"
             )
         if type(self._user.task).tensor_plan is not Task.tensor_plan:
             find_styles(self._user.task, self._config, model, self._config.parallel.tp)
@@ -184,7 +184,7 @@ class Smoke:
                 total, count, *_ = passes.loss_sums(batch).tolist()
             if not math.isfinite(total) or not math.isfinite(count) or count < 0:
                 message = f"returned total {total:g} and count {count:g}"
-                self._add(method, message, "both must be finite, and the count at least 0")
+                self._add(method, message, "both values must be finite, and the count must be at least 0")
                 return
             found.append((total, count))
         if validates:
@@ -195,18 +195,20 @@ class Smoke:
         mean = (first * of_first + second * of_second) / max(of_both, 1e-9)
         if is_sum and not adds_up:
             message = (
-                f"has count {of_both:g} instead of {of_first + of_second:g} for the samples of both batches"
+                f"returned count {of_both:g} instead of {of_first + of_second:g} for the samples "
+                f"of both batches"
             )
             self._add(
                 method,
                 message,
-                "return as count the number of samples or tokens in the total, not the number of batches",
+                "return the number of samples or tokens in the total as count, not the number of batches",
             )
         elif adds_up and not is_sum and is_near(mean, both):
             message = (
-                f"has total {both:g} for two batches with totals {first:g} and {second:g}, so it is a mean"
+                f"returned total {both:g} for two batches with totals {first:g} and {second:g}, "
+                f"so the total is a mean"
             )
-            self._add(method, message, 'return as total the sum, for example with reduction="sum"')
+            self._add(method, message, 'return the sum as total, for example with reduction="sum"')
 
     def _check_gradients(
         self, module: LossModule, passes: TaskForwardBackward, batches: list[TaskBatch], updated: set[str]
@@ -223,7 +225,7 @@ class Smoke:
         ]
         if without:
             hint = "use these parameters, or freeze them in build_model with parameter.requires_grad_(False)"
-            self._add("loss", f"gives no gradient to {listed(without)}", hint)
+            self._add("loss", f"computes no gradient for {listed(without)}", hint)
 
     def _check_update(
         self,

@@ -90,7 +90,7 @@ def _begins_with_a_long_line(source: Input) -> bool:
     """Return whether the first line is too long to be a row, as in a JSON file of several gigabytes."""
     from trainkit.capabilities.texts.units import open_input
 
-    # The reader of the file reports these errors.
+    # These errors are reported when the file is read.
     with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False

@@ -242,8 +242,8 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
             f"the standard library of this Python has no source files in {root}",
             hint="set data.source to other texts, or use another Python",
         )
-    # A file is used for validation if its hash is below the fraction; at least the file with the lowest hash
-    # is.
+    # A file is used for validation if its hash is below the fraction; the file with the lowest hash is always
+    # used for validation.
     hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
     below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
     validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()

@@ -211,7 +211,7 @@ class _Preparation:
         known = files.read_json(self.folder / INPUTS_FILE)
         wanted = [{"name": source.name, "role": source.role, "size": source.size} for source in self.inputs]
         if [{key: source[key] for key in ("name", "role", "size")} for source in known] != wanted:
-            raise _mismatch(self.folder, "prepared from other files")
+            raise _mismatch(self.folder, "prepared from different files")
         if self._digests(self._run(digest_unit, self.units)) != known:
             raise _mismatch(self.folder, "prepared from files that have changed since then")
         shutil.rmtree(self.folder / WORK_FOLDER, ignore_errors=True)
@@ -225,7 +225,7 @@ class _Preparation:
         if plan_file.exists():
             if files.read_json(plan_file) != plan:
                 raise _mismatch(
-                    self.folder, "started with other options, or its sources have changed since then"
+                    self.folder, "started with different options, or its sources have changed since then"
                 )
             for partial in plan_file.parent.glob("*.bin.*"):
                 partial.unlink()  # left behind by a killed worker
@@ -285,7 +285,7 @@ class DatasetMismatch(UsageError):
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:
     return DatasetMismatch(
-        f"{shown_path(folder)} contains another dataset: it was {how}",
+        f"{shown_path(folder)} contains a different dataset, which was {how}",
         hint="choose another folder; nothing was overwritten",
     )
 

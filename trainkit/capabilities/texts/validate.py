@@ -158,7 +158,7 @@ def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[by
             else:
                 yield text.encode()
     if decoder.getstate()[0]:
-        report(summary.lines, "not UTF-8: the text ends within a character")
+        report(summary.lines, "not UTF-8: the text ends in the middle of a character")
     if summary.lines:
         summary.documents = 1
     else:

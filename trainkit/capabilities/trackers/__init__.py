@@ -53,10 +53,10 @@ class Trackers(Capability):
         key, mlflow = "logging.mlflow", config.logging.trackers.get("mlflow")
         uri = getattr(mlflow, "tracking_uri", None) or ""
         if uri.startswith("file:"):
-            message = "has a tracking_uri of a file store, to which MLflow 3 cannot write"
-            yield key, message, "remove file: to use a SQLite store in the folder"
+            message = "has the tracking_uri of a file store, but MLflow 3 cannot write to file stores"
+            yield key, message, "remove the prefix `file:` to use a SQLite store in the folder"
         if "@" in urlsplit(uri).netloc:
-            what = "has a tracking_uri with a user or password"
+            what = "has a tracking_uri that contains a user name or password"
             hint = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the shell instead"
             yield key, f"{what}, but the config is written to the run folder", hint
 

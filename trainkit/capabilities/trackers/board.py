@@ -72,8 +72,8 @@ def _writer(file: Path) -> Callable[[], None]:
             if abs(step) >= LAST_STEP:
                 continue
             if step < last_step or attempt > last_attempt > 0:
-                # This event hides steps that are computed again, like `purge_step` in TensorBoard's
-                # SummaryWriter.
+                # Tell TensorBoard to discard the values logged from this step on, as `purge_step` of
+                # SummaryWriter does, because these steps are computed again.
                 again = SessionLog(status=SessionLog.START)
                 writers[0].add_event(Event(wall_time=at, step=step, session_log=again))
             last_step, last_attempt = step, attempt

@@ -51,7 +51,9 @@ class TrackerSender(Companion):
                     stdin=subprocess.PIPE,
                 )
         except OSError as error:  # The ranks do not depend on this process, so only report the error.
-            log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
+            log_line(
+                f"warning: could not start sending the metrics ({error}); `trainkit sync` sends them later"
+            )
 
     def end(self, *, is_finished: bool) -> None:
         """Stop the process; wait for it only if the run is finished, as a preempted job must exit soon."""

@@ -59,7 +59,10 @@ def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
     """Return the settings for each tracker of a run; raise UsageError if the run has no tracker."""
     found = read_effective(run.config_file).logging.trackers
     if not found:
-        hint = "`trainkit resume RUN --set logging.mlflow=true` adds one; for a finished run, also increase"
+        hint = (
+            "`trainkit resume RUN --set logging.mlflow=true` adds a tracker; for a finished run, "
+            "also increase"
+        )
         hint += " train.steps"
         raise UsageError(f"{run.shown} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
     return found
@@ -143,10 +146,10 @@ class Sent:
     problem: str
 
     def describe(self) -> str:
-        """Describe the result, for example ``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
+        """Describe the result, for example ``mlflow: 40 steps sent, 3 pending: sqlite:///…``."""
         text = f"{self.name}: {self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"
         text += f", {self.num_pending} pending" if self.num_pending else ""
-        text += f", {self.num_held} wait for a checkpoint" if self.num_held else ""
+        text += f", {self.num_held} held until the next checkpoint" if self.num_held else ""
         return ": ".join(filter(None, (text, self.problem or self.place)))
 
 
@@ -293,10 +296,10 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
     try:
         sent = tracker.update(state, closes=state != "running")
     except LockBusy:
-        return True  # `trainkit sync` is running and is sending the steps
+        return True  # `trainkit sync` is already sending the steps
     except ModuleNotFoundError as error:
         line = install_line(tracker.name)
-        show(f"warning: {tracker.name}: {error}; after `{line}`, `trainkit sync` sends the metrics")
+        show(f"warning: {tracker.name}: {error}; run `{line}`, then `trainkit sync` to send the metrics")
         return False
     except Exception as error:  # the error may be temporary, so the next call retries
         show(f"{tracker.name}: {one_line(error)}")

@@ -155,8 +155,8 @@ class HFCausalLM(Task):
                 hint=f"set data.seq_len to at most {limit}",
             )
         log.warning(
-            f"data.seq_len is {seq_len}, which is longer than the {limit} tokens that "
-            f"{self._folder} was made for"
+            f"data.seq_len is {seq_len}, which exceeds the {limit} positions that the "
+            f"config of {self._folder} specifies"
         )
 
     def _adapted(self, model: nn.Module, lora: JsonObject) -> nn.Module:
@@ -171,7 +171,7 @@ class HFCausalLM(Task):
         if not quantize_linears(model, set(heads.modules())):
             self._refuse_quantized("the model has no frozen nn.Linear")
         left = sum(param.numel() for param in model.parameters())
-        log.info(f"{before - left:,} of {before:,} parameters have 4 bits")
+        log.info(f"{before - left:,} of {before:,} parameters are quantised to 4 bits")
         return model
 
     def _refuse_quantized(self, why: str) -> None:
@@ -220,7 +220,7 @@ class HFCausalLM(Task):
         }
         unknown = next((f"{style} for {name}" for name, style in plan.items() if style not in STYLES), None)
         if unknown is not None or not plan:
-            found = f"has {unknown} in its plan" if unknown else "has no plan"
+            found = f"has {unknown} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
             kind = type(model).__name__
             raise _no_split(tp, f"{kind} does not support: it {found}", "use parallel.dp_shard")
         divides = embedding.num_embeddings % tp == 0 and embedding.padding_idx is None
@@ -274,7 +274,7 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
         names = (name, name.removeprefix(prefix))
         stored = next((item for item in names if item in weights), None)
         if stored is None:
-            return {}, f"the files have no {name}"
+            return {}, f"the weight files contain no {name}"
         if weights.shape(stored) != tuple(tensor.shape):
             shapes = f"{list(weights.shape(stored))}, but its config.json implies {list(tensor.shape)}"
             raise FatalError(f"{stored} in {weights.folder} has shape {shapes}")

@@ -48,7 +48,10 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         if find_spec("textual") is None:
-            hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` work without it"
+            hint = (
+                f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` work "
+                f"without this package"
+            )
             raise UsageError("the package textual is not installed", hint=hint)
         from trainkit.capabilities.watch.screen import watch
 

@@ -229,8 +229,8 @@ def sentence(status: RunStatus) -> str:
     texts = {
         "pending": "Waiting in the queue",
         "starting": "Starting: no step is done yet",
-        "paused": "Paused by Ctrl-Z: `fg` in its terminal continues the run",
-        "stopping": "Saving before it stops",
+        "paused": "Paused by Ctrl-Z: `fg` in the terminal of the run continues it",
+        "stopping": "Saving before the run stops",
         "restarting": "Restarting in the same allocation",
         "requeueing": "Waiting for its next attempt",
         "died": "Died without recording how it ended",

@@ -238,7 +238,7 @@ class RunScreen(ReadingScreen):
         return [Text(line, getattr(line, "style", "")) for line in diagnosis_lines(found)]
 
     def action_cancel(self) -> None:
-        self._confirm(f"Cancel {self.run_dir.name}? The run saves and ends.", self._cancel)
+        self._confirm(f"Cancel {self.run_dir.name}? The run saves and stops.", self._cancel)
 
     def action_requeue(self) -> None:
         self._confirm(f"Requeue {self.run_dir.name}? The run saves first if it is running.", self._requeue)

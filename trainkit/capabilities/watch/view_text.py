@@ -387,7 +387,8 @@ def sparkline(values: Sequence[float | None]) -> str:
     """
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    # Halve as in `_chart`. Divide by the span, because multiplying by a factor overflows if the span is tiny.
+    # Halve before subtracting, as in `_chart`. Divide by the span, because multiplying by a factor overflows
+    # if the span is tiny.
     span = high / 2 - low / 2 or 1.0
     levels = (None if value is None else (value / 2 - low / 2) / span for value in values)
     return "".join(" " if level is None else BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
