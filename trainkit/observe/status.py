@@ -172,7 +172,7 @@ class RunStatus:
     run_dir: str
     state: str
     """One of ``pending starting running paused stopping restarting requeueing finished stopped cancelled
-    failed``; ``died`` if the supervisor exited without recording an end; ``unknown`` if this host cannot
+    failed``; ``died`` if the supervisor exited without recording the outcome; ``unknown`` if this host cannot
     determine the state; ``incomplete`` if the run was never started."""
     reason: str | None
     attempt: int | None
