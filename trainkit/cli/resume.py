@@ -80,7 +80,7 @@ def command(
             given = "--json" if as_json else "--follow" if follow else "--as"
             raise UsageError(
                 f"{given} cannot be combined with {task.launcher}",
-                hint=f"omit {given}: a launcher resumes a run in the foreground and in the run folder",
+                hint="omit the option: a launcher resumes a run in the foreground and in the run folder",
             )
         if task.task != 0:
             return join_step(folder, task)
