@@ -54,7 +54,7 @@ def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     said(done.stderr)
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "checkpoint          no checkpoint yet, so training starts again at step 0" in done.stderr
+    assert "checkpoint          no checkpoint yet, so training restarts at step 0" in done.stderr
 
 
 def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
