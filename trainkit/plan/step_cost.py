@@ -158,7 +158,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
         # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
-        # it finishes.
+        # the schedule finishes.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
         # All-gathers overlap with a whole pass, reduce-scatters with the backward pass, and the all-reduce
