@@ -262,7 +262,7 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
             return EXIT_FAILED
         if not entry.has_started:
             shown = f"`trainkit status {run.word}` shows the state of the job in Slurm"
-            click.echo(f"died: the job exited before the supervisor started; {shown}", err=True)
+            click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = attempt.supervisor_log
         last_line = " ".join(last_texts(log, 1))

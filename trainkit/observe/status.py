@@ -482,7 +482,7 @@ def _slurm_end(job: JobInfo) -> str:
     """Return Slurm's description of how a job ended, as text."""
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
-        return f"{words[0]}; it could not open the log of the job and did not start it"
+        return f"{words[0]}; Slurm could not open the log of the job and did not start the job"
     killed_by = job.exit_signal or max(0, (job.exit_code or 0) - SIGNALLED)
     if job.state is JobState.FAILED and killed_by:
         # If a signal killed the job, Slurm's reason adds nothing: it is RaisedSignal:9(Killed) or, in Slurm
