@@ -103,7 +103,7 @@ TOO_MANY = """
     hint: use --nodes 1 --gpus-per-node 4, or use device: cpu for any number of workers
 0 resources.nodes=1000 train.global_batch_size=null
     --set resources.nodes=1000: resources.nodes: starts 1000 workers on the 4 CPU cores of this machine
-    hint: at most 64 workers can run here (16 per core)
+    hint: at most 64 workers can run on this machine (16 per core)
 """
 
 

@@ -166,8 +166,8 @@ def follow_run(
             click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
-        # Wait for the supervisor to exit: if it is still running, the next command, such as `resume`, might
-        # fail.
+        # Wait for the supervisor to exit, because the next command, such as `resume`, might fail while the
+        # supervisor is still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run, entry or AttemptRecord())

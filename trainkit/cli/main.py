@@ -58,7 +58,7 @@ SECTIONS = {
         "drill": "Test recovery: interrupt short runs and compare their losses with an uninterrupted run.",
         "bench": "Benchmark a config with several layouts or several settings.",
         "doctor": "Check whether a job can run on this machine or on the nodes of a cluster.",
-        "env": "Print the environment of a rank that is started here.",
+        "env": "Print the rank, world size and rank 0 address that a process started here would use.",
     },
     "Tools": {
         "ckpt": "List, verify, prune and export checkpoints.",

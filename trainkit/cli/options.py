@@ -228,7 +228,8 @@ nodes."""
 
 CONFIG_HELP = (
     "CONFIG is a file, - for standard input, or a shipped config such as quickstart or models/8b. The "
-    "default is ./config.yaml, else the file that `trainkit init` wrote here, else quickstart."
+    "default is ./config.yaml, else the file that `trainkit init` wrote in the current folder, else "
+    "quickstart."
 )
 
 

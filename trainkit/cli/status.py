@@ -109,7 +109,9 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
     "column.",
     name="sort_key",
 )
-@option("--metric NAME", "Metric to report as the result of RUN; in a group, the runs are ranked by it.")
+@option(
+    "--metric NAME", "Metric to report as the result of RUN; in a group, the runs are ranked by this metric."
+)
 @json_option
 def command(
     run_name: str | None,

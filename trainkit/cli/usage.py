@@ -469,7 +469,7 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
         if command is not None and any(typed in item.opts for item in command.params):
             rest = list(args)
             rest.remove(name)
-            return f"write the options of a command after it: `{join(['trainkit', name, *rest])}`"
+            return f"write the options of a command after the command: `{join(['trainkit', name, *rest])}`"
     elif meant := get_close_matches(
         typed, [name for item in root.command.params for name in item.opts], 1, 0.9
     ):

@@ -61,11 +61,12 @@ class ParallelConfig(Section):
     """The parallel layout; the product of the degrees is the number of processes."""
 
     dp_replicate: DataParallelDegree = key(
-        1, "Number of model replicas; -1 derives it from the number of processes."
+        1, "Number of model replicas; -1 derives this number from the number of processes."
     )
     dp_shard: DataParallelDegree = key(
         -1,
-        "Number of processes over which each replica is sharded; -1 derives it from the number of processes.",
+        "Number of processes over which each replica is sharded; -1 derives this number from the number of "
+        "processes.",
     )
     tp: AtLeastOne = key(1, "Tensor-parallel degree.")
     pp: AtLeastOne = key(1, "Pipeline stages.")

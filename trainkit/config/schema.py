@@ -52,7 +52,7 @@ class RunConfig(Section):
     tags: tuple[str, ...] = key((), "Tags for filtering runs with `status --tag`.")
     seed: NotNegative = key(0, "Random seed for weights, data order and dropout.", lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Device to train on; auto uses CUDA if there is a GPU, otherwise the CPU."
+        "auto", "Device for training; auto uses CUDA if a GPU is available, and the CPU otherwise."
     )
     task: str = key(
         "causal_lm",
@@ -199,7 +199,7 @@ SIMILAR = 0.75
 @cache
 def other_names() -> dict[str, str]:
     """Map names used by other trainers and by Slurm to trainkit's config keys."""
-    from trainkit.config.yamlfile import read_yaml_file  # only error messages need it
+    from trainkit.config.yamlfile import read_yaml_file  # needed only for error messages
 
     named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
     return {name: key for key, names in named.items() for name in names}

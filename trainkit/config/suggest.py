@@ -324,7 +324,9 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
     """
     key, sign, rest = re.match(r"([^:=\s]*)\s*([:=]?)\s*(.*)", typed, re.DOTALL).groups()  # type: ignore[union-attr]
     if rest and key in sections()[section]:
-        return f"write it with a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
+        return (
+            f"write the setting with a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
+        )
     for key in sections()[section]:
         path = (section, key)
         if (meant := nearest(path, typed)) is not None:
@@ -370,5 +372,5 @@ def _default_hint(path: tuple[str, ...]) -> str:
         return "for example 64G, 3.5G or 512M; 0 means all memory of a node"
     default = default_values().get(".".join(path))
     if default in ({}, []):
-        return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"
+        return f"write the value as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"
     return f"the default is {show_value(default)}"

@@ -209,8 +209,8 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
     decays = schedule.name != "constant" and (steps is None or steps > warmup)
     if decays and schedule.min_lr_ratio == 0:
         yield (
-            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step is "
-            "wasted; a small ratio such as 0.001 avoids this"
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step has no "
+            "effect; use a small ratio such as 0.001"
         )
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
@@ -377,7 +377,7 @@ def _variables(config: RunConfig) -> Iterator[KeyProblem]:
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):
             message = f"{name!r} is not a valid environment variable name"
-            yield key, message, "use letters, digits and _, with no digit at the start"
+            yield key, message, "use letters, digits and _, and do not begin with a digit"
         elif name in OF_BASH:
             yield key, "is a variable that bash itself sets in the job", "choose another name"
         elif "\0" in value:

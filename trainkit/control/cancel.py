@@ -96,7 +96,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             again = f"{job_id} has exited, but attempt {newest.attempt} has been started as {newest.job_id}"
             return _run_result(run, newest.job_id, "restarted", again)
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
-    message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills it"
+    message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills the job"
     return _run_result(run, job_id, "cancelling", message)
 
 

@@ -64,7 +64,7 @@ def requeue_run(run: RunDir) -> Requeued:
                 change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
         raise UsageError(
-            f"{entry.job_id} is already pending", hint="`trainkit status` shows why it is pending"
+            f"{entry.job_id} is already pending", hint="`trainkit status` shows why the job is pending"
         )
     return Requeued(job, entry, False)
 

@@ -249,7 +249,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
             hint="use `bytes`, or the path of a tokenizer.json",
         ) from None
     except OSError as error:
-        hint = "use the path of the tokenizer.json in that folder" if path.is_dir() else "check the path"
+        hint = "use the path of the tokenizer.json in this folder" if path.is_dir() else "check the path"
         raise UsageError(f"tokenizer {shown} cannot be read: {error.strerror}", hint=hint) from None
     try:
         record = json.loads(content)

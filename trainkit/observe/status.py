@@ -471,7 +471,9 @@ def _slurm_state(
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
     """Return text to append to the reason if Slurm should have requeued the job but has not restarted it."""
     if end is not None and end.action == "requeue":
-        return f"; Slurm did not restart it after it was requeued because of: {end.summary or end.reason}"
+        return (
+            f"; Slurm did not restart the job after it was requeued because of: {end.summary or end.reason}"
+        )
     began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""

@@ -175,9 +175,9 @@ def shown_types(names: list[str]) -> str:
 
 def unchecked_memory(names: list[str]) -> str:
     """Return the warning for GPUs whose memory size is unknown; `names` is the result of `gpu_names`."""
-    reason = f"their memory is unknown ({shown_types(names)})"
+    reason = f"the memory of the GPUs is unknown ({shown_types(names)})"
     if not names:
-        reason = "their type is unknown (set resources.gpu_type)"
+        reason = "the type of the GPUs is unknown (set resources.gpu_type)"
     return (
         f"whether the run fits into GPU memory was not checked: {reason}; "
         f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks the memory for a given GPU type"

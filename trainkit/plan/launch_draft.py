@@ -160,7 +160,9 @@ class LaunchDraft:
                 if self.loaded.config.resources.most_nodes > 1
                 else "resources.gpus_per_node"
             )
-            self.problem(key, message, f"at most {most} workers can run here ({WORKERS_PER_CPU} per core)")
+            self.problem(
+                key, message, f"at most {most} workers can run on this machine ({WORKERS_PER_CPU} per core)"
+            )
 
     def device(self) -> str:
         requested = self.loaded.config.device

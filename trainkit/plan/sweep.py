@@ -73,7 +73,8 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
             hint = f"did you mean --sweep {name}={values_typed}?"
         elif text.endswith((".yaml", ".yml")):
             hint = (
-                "--sweep takes no file; use --sweep once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+                "--sweep does not accept a file; use --sweep once for each key, such as --sweep "
+                "optimizer.lr=1e-4,3e-4"
             )
         raise UsageError(f"{origin}: must have the form section.key=VALUE,VALUE,…", hint=hint)
     is_placeholder = not is_known(path) and names_key(command, key)

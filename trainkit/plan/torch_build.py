@@ -94,5 +94,5 @@ def release_problem(version: str) -> tuple[str, str] | None:
     oldest = _dotted(OLDEST)
     return (
         f"has torch {version}, but the trainer requires torch {oldest} or newer",
-        f"`pip install '{REQUIREMENT}'` there, or {ELSEWHERE}",
+        f"`pip install '{REQUIREMENT}'` in this environment, or {ELSEWHERE}",
     )

@@ -232,7 +232,9 @@ _LOST = re.compile(
 )
 """Matches error messages which mean that the answer was lost, so Slurm may have carried out the request."""
 
-UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again once it is up"
+UNREACHABLE_HINT = (
+    "`scontrol ping` shows whether Slurm's controller is up; try again once the controller is up"
+)
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
@@ -284,7 +286,7 @@ REFUSAL_HINTS = (
     (r"feature", "`sinfo -o '%P %f'` lists the possible values of --constraint"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
-    (r"dependency", "a job that this job depends on is unknown to Slurm or has already failed"),
+    (r"dependency", "a dependency of the job is unknown to Slurm or has already failed"),
     (r"array spec", "use array indices below MaxArraySize, which `scontrol show config` shows"),
     (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (

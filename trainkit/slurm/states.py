@@ -70,7 +70,7 @@ _SENTENCES = {
     "Priority": "other jobs have a higher priority",
     "Dependency": "waiting for the jobs on which this job depends",
     "DependencyNeverSatisfied": "will never start, because a dependency failed: cancel the job",
-    "BeginTime": "waiting for its begin time; a requeued job waits about two minutes",
+    "BeginTime": "waiting for the job's begin time; a requeued job waits about two minutes",
     "Cleaning": "is being cleaned up after its last run",
     "Reservation": "waiting for the job's reservation to begin",
     "ReservationDeleted": "the job's reservation was deleted: choose another reservation or none",
@@ -95,7 +95,7 @@ _SENTENCES = {
     "PartitionConfig": "requests more resources than the partition allows",
     "BadConstraints": "the job's constraints can never be satisfied: cancel the job and change the request",
     "Constraints": "the job's constraints cannot be satisfied now",
-    "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
+    "JobHeldUser": "is held by the user: `scontrol release JOB` releases it",
     "JobHeldAdmin": "is held by an administrator",
     "JobHoldMaxRequeue": "is held because it was requeued too often: `scontrol release JOB` releases it",
     "JobArrayTaskLimit": "the array already has its maximum number of running tasks",
@@ -169,7 +169,7 @@ def reason_sentence(reason: str) -> str:
         return ""
     if (known := _explained(text)) is not None:
         return known
-    # If squeue prints an array's pending tasks on one line, it joins their reasons with commas.
+    # If squeue prints the pending tasks of an array on one line, the reasons are joined with commas.
     names = text.split(",")
     if all(several := [_explained(name) for name in names]):
         return "; ".join(filter(None, several))
