@@ -301,7 +301,8 @@ def test_a_python_without_torch(
     monkeypatch.setitem(sys.modules, "torch", None)  # torch cannot be imported
     assert main([command, "quickstart", "--set", "device=cpu"]) == 2
     install = f"`{shlex.quote(sys.executable)} -m pip install 'torch>=2.11,<2.16'` installs it"
-    hint = f"{install}, or set launch.venv, conda, modules or container to an environment that has it"
+    environment = "an environment with a supported torch"
+    hint = f"{install}, or set launch.venv, conda, modules or container to {environment}"
     error = f"error: {sys.executable} lacks torch, which the trainer requires\n\nhint: {hint}\n"
     assert error in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -54,7 +54,7 @@ def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     said(done.stderr)
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "checkpoint          no checkpoint yet, so training starts again at step 0" in done.stderr
+    assert "checkpoint          no checkpoint yet, so training restarts at step 0" in done.stderr
 
 
 def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
@@ -62,9 +62,9 @@ def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
     run = desk.submit()
     desk.wait_for_end(run)
     done = desk.trainkit("resume", "small", "--follow")
-    assert "no save was reported, so the command starts from the beginning" in done.stderr
+    assert "the command reported no saved checkpoint, so it starts from the beginning" in done.stderr
     publish(run, 5)
-    assert "no save was reported" not in desk.trainkit("resume", "small", "--follow").stderr
+    assert "reported no saved checkpoint" not in desk.trainkit("resume", "small", "--follow").stderr
 
 
 def test_the_steps_of_the_config_do_not_count_for_a_command(desk):

@@ -61,7 +61,7 @@ def test_ctrl_c_saves_and_ends(desk):
     shown, words = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "asked by SIGINT" in shown
-    assert "stopping after a save" in words
+    assert "saving a checkpoint before stopping" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
 
@@ -76,7 +76,7 @@ def test_second_ctrl_c_ends_at_once(desk):
         """
     )
     process, run, _ = started(desk)
-    for text in ("stopping after a save", "stopping immediately"):
+    for text in ("saving a checkpoint before stopping", "stopping immediately"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
         desk.wait_for_log(run, "told")  # two signals that arrive before the first is handled count as one

@@ -155,7 +155,7 @@ def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
     refused = {
         ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
         ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"
-        "hint: use `torchrun … python …` without trainkit",
+        "hint: start the COMMAND without trainkit: `torchrun … python …`",
         ("resume", "small", "--follow"): "error: --follow cannot be combined with torchrun",
     }
     for args, expected in refused.items():

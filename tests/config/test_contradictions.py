@@ -103,7 +103,7 @@ def test_a_secret_must_not_be_written_down(tmp_path, name):
             (name, "1", f"{name!r} is not a valid environment variable name")
             for name in ("1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä", "A\nB", "A.B", "A\0")
         ),
-        *((name, "1", "is a variable that bash sets itself, also in the job") for name in OF_BASH),
+        *((name, "1", "is a variable that bash itself sets in the job") for name in OF_BASH),
         ("A", "\0", "has a NUL character, which an environment variable cannot contain"),
     ],
 )

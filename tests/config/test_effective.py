@@ -81,5 +81,6 @@ def test_what_was_the_default_of_an_older_version_demands_nothing(tmp_path, vers
 def test_a_newer_run_folder(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("config_version: 9\nother: 1\n")
-    with pytest.raises(ConfigError, match="written for a newer trainkit version: it has config version 9"):
+    newer = "written for a newer trainkit version: the file has config version 9"
+    with pytest.raises(ConfigError, match=newer):
         read_effective(file)

@@ -76,7 +76,7 @@ NOT_TEXT = "a.yaml: this is not UTF-8 text"
         (b"a: 1\n---\nb: 2\n", None),
         (b"a: \x00\n", None),
         (b"a: @x\n", None),
-        (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put it in quotes"),
+        (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put the key in quotes"),
         (
             b"seed: !secret 1\n",
             "a.yaml:1: seed: the tag !secret is not supported\n  hint: text that begins with ! needs quotes",

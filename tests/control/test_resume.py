@@ -82,7 +82,7 @@ def test_what_may_change(run, tmp_path, overrides):
             "model.architecture=mine.py:Mine",
             "model.architecture: is mine.py:Mine, but step-00000100 was trained with llama",
         ),
-        ("model.preset=nano", "model: differs in shape from the model of step-00000100"),
+        ("model.preset=nano", "model: has different dimensions from the model of step-00000100"),
         (
             "optimizer.name=adamw_8bit",
             "optimizer.name: is adamw_8bit, but step-00000100 was trained with adamw",

@@ -81,7 +81,7 @@ def test_a_damaged_shard_is_named_at_the_start_or_at_its_first_use(tmp_path, num
     if num_bytes is not None:
         shard.write_bytes(bytes(num_bytes))
     assert data.read([0]).shape == (1, 9)
-    what = "cannot be opened" if num_bytes is None else f"has {num_bytes} bytes, expected 100"
+    what = "cannot be opened" if num_bytes is None else f"has {num_bytes} bytes instead of 100"
     for use in (lambda: data.read([11]), lambda: TokenShards(folder, "train", 8)):
         with pytest.raises(UsageError, match=rf"train-00001\.bin {what}") as caught:
             use()
@@ -102,7 +102,7 @@ def test_split_shorter_than_a_sample(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "format version 2; this trainkit version reads up to 1"),
+        ({"format_version": 2}, "format version 2, but this trainkit version supports at most version 1"),
         ({"format": "else"}, "not written by trainkit"),
         ({"dtype": "float16"}, "damaged.*float16"),
         ({"splits": {}}, "damaged"),

@@ -135,7 +135,7 @@ def test_a_job_whose_log_slurm_could_not_open(run, reason):
     write_json(run.job_file, {"attempts": [entry]})
     job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason=reason, exit_code=0, exit_signal=53)
     status = status_of(run, False, job)
-    words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
+    words = "Slurm reports FAILED; Slurm could not open the log of the job and did not start the job"
     assert (status.state, status.reason) == ("died", words)
     assert status.warnings == []
     shutil.rmtree(run.attempt(1).logs_dir)

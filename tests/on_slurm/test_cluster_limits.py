@@ -78,7 +78,7 @@ ONE_THING_TOO_MUCH = """
     --set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs per node, but the nodes of
     partition low have 8
 --constraint rakc1
-    --constraint rakc1: resources.constraint: contains rakc1, but no node of partition low has that feature
+    --constraint rakc1: resources.constraint: contains rakc1, but no node of partition low has this feature
     hint: did you mean rack1? they have rack1 and rack2
 """
 

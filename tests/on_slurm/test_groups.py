@@ -144,7 +144,7 @@ def test_points_that_wait(login):
     run = login.trainkit("status", f"{group.job_id}_7", "--json")
     assert (json.loads(run.stdout)["state"], json.loads(run.stdout)["name"]) == ("pending", "small/7")
     refused = login.trainkit("logs", f"{group.path}/7")
-    assert (refused.returncode, "not written this log" in refused.stderr) == (2, True)
+    assert (refused.returncode, "not written the requested log" in refused.stderr) == (2, True)
     assert login.trainkit("cancel", "small/7").returncode == 0
     assert status(login, group)["states"] == {"pending": 9, "cancelled": 1}
     for command in ("logs", "requeue", "resume"):

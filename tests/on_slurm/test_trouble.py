@@ -201,7 +201,7 @@ def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> N
     """Check that `status` explains a job that Slurm failed before its start, and that its advice works."""
     assert login.cluster.job(login.job_id(run))["ExitCode"] == "0:53"
     status = login.status(run)
-    words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
+    words = "Slurm reports FAILED; Slurm could not open the log of the job and did not start the job"
     assert (status["state"], status["reason"], status["step"]) == ("died", words, None)
     found = diagnosed(login, run, 1)
     assert (found["name"], status["warnings"]) == ("log-not-opened", [])

@@ -50,30 +50,33 @@ def test_what_fits(parallel: dict[str, object]) -> None:
 
 PROBLEMS = """
 tp: 4
-    parallel.tp is 4, which does not divide model.num_kv_heads 2; it can be 1 or 2
+    parallel.tp is 4, which does not divide model.num_kv_heads 2; set parallel.tp to 1
+    or 2
 tp: 2, seq_len: 33
-    parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33; with false,
-    the sequence is not sharded
+    parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33; use false
+    to disable the sharding of the sequence
 cp: 4, seq_len: 36
-    parallel.cp is 4, but data.seq_len 36 is not a multiple of 2 x 4; each rank gets two chunks, one from
-    the start and one from the end, to balance the work
+    parallel.cp is 4, but data.seq_len 36 is not a multiple of 2 x 4; set data.seq_len to
+    a multiple: to balance the work, each rank gets a chunk from the start and one from the end
 pp: 4, num_layers: 6, pp_schedule: zbv
-    parallel.pp is 4, which needs 8 stages, but the model has 6 layers; with zbv it can be at most 3
+    parallel.pp is 4, which needs 8 stages, but the model has 6 layers; with zbv, set parallel.pp to at
+    most 3
 pp: 2, device_batch_size: 6
-    parallel.pp_microbatches is 4, which does not divide train.device_batch_size 6; it can be 1 or 2 or 3 or
-    6
+    parallel.pp_microbatches is 4, which does not divide train.device_batch_size 6; set
+    parallel.pp_microbatches to 1 or 2 or 3 or 6
 pp: 2, pp_schedule: zbv, activation_checkpointing: selective
-    parallel.activation_checkpointing is selective, which zbv does not support: it splits the backward pass;
-    use full or none, or one of gpipe, 1f1b and interleaved_1f1b
+    parallel.activation_checkpointing is selective, which zbv does not support, because this
+    schedule splits the backward pass; use full or none, or set parallel.pp_schedule to gpipe, 1f1b or
+    interleaved_1f1b
 pp: 2, pp_schedule: dualpipe_v, compile: true
-    parallel.compile is true, which dualpipe_v does not support: it splits the backward pass; use one of
-    gpipe, 1f1b and interleaved_1f1b
+    parallel.compile is true, which dualpipe_v does not support, because this schedule splits the
+    backward pass; set parallel.pp_schedule to gpipe, 1f1b or interleaved_1f1b
 pp: 2, pp_schedule: interleaved_1f1b, pp_microbatches: 1, accumulation_steps: 5
     parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot divide into 2 equal rounds;
     use a multiple of parallel.pp 2
 pp: 8, num_layers: 8
-    parallel.pp_microbatches is 4, fewer than the 8 that 1f1b needs with parallel.pp 8; gpipe works with any
-    number
+    parallel.pp_microbatches is 4, fewer than the 8 that 1f1b needs with parallel.pp 8; use gpipe, which
+    supports any number of microbatches
 """
 
 
@@ -114,16 +117,16 @@ def test_layout(replicate: int, shard: int, world_size: int, layout: tuple[int, 
 REFUSED = """
 3 -1 8
     parallel.dp_replicate: is 3, which does not divide 8 processes
-    hint: it can be 1 or 2 or 4 or 8
+    hint: the degree can be 1 or 2 or 4 or 8
 -1 2 1
     parallel.dp_shard: is 2, which does not divide 1 process
-    hint: it can be 1
+    hint: the degree can be 1
 1 4 8
     parallel.dp_shard: is 4: parallel.dp_replicate 1 x 4 = 4, but there are 8 processes
-    hint: -1 derives it from the number of processes
+    hint: use -1 to derive the degree from the number of processes
 -1 -1 4
     parallel.dp_replicate: is -1, and so is parallel.dp_shard: only one can be derived
-    hint: dp_shard: 1 only replicates the model, dp_replicate: 1 only shards it
+    hint: set dp_shard: 1 to only replicate the model, or dp_replicate: 1 to only shard the model
 """
 
 

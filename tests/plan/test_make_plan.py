@@ -97,13 +97,13 @@ TOO_MANY = """
 4 resources.nodes=2 resources.gpus_per_node=4 train.device_batch_size=4
     --set resources.gpus_per_node=4: resources.gpus_per_node: is 4: 2 nodes x 4 = 8 GPUs, but
     this machine has 4
-    hint: --nodes 1 --gpus-per-node 4 fits, and device: cpu starts any number of workers
+    hint: use --nodes 1 --gpus-per-node 4, or use device: cpu for any number of workers
 4 resources.nodes=8 train.device_batch_size=4
-    --set resources.nodes=8: resources.nodes: is 8, but this machine has 4 GPUs and every node needs one
-    hint: --nodes 1 --gpus-per-node 4 fits, and device: cpu starts any number of workers
+    --set resources.nodes=8: resources.nodes: is 8, but this machine has 4 GPUs and every node needs one GPU
+    hint: use --nodes 1 --gpus-per-node 4, or use device: cpu for any number of workers
 0 resources.nodes=1000 train.global_batch_size=null
     --set resources.nodes=1000: resources.nodes: starts 1000 workers on the 4 CPU cores of this machine
-    hint: at most 64 workers can run here (16 per core)
+    hint: at most 64 workers can run on this machine (16 per core)
 """
 
 
@@ -207,5 +207,5 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
 
 
 def test_newer_plan() -> None:
-    with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit version supports 1"):
+    with pytest.raises(UsageError, match=r"plan\.json has version 2, but this trainkit version supports 1"):
         LaunchPlan.from_dict({**launch_plan().to_dict(), "version": 2})

@@ -69,16 +69,16 @@ def test_vocabulary_is_padded(tokens: int, vocab_size: int) -> None:
 MISFITS = """
 num_heads: 3, num_kv_heads: 3
     model.num_heads: is 3, which does not divide model.dim 128
-    hint: all heads have the same size
+    hint: choose a divisor of model.dim: all heads have the same size
 num_kv_heads: 3
     model.num_kv_heads: is 3, which does not divide model.num_heads 4
-    hint: every key/value head must serve the same number of query heads
+    hint: choose a divisor: every key/value head must serve the same number of query heads
 dim: 132, num_heads: 4
     model.num_heads: is 4, which results in the odd head size 33
-    hint: the rotary position embedding requires an even dim / num_heads
+    hint: choose an even dim / num_heads, as the rotary position embedding requires
 vocab_size: 256
     model.vocab_size: is 256, but the tokenizer has 257 tokens
-    hint: null selects a size that is large enough
+    hint: use null to select a size that is large enough
 """
 SEVERAL = ("dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1", "vocab num_heads num_kv")
 

@@ -52,7 +52,7 @@ def test_what_would_happen_again_is_final(error, step, code):
     [
         (
             *("__version__ = '2.10.0'", "UsageError"),
-            " has torch 2.10.0, and the trainer requires torch 2.11 or newer",
+            " has torch 2.10.0, but the trainer requires torch 2.11 or newer",
             "pip install 'torch>=2.11,<2.16'",
         ),
         ("raise ImportError('libcudart: no such file')", "ImportError", "libcudart: no such file", ""),

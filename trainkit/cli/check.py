@@ -47,8 +47,8 @@ MAX_COLUMN_WIDTH = 40
 )
 @option(
     "--task-smoke",
-    "Also run your own task on a few samples, forward and backward, on one and two ranks on "
-    "this machine's CPU.",
+    "Also run the forward and backward pass of your own task on a few samples, with one and with two ranks "
+    "on the CPU of this machine.",
     name="smoke",
 )
 @options.of_capabilities("check")
@@ -84,7 +84,9 @@ def command(
         if problems:
             raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and not plan.is_job:
-        raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
+        raise UsageError(
+            "--estimate requires Slurm, but this run would start on this machine", hint="remove --estimate"
+        )
     for one in choices:
         click.echo(one.try_out(loaded.config), err=True)
     waits = None
@@ -137,8 +139,8 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
     from trainkit.backend import backend_named
 
     try:
-        if cluster.error:  # Do not query Slurm again, because the query would time out again.
-            raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
+        if cluster.error:  # Slurm has already timed out, and another query would time out too.
+            raise SlurmError(cluster.error, hint="omit --estimate to check the config without Slurm")
         waits = backend_named(plan.backend).start_estimates(plan, config, cluster)
     except TrainkitError as error:
         if must:
@@ -146,6 +148,6 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
         click.echo(f"the start time is unknown: {error.message.splitlines()[0]}", err=True)
         return None
     if waits.refusal is not None:
-        hint = "`trainkit submit --dry-run` shows the options of the job"
+        hint = "`trainkit submit --dry-run` prints the batch script with the options of the job"
         raise UsageError(f"Slurm would reject the job: {waits.refusal}", hint=hint)
     return waits

@@ -127,7 +127,7 @@ def _is_same(value: object, wanted: object) -> bool:
         return as_number(value) == wanted
     try:
         return value == shown_value(wanted) or parse_value(value) == wanted
-    except ValueError:  # The text is not valid YAML, so no wanted value can equal it.
+    except ValueError:  # A text that is not valid YAML cannot equal a wanted value.
         return False
 
 

@@ -64,7 +64,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # The run has since deleted this checkpoint, because newer ones replace it.
+            continue  # The run deleted this checkpoint after it was listed.
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
@@ -80,7 +80,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 )
 @run_argument
 @option("--keep-last N", "Number of newest checkpoints to keep.", type=COUNT, required=True)
-@option("--dry-run", "Only print what would be removed.")
+@option("--dry-run", "Print which checkpoints would be removed, without removing them.")
 @json_option
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except for the newest N, the best one, and the newest intact one.

@@ -17,8 +17,8 @@ from trainkit.run.registry import find_run, find_run_or_group
 
 @as_command("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
 @options.run_argument
-@option("--now", "Kill the run immediately, without saving.")
-@option("--wait", "Wait until the run has ended.")
+@option("--now", "Kill the run immediately, without saving a checkpoint.")
+@option("--wait", "Wait until the run has stopped.")
 @options.trust_option
 @options.json_option
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
@@ -56,7 +56,7 @@ def requeue(run_name: str, as_json: bool) -> None:
     requeued = requeue_run(run)
     job, entry = requeued.job, requeued.entry
     if not requeued.is_started:
-        click.echo(f"{run.shown}: {entry.job_id} is saving and will be requeued", err=True)
+        click.echo(f"{run.shown}: {entry.job_id} is saving a checkpoint and will be requeued", err=True)
         if not as_json:
             return
         entry = replace(entry, attempt=entry.attempt + 1)

@@ -44,13 +44,15 @@ SHOW_S = 0.1
     "--follow",
     "following",
     is_flag=True,
-    help="Follow the log across attempts until the run ends, and print how the run ended; exit code 1 if "
-    "it failed.",
+    help="Follow the log across attempts until the run stops, then print its outcome. The exit code is 1 if "
+    "the run failed.",
 )
 @option("--rank R", "Print the output of rank R; default: rank 0.", type=INDEX)
 @option("--node N", "Print the output of all ranks on node N and of its agent.", type=INDEX)
 @option("--all", "Print the output of all ranks, all agents and the supervisor.", name="all_ranks")
-@option("--attempt A", "Print the output of attempt A; default: the newest.", name="number", type=COUNT)
+@option(
+    "--attempt A", "Print the output of attempt A; default: the newest attempt.", name="number", type=COUNT
+)
 @option("--lines N", "Print only the last N lines.", type=INDEX)
 def command(
     run_name: str,
@@ -66,7 +68,7 @@ def command(
     If the job ended before its ranks started, the output of the batch script is printed.
     """
     if sum((rank is not None, node is not None, all_ranks)) > 1:
-        raise UsageError("--rank, --node and --all are mutually exclusive", hint="use only one of them")
+        raise UsageError("--rank, --node and --all are mutually exclusive", hint="specify only one of them")
     run = find_run(run_name)
     attempt = find_attempt(run, number)
     logs_of = partial(_logs_of, rank=rank, node=node, all_ranks=all_ranks)
@@ -81,15 +83,15 @@ def command(
         return print_end(run, newest)
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
-        click.echo("the supervisor has not started; this is the output of the batch script:", err=True)
+        click.echo("the supervisor has not started yet; output of the batch script:", err=True)
         paths = [log]
     if not paths and following:
         return print_end(run, newest)
     if not paths:
         raise UsageError(
-            f"attempt {attempt.number} of {run.shown} has not written this log",
-            hint=f"`trainkit status {run.word}` shows its progress; "
-            f"its logs are in {shown_path(attempt.logs_dir)}",
+            f"attempt {attempt.number} of {run.shown} has not written the requested log",
+            hint=f"`trainkit status {run.word}` shows the progress of the run; "
+            f"the logs of the attempt are in {shown_path(attempt.logs_dir)}",
         )
     output = getattr(sys.stdout, "whole", None)
     for path in paths:
@@ -98,7 +100,7 @@ def command(
         except OSError as error:
             message = f"{shown_path(path)} cannot be read: {error.strerror}"
             if len(paths) == 1:
-                raise UsageError(message, hint="to print other logs, use --rank, --node or --all") from None
+                raise UsageError(message, hint="use --rank, --node or --all to print another log") from None
             echo_error(f"warning: {message}")
             continue
         with stream:
@@ -112,7 +114,7 @@ def command(
         echo_error(f"warning: {said}")
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
-        click.echo(f"hint: `trainkit diagnose {which}` shows why it failed", err=True)
+        click.echo(f"hint: `trainkit diagnose {which}` shows why the attempt failed", err=True)
     return EXIT_OK
 
 
@@ -152,7 +154,7 @@ def follow_run(
         on_poll()
         if not is_notified and is_full(run.path):
             is_notified = True
-            echo_error(f"warning: the disk of {run.shown} is full")
+            echo_error(f"warning: the disk that contains {run.shown} is full")
         run.follow()
         events.path = run.events_file
         if shows_log:
@@ -164,8 +166,8 @@ def follow_run(
             click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
-        # Wait for the supervisor to exit, because otherwise the next command, such as `resume`, might find
-        # the supervisor still running.
+        # Wait for the supervisor to exit, because the next command, such as `resume`, might fail while the
+        # supervisor is still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run, entry or AttemptRecord())
@@ -200,7 +202,7 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(OSError):  # if the terminal was closed, the ranks are already saving
+        with contextlib.suppress(OSError):  # if the terminal was closed, training still saves
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
@@ -210,8 +212,8 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the job continues: `trainkit logs {run.word} -f` follows it, "
-            f"`trainkit cancel {run.word}` ends it",
+            f"\ndetached; the job is still running: `trainkit logs {run.word} -f` follows its log, "
+            f"`trainkit cancel {run.word}` cancels the job",
             err=True,
         )
         return EXIT_INTERRUPTED
@@ -246,11 +248,11 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
     """
     run.follow()
     if not (numbers := run.attempt_numbers()):
-        click.echo(f"ended: {run.shown} was deleted during the run", err=True)
+        click.echo(f"ended: {run.shown} was deleted while the run was in progress", err=True)
         return EXIT_FAILED
     attempt = run.attempt(numbers[-1])
     deadline_s = time.monotonic() + END_S
-    # After `cancel --now`, the attempt's end may be recorded with a short delay.
+    # After `cancel --now`, it can take a moment until the end of the attempt is recorded.
     while (end := read_end(attempt)) is None and entry.is_cancelled and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if end is None:
@@ -259,16 +261,16 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
         if not entry.has_started:
-            shown = f"`trainkit status {run.word}` shows what Slurm reports"
+            shown = f"`trainkit status {run.word}` shows the state of the job in Slurm"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = attempt.supervisor_log
         last_line = " ".join(last_texts(log, 1))
         ends = f"ends with: {last_line}" if last_line else "has no line"
-        click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
+        click.echo(f"died: the supervisor exited without recording the outcome; {log} {ends}", err=True)
         if is_full(run.path):
-            hint = f"`trainkit resume {run.word}` starts the run again"
-            click.echo(f"hint: the disk of the run is full; free some space, then {hint}", err=True)
+            hint = f"`trainkit resume {run.word}` restarts the run"
+            click.echo(f"hint: the disk with the run folder is full; free some space, then {hint}", err=True)
         return EXIT_FAILED
     since = diverged_since(run, attempt.number)
     click.echo(f"{end.state}: {with_divergence(end.reason, since)}", err=True)

@@ -28,44 +28,44 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "Start": {
-        "init": "Inspect this cluster; write its profile and a first run config.",
+        "init": "Inspect this cluster, and write its profile and a run config to start from.",
         "submit": "Submit a run to Slurm, or start it in the background on this machine.",
-        "run": "Run in the foreground, on this node or in all tasks of an srun step.",
-        "shell": "Open a shell in a new allocation, with the environment of a job.",
+        "run": "Start a run in the foreground, on this node or in all tasks of an srun step.",
+        "shell": "Open a shell in a new allocation, with the same environment as a job.",
     },
     "Watch": {
         "status": "Show the state of all runs, or one run in detail.",
         "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
         "logs": "Print the output of a run.",
-        "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
+        "diagnose": "Find the rank of a run that failed first, explain the cause, and suggest a fix.",
         "replay": "Recompute steps of a run, to distinguish data problems from hardware problems.",
-        "report": "Write an HTML report about a run and how it used its time.",
+        "report": "Write an HTML report about the results of a run and how it spent its time.",
         "compare": "Compare the results and the configs of runs.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "debug": "Debug a rank of a running job that is waiting at breakpoint().",
-        "ui": "Show the curves of a run in a browser.",
+        "ui": "Plot the metrics of a run in a browser.",
         "sync": "Send the metrics of a run to MLflow and Weights & Biases.",
     },
     "Control": {
-        "cancel": "Cancel a run; it saves first.",
-        "requeue": "Requeue a run with the same config; a running job saves first.",
+        "cancel": "Save a checkpoint of a run, then cancel the run.",
+        "requeue": "Requeue a run with the same config; a running job first saves a checkpoint.",
         "resume": "Resume a run from its newest intact checkpoint, on any number of GPUs.",
     },
     "Check": {
         "check": "Validate a config and report all its problems.",
-        "plan": "List the parallel layouts that fit, with memory and a recommendation.",
-        "drill": "Run a fire drill: interrupt short runs and compare their losses.",
-        "bench": "Benchmark a config on several layouts or with several settings.",
+        "plan": "List the parallel layouts that fit into GPU memory, and recommend one.",
+        "drill": "Test recovery: interrupt short runs and compare their losses with an uninterrupted run.",
+        "bench": "Benchmark a config with several layouts or several settings.",
         "doctor": "Check whether a job can run on this machine or on the nodes of a cluster.",
-        "env": "Print the environment of a rank that is started here.",
+        "env": "Print the rank, world size and rank 0 address that a process started here would use.",
     },
     "Tools": {
         "ckpt": "List, verify, prune and export checkpoints.",
-        "generate": "Continue a prompt with the model of a run.",
-        "data": "Prepare and validate training data; show the samples of a step.",
+        "generate": "Generate a continuation of a prompt with the model of a run.",
+        "data": "Prepare and validate training data, and show the samples of a training step.",
         "schema": "Print the JSON schema of the config, for editors.",
-        "completion": "Print the completion script of a shell.",
+        "completion": "Print the completion script for a shell.",
     },
 }
 """Maps each heading of ``trainkit --help`` to its commands and their help lines."""
@@ -83,7 +83,7 @@ file."""
 
 def load_command(name: str) -> click.Command:
     """Import and return a command from `COMMANDS` or from a built-in capability."""
-    from trainkit.shipped import shipped_command  # imported here because --help does not need it
+    from trainkit.shipped import shipped_command  # imported here because --help does not need this module
 
     own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
     return _imported(*(shipped_command(name) or own).split(":"))
@@ -117,7 +117,7 @@ class CommandTable(CommandGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # Click itself would exit with code 1.
+            raise ReaderGone from None  # Click itself would exit with code 1 on a broken pipe.
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -152,7 +152,9 @@ class CommandTable(CommandGroup):
 )
 @click.version_option(__version__, prog_name="trainkit", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of errors.")
-@click.option("--no-color", is_flag=True, help="Disable colour, like NO_COLOR in the environment.")
+@click.option(
+    "--no-color", is_flag=True, help="Disable coloured output, like the environment variable NO_COLOR."
+)
 @click.pass_context
 def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
     """Train PyTorch models with one YAML config, from a laptop to a cluster."""
@@ -206,12 +208,12 @@ def _main(argv: Sequence[str] | None) -> int:
             hint = "check the path, its permissions and the disk; `trainkit --debug …` shows the failing code"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
-            hint = "free disk space or quota; `trainkit status` shows what was done"
+            hint = "free disk space or quota; `trainkit status` shows the state of your runs"
         if isinstance(error, OSError) and _is_from_output(error):
             _discard_stdout()
             as_json = False
             message = f"the output cannot be written: {error.strerror}"
-            hint = "free disk space, or write to another disk; `trainkit status` shows what was done"
+            hint = "free disk space, or write to another disk; `trainkit status` shows the state of your runs"
         return _report(TrainkitError(message, hint), as_json)
 
 

@@ -128,7 +128,7 @@ def refuse_shared_host(what: str, instead: str) -> None:
     if people == []:
         return
     if people is None:
-        who = "whoever is logged in"
+        who = "any user who is logged in"
     else:
         who = ", ".join(people[:3]) + (f" and {len(people) - 3} more" if len(people) > 3 else "")
     raise UsageError(
@@ -185,7 +185,10 @@ class NodesType(click.IntRange):
         return str(value) if is_several or value in self.others else super().convert(value, param, ctx)
 
 
-NODES_HELP = "Number of nodes; for 2-8 or 2,4,8, the largest number that Slurm can provide"
+NODES_HELP = (
+    "Number of nodes; with a range such as 2-8 or a list such as 2,4,8, the largest number that Slurm can "
+    "allocate"
+)
 gpus_per_node_option = click.option(
     "--gpus-per-node",
     "--nproc",
@@ -199,8 +202,8 @@ shape_options = combined(option("--nodes N", f"{NODES_HELP}.", type=NodesType())
 choosing_shape_options = combined(
     option(
         "--nodes N",
-        f"{NODES_HELP}; auto chooses the number with the earliest expected end, and may split the run into "
-        "time slices.",
+        f"{NODES_HELP}; auto chooses the number that is expected to finish the run first, and may split the "
+        "run into several jobs.",
         type=NodesType(AUTO),
     ),
     gpus_per_node_option,
@@ -215,7 +218,7 @@ shape_options_here = combined(
     ),
     option(
         "--nodes N",
-        "Number of nodes; if there is more than one, start trainkit on every node with torchrun or mpirun.",
+        "Number of nodes; if there is more than one, use torchrun or mpirun to start trainkit on every node.",
         type=COUNT,
     ),
 )
@@ -225,7 +228,8 @@ nodes."""
 
 CONFIG_HELP = (
     "CONFIG is a file, - for standard input, or a shipped config such as quickstart or models/8b. The "
-    "default is ./config.yaml, else the file that `trainkit init` wrote here, else quickstart."
+    "default is ./config.yaml, else the file that `trainkit init` wrote in the current folder, else "
+    "quickstart."
 )
 
 
@@ -263,7 +267,7 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # In an srun step, only rank 0 prints the config's name.
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # In an srun step, only rank 0 prints the config name.
         click.echo(f"config: {name} ({reason})", err=True)
     return name
 
@@ -298,23 +302,29 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         set_option,
         *place,
         option("--name NAME", "Name of the run; default: the name of its config or COMMAND."),
-        option("--note TEXT", "Remark to store with the run."),
+        option("--note TEXT", "Note to store with the run."),
         option("--tag TAG", "Tag of the run, for `status --tag`; repeatable.", name="tags", multiple=True),
     )(wrapper)
 
 
 SLURM_FLAGS = {
     "time": ("T", "Time limit of the job in Slurm's format, such as 2-12:00:00."),
-    "slice": ("T", "Time limit of each single job of the run; --time then limits all jobs together."),
-    "time-min": ("T", "Shortest time limit that is acceptable if the job then starts sooner."),
+    "slice": (
+        "T",
+        "Time limit of each job, to split the run into several jobs; --time then limits the total time.",
+    ),
+    "time-min": (
+        "T",
+        "Minimum time limit; Slurm may reduce the job's time limit to this value to start the job sooner.",
+    ),
     "partition": ("P", "Slurm partition."),
     "clusters": (
         "A,B",
-        "Slurm clusters; of several, the cluster that can start the job first is used.",
+        "Slurm cluster; if several are listed, the cluster that can start the job first is used.",
     ),
     "account": ("A", "Slurm account."),
     "qos": ("Q", "Slurm quality of service."),
-    "constraint": ("C", "Node features that the job requires, in Slurm's syntax."),
+    "constraint": ("C", "Required node features, in Slurm's syntax."),
     "cluster": ("NAME", "Name of the cluster profile; default: the profile of this cluster."),
 }
 """Maps each option to its metavar and help text."""
@@ -338,7 +348,7 @@ gpu_type_option = option(
 )
 slurm_options = combined(
     job_options,
-    option("--no-snapshot", "Run the original code, not a copy of it."),
+    option("--no-snapshot", "Run the original code instead of a copy in the run folder."),
 )
 """All Slurm job options; `config_flags` removes their values from the command's arguments."""
 

@@ -40,7 +40,7 @@ from trainkit.run.rundir import RUNS_FOLDER
 @options.slurm_options
 @options.set_option
 @options.backend_option
-@option("--new-code", "Use the current code instead of the code copied for RUN.")
+@option("--new-code", "Use the current code instead of the copy of the code in the run folder of RUN.")
 @option("--as DIR", "Resume in the new run folder DIR and leave RUN unchanged.", name="fork_dir")
 @options.now_option
 @options.trust_option
@@ -80,7 +80,7 @@ def command(
             given = "--json" if as_json else "--follow" if follow else "--as"
             raise UsageError(
                 f"{given} cannot be combined with {task.launcher}",
-                hint="the run resumes in the foreground and in its own folder; omit the option",
+                hint="omit the option: a launcher resumes a run in the foreground and in the run folder",
             )
         if task.task != 0:
             return join_step(folder, task)
@@ -118,11 +118,11 @@ def command(
             if lr := learning_rate_change(so_far, loaded.config, plan.lr):
                 click.echo(f"  learning rate       {lr}", err=True)
             if (time_s := expected_time_s(so_far, plan, loaded.config.train.steps)) is not None:
-                left = "at the speed of its newest steps, plus time for checkpoints and validations"
+                left = "at the speed of the latest steps, plus time for checkpoints and validations"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
-            echo_error(f"warning: {words}, which was not stored for this run, so its input is empty")
+            echo_error(f"warning: {words}, but no input was stored for this run, so standard input is empty")
         if fork is None and (missing := missing_save(so_far)):
             click.echo(f"  checkpoint          {missing}", err=True)
         if task is not None:
@@ -152,7 +152,7 @@ def command(
         return stay_in_foreground(run, name, entry, plan)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
-        click.echo(f"`trainkit logs {run.word} -f` follows its log", err=True)
+        click.echo(f"`trainkit logs {run.word} -f` follows the log of the run", err=True)
         return EXIT_OK
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
 
@@ -163,5 +163,5 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
     job_id = resume_group(group)
     value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
     echo_result(value, f"{group.path}\n{job_id}", as_json)
-    click.echo(f"`trainkit status {group.word}` shows all runs", err=True)
+    click.echo(f"`trainkit status {group.word}` shows all runs of the group", err=True)
     return EXIT_OK

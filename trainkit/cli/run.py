@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     cls=options.WithTrailingCommand,
 )
 @options.config_options(options.shape_options_here, submits=False)
-@option("--run-dir DIR", "Run folder, which must be new or empty; default: runs/NAME.")
+@option("--run-dir DIR", "New or empty folder for the run; default: runs/NAME.")
 @options.trust_option
 @options.launcher_option
 @options.of_capabilities("run")
@@ -89,9 +89,9 @@ def command(
     if loaded.config.resources.most_nodes != 1:
         raise UsageError(
             f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.most_nodes} nodes, "
-            "but `trainkit run` uses one",
-            hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, start it on every "
-            "host with torchrun",
+            "but `trainkit run` uses only one node",
+            hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, use torchrun to "
+            "start `trainkit run` on every host",
         )
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     plan = shown_failures(plan)
@@ -123,7 +123,7 @@ def _start(
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # the ranks may already be running when this process next uses the folder
+    created.run.hold()  # the folder may be moved while the ranks are running
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
@@ -170,12 +170,12 @@ class _Forwarder:
                 click.echo(
                     "\nstopping immediately"
                     if again
-                    else "\nstopping after a save; press Ctrl-C again to stop immediately",
+                    else "\nsaving a checkpoint before stopping; press Ctrl-C again to stop immediately",
                     err=True,
                 )
             backend_of(entry).signal(run, entry, number)
             if number == signal.SIGTSTP:
-                click.echo("\npaused; `fg` continues the run", err=True)
+                click.echo("\npaused; `fg` resumes the run", err=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
                 backend_of(entry).signal(run, entry, signal.SIGCONT)
 
@@ -247,7 +247,7 @@ def run_in_step(
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
     """Print the error, kill the Slurm step (its other tasks are unreachable), and return the exit code."""
     click.echo(error.render(), err=True)
-    # Wait, because srun loses output that it has not read when the step ends.
+    # Wait, because srun discards output that it has not yet read when the step exits.
     time.sleep(SRUN_READ_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
@@ -295,7 +295,7 @@ def launched_target(task: LaunchedRank) -> Target:
     """Return a target for ranks that another launcher has started."""
     from trainkit.cluster.target import Target
 
-    reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is {task.first}"
+    reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is rank {task.first}"
     return Target("launcher", reason, node_sizes=task.tasks, per="gpu", finds_cluster=False)
 
 
@@ -304,7 +304,7 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
     if workload.is_command:
         raise UsageError(
             f"{task.launcher} starts the ranks of a COMMAND itself",
-            hint=f"use `{task.launcher} … {workload.argv[0]} …` without trainkit",
+            hint=f"start the COMMAND without trainkit: `{task.launcher} … {workload.argv[0]} …`",
         )
 
 

@@ -43,7 +43,9 @@ def print_choice(choice: NodesChoice | None, plan: LaunchPlan) -> None:
 def print_created(created: CreatedRun) -> None:
     """Print to stderr a new run's name if it was changed, and the number of copied code files, if any."""
     if created.name != created.config_name:
-        click.echo(f"note: {RUNS_FOLDER}/{created.config_name} exists, so this is {created.name}", err=True)
+        click.echo(
+            f"note: {RUNS_FOLDER}/{created.config_name} exists, so this run is named {created.name}", err=True
+        )
     code = created.code
     if code is None:
         return

@@ -105,11 +105,13 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
 @option("--tag TAG", "Show only runs with the tag TAG; repeatable.", name="tags", multiple=True)
 @option(
     "--sort KEY",
-    "Sort the list by loss, val_loss, tokens_per_s or a config key, or the runs of a group by a metric or "
-    "a column.",
+    "Sort the list of runs by loss, val_loss, tokens_per_s or a config key, or a group by any metric or "
+    "column.",
     name="sort_key",
 )
-@option("--metric NAME", "Metric to report as the result of RUN; in a group, the runs are ranked by it.")
+@option(
+    "--metric NAME", "Metric to report as the result of RUN; in a group, the runs are ranked by this metric."
+)
 @json_option
 def command(
     run_name: str | None,
@@ -128,7 +130,7 @@ def command(
     failures first. With --json, all runs are printed, newest first.
     """
     if run_name is None and metric is not None:
-        raise UsageError(f"--metric {metric} requires RUN, a run or a group", hint="specify RUN")
+        raise UsageError(f"--metric {metric} requires the name of a run or group", hint="specify RUN")
     if run_name is not None and (where or tags or only_here):
         text = f"--where, --tag and --here filter the list of all runs, but you specified {run_name}"
         raise UsageError(text, hint="omit either the options or RUN")
@@ -142,11 +144,13 @@ def command(
     found = None if run_name is None else find_to_read(run_name)
     if isinstance(found, RunDir):
         if sort_key is not None:
-            raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
+            raise UsageError(
+                f"--sort {sort_key}: {found.shown} is a single run, not a list or a group", hint="omit --sort"
+            )
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
-        # Add only the rows of external capabilities, because the status already contains the values of
-        # built-in capabilities.
+        # The status already contains the values of built-in capabilities, so add only the rows of external
+        # capabilities.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
         if metric is not None:
@@ -255,7 +259,7 @@ def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | 
 
 
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
-    # The runs may be read twice, but Slurm is queried and each warning is printed only once.
+    # Although the runs may be read twice, query Slurm and print each warning only once.
     warn_once = cache(warn)
 
     @cache
@@ -278,7 +282,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
     else:
         shown = with_calls(statuses)
-        # The list has room for runs that were not read.
+        # The runs of one function share a line, so the table has room for runs that were not read.
         if num_hidden and len(shown) < len(statuses):
             statuses, num_hidden = read_all(MAX_READ, query, {}, warn_once, below)
             shown = with_calls(statuses)
@@ -301,7 +305,7 @@ def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
     if as_json:
         _echo_json_of(statuses)
     elif not chosen:
-        click.echo("no run matches: `trainkit status --all` lists all", err=True)
+        click.echo("no run matches: `trainkit status --all` lists all runs", err=True)
     else:
         more = [choice.headings, *(run.texts(choice.columns) for run in chosen)]
         rows = zip(runs_rows(statuses, Path.cwd()), more, strict=True)
@@ -438,7 +442,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
         "restarts": restarts_line(status.restarts) if status.restarts else "",
         "failure": status.verdict.line if status.verdict and failed is None else "",
         "hint": (failed is None and status.verdict and status.verdict.hint) or "",
-        "diagnosis": f"`trainkit diagnose {run}` names the cause" if is_failed and not failed else "",
+        "diagnosis": f"`trainkit diagnose {run}` shows the cause" if is_failed and not failed else "",
     }
     text = [] if failed is None else [*failure_lines(failed, run), ""]
     text[:1] = [painted(Styled(line, BAD)) for line in text[:1]]
@@ -514,7 +518,7 @@ def trial_rows(
 
 def _not_shown(count: int) -> str:
     """Return the last line of a list, which states how many runs are omitted."""
-    return f"{count:,} more runs are not shown; use --all to see them"
+    return f"{count:,} more runs are not shown; use --all to show all runs"
 
 
 def _steps(progress: Progress) -> str:

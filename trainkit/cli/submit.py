@@ -54,10 +54,10 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
 @options.after_option
 @options.now_option
 @options.trust_option
-@option("--run-dir DIR", "Run folder, which must be new or empty; default: runs/NAME.")
+@option("--run-dir DIR", "New or empty folder for the run; default: runs/NAME.")
 @options.launcher_option
 @option("--dry-run", "Print what would be submitted, without writing or starting anything.")
-@option("--test-only", "Print when the job would start according to Slurm, without submitting it.")
+@option("--test-only", "Print Slurm's estimate of the start time, without submitting the job.")
 @option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
 @options.json_option
 def command(
@@ -102,7 +102,7 @@ def command(
     if is_group and follow:
         raise UsageError(
             "--follow works only for a single run, not for a group",
-            hint="`trainkit logs GROUP/0 -f` follows one run of the group",
+            hint="`trainkit logs GROUP/0 -f` follows the log of one run",
         )
     if is_group and now:
         raise UsageError(
@@ -111,8 +111,8 @@ def command(
         )
     if request.chooses_nodes and (is_group or after):
         raise UsageError(
-            "--nodes auto is for one run that may start now, because the start of a group or of a run "
-            "with --after is unknown",
+            "--nodes auto supports only a single run without --after, because the start time of a group or "
+            "of a run with --after cannot be estimated",
             hint="specify a number, a range or a list, for example --nodes 2-8",
         )
     spec, trials = group_trials(request, workload, sweeps, array)
@@ -129,10 +129,10 @@ def command(
     plan = submission.plan
     if now and plan.is_job:
         raise UsageError(
-            "--now works only for runs on this machine, but this run would be submitted to Slurm",
+            "--now requires a run on this machine, but this run would be submitted to Slurm",
             hint="remove --now",
         )
-    # A dry run on this machine prints the description to stdout, because there is no batch script to print.
+    # A dry run on this machine has no batch script to print, so print the description to stdout.
     is_shown = dry_run and not plan.is_job and not as_json
     click.echo(describe_plan(plan, next_name(submission.trials[0].config.name, folder)), err=not is_shown)
     for line in (
@@ -169,9 +169,12 @@ def command(
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index
-    hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {shown}/{first} -f` follows one run"
+    hint = (
+        f"`trainkit status {shown}` shows all runs of the group, "
+        f"`trainkit logs {shown}/{first} -f` follows the log of one run"
+    )
     if spec is None:
-        hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
+        hint = f"`trainkit logs {shown} -f` follows the log, `trainkit cancel {shown}` cancels the run"
     click.echo(hint, err=True)
     return EXIT_OK
 
@@ -218,11 +221,11 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
         generated = {json.dumps(item.plan.files) for item in trials}
         if len(generated) == 1 and not reaches_command(trials, workload.argv):
             yield (
-                "  note: a COMMAND gets swept values only for {KEY} in its arguments and for "
-                "launch.env.NAME; all values are in config.yaml in the run folder, $TRAINKIT_JOB_RUN_DIR"
+                "  note: a COMMAND receives swept values only through {KEY} in its arguments and through "
+                "launch.env.NAME; config.yaml in the run folder ($TRAINKIT_JOB_RUN_DIR) contains all values"
             )
         if not trials[0].config.launch.snapshot:
-            others = "their relative output paths overwrite each other"
+            others = "trials that write to the same relative path overwrite each other's output"
             yield f"  note: all trials run in {Path.cwd()}: {others}"
 
 
@@ -232,13 +235,13 @@ def _show(submission: Submission, folder: Path | None, test_only: bool, as_json:
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # Print the other files to stderr, because stdout must contain only the script.
+        # Print the other files to stderr, because stdout must contain only the batch script.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK
     if not plan.is_job:
         raise UsageError(
-            "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
+            "--test-only requires Slurm, but this run would start on this machine", hint="use --dry-run"
         )
     click.echo(backend_named(plan.backend).expected_start(plan, script))
     return EXIT_OK

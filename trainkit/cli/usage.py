@@ -41,17 +41,17 @@ OTHER_COMMANDS = {
     **{"--help": ("help", "man", "usage", "?", "/?", "/help"), "--version": ("version", "ver")},
 }
 """Maps a command to the names that other programs use for a similar command."""
-MOVES = "a run is a folder: after the run has ended, use `mv` and `cp -r` to move and copy it"
-DELETES = "a run is a folder: `rm -r` deletes an ended run, and `trainkit cancel RUN` ends a running one"
-RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
+MOVES = "a run is a folder: use `mv` or `cp -r` to move or copy the folder after the run has stopped"
+DELETES = "a run is a folder: `trainkit cancel RUN` stops a run, and `rm -r` deletes a stopped run"
+RESUMES = "`trainkit resume {run}` restarts a run from its newest checkpoint"
 RESUME_OPTIONS = (
     "--resume --resume-from --resume-from-checkpoint --resume-run --resume-path --auto-resume --ckpt"
     " --ckpt-path --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore"
     " --restart --continue --continue-from"
 )
 """Options that other programs use to resume a run."""
-KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
-HERE = "a run uses the folder where you submit it: `cd` to that folder first"
+KEEPS_LOGS = "`trainkit logs RUN` prints the output of a run; the run folder contains the log files"
+HERE = "`cd` to the working directory of the run before you submit the run"
 IS_SET = "trainkit sets this option itself; omit it"
 IS_HERE = "`trainkit run` always uses this machine; omit this option"
 ASKS_NOTHING = "trainkit never asks for confirmation; omit this option"
@@ -59,7 +59,7 @@ WRITES_ACCELERATE = (
     "trainkit writes the accelerate config itself: `trainkit submit --launcher accelerate -- train.py`"
 )
 OWN_LIGHTNING = "write your LightningCLI after --: `trainkit submit --launcher lightning -- main.py {args}`"
-RENDEZVOUS = "trainkit chooses address, port and ranks itself; omit this option"
+RENDEZVOUS = "trainkit chooses the address, the port and the ranks itself; omit this option"
 BY_HAND = (
     "omit this option; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each host"
 )
@@ -76,7 +76,7 @@ OTHER_WAYS = {
     **dict.fromkeys(("--open-mode", "--label", "--multi-prog", "--kill-on-bad-exit", "--overlap"), IS_SET),
     **dict.fromkeys(("--chdir", "-D", "--workdir", "--cwd", "--working-dir"), HERE),
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
-    **dict.fromkeys(("--wait", "-W"), "to wait until the run has ended, use `--follow`"),
+    **dict.fromkeys(("--wait", "-W"), "to wait until the run has finished, use `--follow`"),
     **dict.fromkeys(("--quiet", "--silent"), "diagnostics go to stderr; `2>/dev/null` hides them"),
     **dict.fromkeys(
         ("--sweep_id", "--sweep-id", "--count"),
@@ -315,7 +315,7 @@ def _word_hint(args: Sequence[str]) -> str:
             return f"did you mean --set {quote(f'{path}={value}')}?"
     for word in args:
         if word and word[0] in DASHES:
-            return f"{word} begins with a dash other than -: write --{word.lstrip(DASHES + '-')}"
+            return f"{word} does not begin with ASCII hyphens: write --{word.lstrip(DASHES + '-')}"
         if (found := SETTING.fullmatch(word)) is not None:
             return _setting_hint(found)
     return ""
@@ -368,7 +368,9 @@ def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None
     found = _cut_setting(args[: args.index("--")] if "--" in args else args)
     if found is None or found[0] != config:
         return None
-    return UsageError(f"{found[1]}: a setting is one argument, with commas between its values", hint=found[2])
+    return UsageError(
+        f"{found[1]}: a setting must be a single argument, with its values separated by commas", hint=found[2]
+    )
 
 
 def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
@@ -467,7 +469,7 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
         if command is not None and any(typed in item.opts for item in command.params):
             rest = list(args)
             rest.remove(name)
-            return f"write the options of a command after it: `{join(['trainkit', name, *rest])}`"
+            return f"write the options of a command after the command: `{join(['trainkit', name, *rest])}`"
     elif meant := get_close_matches(
         typed, [name for item in root.command.params for name in item.opts], 1, 0.9
     ):
@@ -550,7 +552,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
-    # A command with a choice as its argument takes no other argument.
+    # A command that takes a choice as its argument takes no further arguments.
     value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):
@@ -579,7 +581,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     meant = next(filter(accept, readings(value, choices)), None)
     message = f"{name} {value}: must be {words}"
     if INTERPOLATION.search(value):
-        return message, f"{NOT_EVALUATED}: write the value"
+        return message, f"{NOT_EVALUATED}: specify the value itself"
     if value == "all" and name == "--rank":
         return message, "did you mean --all?"
     if (counted := _with_value([name], value)) != name:

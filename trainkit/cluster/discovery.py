@@ -37,8 +37,8 @@ controller is reported sooner."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
 CONFIG_ARGV = ("scontrol", "show", "config")
-# --all also lists hidden partitions, which jobs can use. --local omits other clusters in a federation,
-# because a job on this cluster does not run there.
+# --all also lists hidden partitions, which jobs can use. --local omits the other clusters of a federation,
+# because a job of this cluster does not run on their nodes.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all", "--local")
 NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all", "--local")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
@@ -265,7 +265,8 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
     for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
         values = dict(reversed(pairs))  # use the first value of a repeated name, because free text may follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
-        # CPUEfctv is missing before Slurm 22.05, and can be too large after a restart with changed settings.
+        # Do not rely on CPUEfctv alone: Slurm before 22.05 does not report it, and it can be too large after
+        # Slurm was restarted with changed settings.
         cpus = amounts["CPUTot"] - amounts["CoreSpecCount"] * (amounts["ThreadsPerCore"] or 1)
         cpus = min(cpus, amounts["CPUEfctv"] or cpus)
         mem_mib = amounts["RealMemory"] - amounts["MemSpecLimit"]
@@ -297,7 +298,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
             continue
         fields = [field for field in [*fields, number] if field not in ("", "no_consume", "(null)")]
         counted = _COUNT.fullmatch(fields[-1]) if fields else None
-        count = 1  # Slurm's default is 1.
+        count = 1  # The default count in Slurm is 1.
         if counted is not None:
             count = int(counted[1]) * 1024 ** " kmgtp".index(counted[2].lower() or " ")
             fields.pop()

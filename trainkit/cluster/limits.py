@@ -235,7 +235,7 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Ke
         yield "resources.qos", f"is {request.qos}, but {cluster.name} has no such QOS", hint
     elif account is not None and account.qos is not None and not _is_in(request.qos, account.qos):
         message = f"is {request.qos}, which account {account.name} may not use"
-        yield "resources.qos", message, f"it may use {listed(account.qos) or 'none'}"
+        yield "resources.qos", message, f"the account may use {listed(account.qos) or 'none'}"
 
 
 def _permission_problems(
@@ -249,7 +249,7 @@ def _permission_problems(
     account = _account_of(request, cluster)
     if account is not None and not _is_in(partition.name, account.partitions):
         message = f"is {partition.name}, which account {account.name} may not use"
-        yield "resources.partition", message, f"it may use {listed(account.partitions or ())}"
+        yield "resources.partition", message, f"the account may use {listed(account.partitions or ())}"
     charged, allowed = request.account if account is None else account.name, partition.allowed_accounts
     is_nested = account is not None and cluster.slurm_version >= SUBACCOUNTS_SINCE
     above = account.parents if account is not None and is_nested else ()
@@ -312,7 +312,7 @@ def partition_problems(
         key, shown = _too_many_nodes(request, max_nodes)
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
-        request = replace(request, nodes=1, spare_nodes=0)  # too many nodes are reported above
+        request = replace(request, nodes=1, spare_nodes=0)  # already reported as too many nodes
     min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (
@@ -370,7 +370,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
     for name in features_of(constraint):
         if name not in known:
             hint = f"{did_you_mean(name, known)}they have {listed(known) or 'no features'}"
-            message = f"contains {name}, but no node of partition {partition.name} has that feature"
+            message = f"contains {name}, but no node of partition {partition.name} has this feature"
             yield "resources.constraint", message, hint
             constraint = None  # Ignore the constraint's features when checking the sizes of nodes.
     types = list(dict.fromkeys(name for kind in partition.nodes for name in kind.gpus if name))
@@ -408,13 +408,13 @@ def _node_size_problems(
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
     if gpus > max_gpus:
         available = f"at most {plural(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
-        hint = f"request at most --gpus-per-node {max_gpus}, and get the same total with more --nodes"
+        hint = f"request at most --gpus-per-node {max_gpus}, and more --nodes for the same total"
         message = f"is {gpus}, but {nodes_have} {available}"
         yield "resources.gpus_per_node", message, hint if max_gpus else ""
     max_cpus = _maximum(partition.usable_cpus(kind) for kind in kinds)
     if gpus <= max_gpus and cpus > max_cpus:
         if cpus == workers:
-            message = f"is {workers}, but {nodes_have} {max_cpus} CPUs, and every process needs one"
+            message = f"is {workers}, but {nodes_have} {max_cpus} CPUs, and every process needs one CPU"
             yield "resources.gpus_per_node", message, ""
         else:
             each = cpus // workers

@@ -127,7 +127,7 @@ def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
         return names, f"this machine has {kinds}{suffix}", cuda
     if count:
         return (), f"CUDA_VISIBLE_DEVICES={chosen} hides all {count} GPU(s) of this machine", cuda
-    return (), "an NVIDIA driver is loaded, but it reports no GPU", cuda
+    return (), "an NVIDIA driver is loaded, but reports no GPU", cuda
 
 
 def driver_cuda(nvml: Any) -> tuple[int, int] | None:
@@ -151,7 +151,7 @@ def gpu_handle(nvml: Any, name: str) -> Any:
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     if name.startswith("GPU-"):
         for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):  # Skip other GPUs if they do not respond.
+            with contextlib.suppress(nvml.NVMLError):  # Skip GPUs that do not respond.
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
                     return gpu
@@ -167,7 +167,7 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         except nvml.NVMLError:
             if not name.isdigit() or int(name) >= count:
                 break
-            names.append("GPU that does not respond")  # the preflight checks report which one
+            names.append("GPU that does not respond")  # identified by the preflight checks
     return tuple(names)
 
 

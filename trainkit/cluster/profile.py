@@ -77,13 +77,15 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     if name is None:
         if len(alone := [path for paths in files for path in paths]) > 1:
             return None
-        return _found(alone[0], "it is the only profile, and slurm.conf contains no ClusterName")
+        return _found(alone[0], "no other profile exists, and slurm.conf contains no ClusterName")
     for paths in files:
         # If several profiles have this cluster name, prefer the one whose file name is the cluster name.
         own = [path for path in sorted(paths, key=lambda path: path.stem != name) if _name_in(path) == name]
         if len(own) > 1 and own[0].stem != name:
             message = f"is not set, and {' and '.join(path.stem for path in own)} are both profiles of {name}"
-            raise ConfigError([loaded.problem(KEY, message, f"choose one, such as --cluster {own[0].stem}")])
+            raise ConfigError(
+                [loaded.problem(KEY, message, f"choose a profile, for example with --cluster {own[0].stem}")]
+            )
         if own:
             of_here = f"ClusterName is {name} in slurm.conf"
             return _found(own[0], of_here if first is None else f"resources.clusters begins with {name}")
@@ -100,7 +102,7 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
         raise ConfigError([loaded.problem(KEY, message, "--backend local runs on this machine")])
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     hint = f"{did_you_mean(name, known)}profiles: {', '.join(known)}; "
-    hint += "`trainkit init` writes a profile of the cluster where it is called"
+    hint += "run `trainkit init` on the cluster to write a profile of the cluster"
     if name == "local":
         hint = "launch.backend: local (--backend local) starts the run on this machine"
     raise ConfigError([loaded.problem(KEY, f"is {name}, an unknown cluster profile", hint)])
@@ -174,7 +176,7 @@ def _check_clusters(loaded: LoadedConfig) -> None:
         message = f"cannot be used while the environment names several clusters: {named}"
         raise ConfigError([loaded.problem(CLUSTERS, message, "unset SLURM_CLUSTERS SBATCH_CLUSTERS")])
     if cluster_name() is None:
-        message = "cannot be used here: there is no slurm.conf that names this cluster"
+        message = "cannot be used on this machine, because no slurm.conf contains the name of this cluster"
         raise ConfigError([loaded.problem(CLUSTERS, message, "export SLURM_CONF")])
 
 
@@ -182,7 +184,10 @@ def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
     found = find_profile(loaded)
     if found is None:
         return _cluster_from_slurm(loaded)
-    hint = f"this information is from {found.shown}; if it is out of date, delete it and run `trainkit init`"
+    hint = (
+        f"this information is from {found.shown}; if the file is out of date, delete the file and run "
+        "`trainkit init`"
+    )
     known = found.profile.to_cluster(found.reason, hint)
     if known.partitions:
         return known
@@ -192,7 +197,7 @@ def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
         partitions=live.partitions,
         accounts=live.accounts if known.accounts is None else known.accounts,
         qos=live.qos if known.qos is None else known.qos,
-        reason=f"{known.reason}; it lists no partitions, so Slurm was queried",
+        reason=f"{known.reason}; the profile lists no partitions, so Slurm was queried",
         error=live.error,
     )
 

@@ -66,7 +66,7 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
         # Never train on a login node just because slurm.conf was not found.
         raise SlurmError(
             f"cannot tell whether this machine belongs to a Slurm cluster: found {sbatch} but no slurm.conf, "
-            "and `sbatch --version` did not show whether there is a cluster",
+            "and `sbatch --version` did not show whether a cluster exists",
             hint="`--set launch.backend=sbatch` submits to Slurm, "
             "`--set launch.backend=local` trains on this machine",
         )

@@ -11,9 +11,9 @@ from trainkit.errors import Problem
 SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
 LIGHTNING = "`trainkit submit --launcher lightning -- main.py fit --config {file}` runs a LightningCLI"
 _ACCELERATE = (
-    "`trainkit submit --launcher accelerate -- train.py` runs a script with accelerate and writes this file "
-    "for it; the keys in trainkit's config are resources.nodes, resources.gpus_per_node, precision.dtype "
-    "and parallel.dp_shard"
+    "`trainkit submit --launcher accelerate -- train.py` runs a script with accelerate, and writes the "
+    "accelerate config from the trainkit keys resources.nodes, resources.gpus_per_node, precision.dtype and "
+    "parallel.dp_shard"
 )
 _OF_SWEEP = ("program", "method", "metric", "early_terminate", "run_cap", "command")
 _OF_ACCELERATE = (
@@ -42,11 +42,11 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
     if not file.is_mapping or any(_is_own(key) for key in file.value if file.value[key].is_mapping):
         return None
     if "parameters" in file.value and (keys := _present(file, _OF_SWEEP)):
-        return _problem(file, "a sweep file of W&B", ["parameters", *keys], _sweep_hint(file))
+        return _problem(file, "a W&B sweep file", ["parameters", *keys], _sweep_hint(file))
     if len(keys := _present(file, _OF_ACCELERATE)) > 1:
-        return _problem(file, "a config of accelerate", keys, _ACCELERATE)
+        return _problem(file, "an accelerate config", keys, _ACCELERATE)
     if keys := _keys_of_lightning(file):
-        return _problem(file, "a config of LightningCLI", keys, LIGHTNING.format(file=quote(shown)))
+        return _problem(file, "a LightningCLI config", keys, LIGHTNING.format(file=quote(shown)))
     return None
 
 

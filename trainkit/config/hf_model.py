@@ -64,11 +64,11 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
         message = f"is {name}, but {shown_path(file)} cannot be read: {error}"
         raise UsageError(message, hint="download it again") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        message = f"is {name}, but {shown_path(file)} does not name a model_type"
+        message = f"is {name}, but {shown_path(file)} does not specify a model_type"
         raise UsageError(message, hint="specify a folder written by `save_pretrained`")
     if content.get("quantization_config"):
         hint = "use the original, unquantised model"
-        raise UsageError(f"is {name}, whose weights are quantised: {shown_path(file)}", hint=hint)
+        raise UsageError(f"is {name}, which has quantised weights according to {shown_path(file)}", hint=hint)
     try:
         reason = _unlike_decoder(content)
         values = _decoder_values(content) if not reason else {}
@@ -90,7 +90,9 @@ def _find_folder(name: str, cwd: Path) -> Path:
             f"is {name}, which cannot be read: {error.strerror}", hint="check the path"
         ) from None
     if not HUB_NAME.fullmatch(name):
-        hint = "specify a folder, or a model from the Hub such as org/model that `hf download` has fetched"
+        hint = (
+            "specify a folder, or a model that `hf download` has downloaded from the Hub, such as org/model"
+        )
         raise UsageError(f"is {name}, but there is no such folder", hint=hint)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

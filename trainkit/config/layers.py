@@ -46,8 +46,8 @@ def as_this_version(entry: Entry) -> Entry:
         return entry
     if version.value > schema.CONFIG_VERSION:
         message = (
-            f"the file was written for a newer trainkit version: it has config version {version.value}, "
-            f"but this trainkit version supports {schema.CONFIG_VERSION}"
+            "the file was written for a newer trainkit version: the file has config version "
+            f"{version.value}, but this trainkit version supports at most {schema.CONFIG_VERSION}"
         )
         raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
     if version.value == 1:
@@ -275,7 +275,7 @@ class Layers:
         for candidate in (find_shipped_config(name), shipped_configs() / name, relative):
             if candidate is not None and candidate.exists():
                 return candidate
-        message = f"{name} is neither a file relative to this one nor a shipped config"
+        message = f"{name} is neither a path relative to this file nor the name of a shipped config"
         self.problem("extends", message, origin, _shipped_hint(name))
         return None
 
@@ -309,8 +309,8 @@ class Layers:
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # In a variable's name, the parts after the section and the key name an entry of a mapping such as
-            # launch.env. The parts that name the mapping entry are case-sensitive.
+            # In the name of a variable, the parts after the section and the key are the name of an entry in a
+            # mapping such as launch.env. The name of the entry is case-sensitive.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))
@@ -331,7 +331,8 @@ class Layers:
         def add(edit: Edit, typed: str = "") -> None:
             nonlocal layer
             if edit.is_partial or any(one.key == edit.path[: len(one.key)] for one in edits):
-                # A full value is also applied as an edit if partial edits of the same key precede it.
+                # If an earlier edit changes part of a key, a later full value of the key must be applied as
+                # an edit too.
                 edits.append(edit)
             else:
                 layer = merge(layer, entry_at(edit.path, edit.value, edit.origin, typed))
@@ -358,7 +359,9 @@ class Layers:
             same = next((one for one in edits if one.path == path), None)
             other = layer.find(path) if same is None else entry_at((), same.value, same.origin)
             if other is not None and other.plain() != value and not edit.appends:
-                self.problem(key, f"conflicts with {other.origin}", origin, "use only one of the two options")
+                self.problem(
+                    key, f"conflicts with {other.origin}", origin, "specify only one of the two options"
+                )
             add(edit)
         return layer, edits
 

@@ -64,7 +64,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd, of_run=not layers)
-    # The list is ordered by precedence, lowest first.
+    # Layers are ordered by precedence, lowest first.
     trees = [*defaults]
     if layers:
         around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
@@ -74,8 +74,7 @@ def load_config(
         tree, file = reader.config(path)
         written = tree.find(("name",)) if path == FIRST_RUN else None
         if written and written.value == FIRST_RUN_NAME and any(layer.find(("name",)) for layer in defaults):
-            # The name in the file is for a training run, and the command's `defaults` have already set
-            # another name.
+            # Ignore the name in the file, because the `defaults` of the command already specify a name.
             tree = without(tree, [("name",)])
         trees.append(tree)
     if profile is not None:
@@ -111,7 +110,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
             causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
-        # Set train.steps to null instead of its default, because train.epochs sets the run's length.
+        # train.epochs determines the number of steps, so set train.steps to null instead of its default.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
     try:
         config = _validated(merged, reader.cwd)
@@ -172,15 +171,18 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
     tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
     if config.has_user_task:
-        return tree, []  # The task reads the Hugging Face model itself, so no config values are merged.
+        return tree, []  # The task itself reads the values of the Hugging Face model.
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
         message = f"is llama, but trainkit's decoder cannot run {shown_path(model.folder)}: {model.reason}"
-        hint = "remove it, or set it to transformers"
+        hint = "remove model.architecture, or set model.architecture to transformers"
         problems.append(Problem("model.architecture", message, architecture.origin, hint))
     if architecture is not None and architecture.value not in (DECODER, TRANSFORMERS):
         message = f"is {architecture.value}, but model.hf is {name}"
-        hint = "remove one of them: a custom architecture cannot load weights of other models"
+        hint = (
+            "remove model.architecture or model.hf: a custom architecture cannot load the weights of a "
+            "Hugging Face model"
+        )
         return tree, [Problem("model.architecture", message, architecture.origin, hint)]
     chosen = model.architecture if architecture is None else architecture.value
     if config.model.lora is not None and architecture is None:
@@ -197,14 +199,14 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         derived["data", "tokenizer"] = str(model.tokenizer)
     elif (tokenizer is None or tokenizer.origin.startswith(shipped)) and not config.model.from_scratch:
         message = f"is not set, and {shown_path(model.folder)} has no tokenizer.json"
-        hint = "save the tokenizer there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
+        hint = "save the tokenizer in this folder with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
         problems.append(Problem("data.tokenizer", message, "", hint))
     for path, value in derived.items():
         found = tree.find(path)
         if found is None or found.value is None or found.origin.startswith(shipped):
             tree = merge(tree, entry_at(path, value, str(model.folder / CONFIG_NAME)))
         elif path[0] == "model" and found.plain() != value:
-            says = "sets the sizes" if path == ("model", "preset") else f"says {value}"
+            says = "sets the sizes" if path == ("model", "preset") else f"specifies {value}"
             message = f"is {found.plain()}, but {shown_path(model.folder / CONFIG_NAME)} {says}"
             problems.append(Problem(".".join(path), message, found.origin, "remove it"))
     return tree, problems
@@ -324,7 +326,7 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
         "train.steps": (num_steps, f"a {what} is short"),
         "train.epochs": (None, length),
         "train.stop_at_step": (None, length),
-        "train.log_every": (1, f"the {what} uses every step"),
+        "train.log_every": (1, f"the {what} needs the metrics of every step"),
         "train.eval_every": (None, f"the {what} needs no validation"),
     }
     values |= {key: (None, why.format(what=what)) for key, why in quiet_keys(config).items()}

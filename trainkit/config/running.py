@@ -28,7 +28,7 @@ def node_counts(nodes: int | str) -> Sequence[int]:
 
 def _several(nodes: str) -> str:
     if len(node_counts(nodes)) < 2:
-        # The message is never shown, because the reported problem describes the allowed values instead.
+        # Users do not see this message: the reported problem lists the allowed values.
         raise ValueError("no range")
     return nodes
 
@@ -61,11 +61,12 @@ class ParallelConfig(Section):
     """The parallel layout; the product of the degrees is the number of processes."""
 
     dp_replicate: DataParallelDegree = key(
-        1, "Number of model replicas; -1 derives it from the number of processes."
+        1, "Number of model replicas; -1 derives this number from the number of processes."
     )
     dp_shard: DataParallelDegree = key(
         -1,
-        "Number of processes that each replica is sharded over; -1 derives it from the number of processes.",
+        "Number of processes over which each replica is sharded; -1 derives this number from the number of "
+        "processes.",
     )
     tp: AtLeastOne = key(1, "Tensor-parallel degree.")
     pp: AtLeastOne = key(1, "Pipeline stages.")
@@ -81,7 +82,7 @@ class ParallelConfig(Section):
     )
     pp_schedule: PipelineSchedule = key("1f1b", "Pipeline schedule.")
     pp_microbatches: AtLeastOne = key(
-        4, "Microbatches per device batch if pp > 1; by default, adapted to the batch size."
+        4, "Number of microbatches per device batch if pp > 1; the default depends on the batch size."
     )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
         "none", "Which activations to recompute in the backward pass instead of storing them."
@@ -106,20 +107,26 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     """Settings for when checkpoints are saved and how many of them are kept."""
 
-    every_steps: AtLeastOne | None = key(100, "Steps between checkpoints; null disables saving by steps.")
-    every_minutes: Positive | None = key(None, "Minutes between checkpoints; null disables saving by time.")
+    every_steps: AtLeastOne | None = key(
+        100, "Steps between checkpoints; null disables saving at step intervals."
+    )
+    every_minutes: Positive | None = key(
+        None, "Minutes between checkpoints; null disables saving at time intervals."
+    )
     keep_last: AtLeastOne | None = key(
         3, "Number of latest checkpoints to keep, in addition to the best one; null keeps all checkpoints."
     )
     best_metric: MetricName | None = key(
         "val_loss",
         "Metric that selects the best checkpoint: val_loss, loss, or a metric of your own task. With the "
-        "prefix val_, the value from validation is used; without it, the value from the checkpoint's step. "
+        "prefix val_, the value from validation is used; without the prefix, the training value of the "
+        "checkpoint's step. "
         "If null, no best checkpoint is kept.",
         allowed="the name of a metric, or null",
     )
     best_mode: Literal["min", "max"] = key(
-        "min", "Direction of best_metric: min keeps the lowest value, max the highest."
+        "min",
+        "Whether the checkpoint with the lowest (min) or the highest (max) value of best_metric is the best.",
     )
     async_save: bool = key(True, "Save checkpoints in the background.", alias="async")
 
@@ -150,18 +157,19 @@ class ResourcesConfig(Section):
     time: SlurmTime | None = key("01:00:00", "Time limit of a job, in Slurm's format.")
     time_min: SlurmTime | None = key(
         None,
-        "Shortest acceptable time limit; Slurm may shorten the job down to this limit to start it sooner.",
+        "Minimum time limit; Slurm may reduce the time limit of the job to this value to start the job "
+        "sooner.",
     )
     slice: SlurmTime | None = key(
         None,
-        "Time limit of each job, to split the run into several jobs (slices). Each job saves and requeues "
-        "before this limit; `time` is then the total for all jobs.",
+        "Time limit of each job, to split the run into several jobs (slices). Each job saves a checkpoint "
+        "and requeues before this limit; `time` then limits the total time of all jobs.",
     )
     partition: OneLine | None = key(None, "Slurm partition.")
     clusters: Names = key(
         (),
-        "Slurm cluster, or a list of clusters, from which Slurm chooses the one where the job would start "
-        "first.",
+        "Slurm cluster, or a list of clusters; from a list, Slurm chooses the cluster that can start the "
+        "job first.",
     )
     account: OneLine | None = key(None, "Slurm account.")
     qos: OneLine | None = key(None, "Slurm quality of service.")
@@ -177,7 +185,7 @@ class ResourcesConfig(Section):
     )
     comment: OneLine | None = key(None, "Comment that Slurm stores with the job.")
     mail_user: OneLine | None = key(None, "Recipient of Slurm's emails.")
-    mail_type: OneLine | None = key(None, "Job events about which Slurm sends emails.")
+    mail_type: OneLine | None = key(None, "Job events for which Slurm sends emails.")
     extra: dict[OptionName, OneLine | int | bool] = key(
         {}, "Other sbatch options, by their long names; the value true sets an option that takes no value."
     )
@@ -224,7 +232,7 @@ class LaunchConfig(Section):
     python: OneLine | None = key(
         None,
         "Python interpreter; null uses the interpreter of the venv, conda, uv or container "
-        "setting, or the one that runs trainkit.",
+        "setting, or the interpreter that runs trainkit.",
     )
     venv: OneLine | None = key(None, "Virtual environment to activate.")
     conda: OneLine | None = key(None, "Conda environment to activate (experimental).")
@@ -247,7 +255,8 @@ class LaunchConfig(Section):
     )
     secrets: tuple[VariableName, ...] = key(
         ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
-        "Names of environment variables that are passed to the job but never written to the run folder.",
+        "Names of environment variables whose values are passed to the job but never written to the run "
+        "folder.",
     )
     snapshot: bool = key(
         True,
@@ -260,19 +269,21 @@ class RequeueConfig(Section):
     """Settings for the automatic restart of an interrupted run."""
 
     on: tuple[Literal["preempted", "timeout", "node_fail", "crash", "hang"], ...] = key(
-        ("preempted", "timeout", "node_fail", "crash", "hang"), "Causes after which the run restarts."
+        ("preempted", "timeout", "node_fail", "crash", "hang"),
+        "Causes of an interruption after which the run restarts automatically.",
     )
     max: NotNegative = key(
         100,
         "Maximum number of restarts of a run; restarts at the end of a slice (see "
-        "resources.slice) do not count.",
+        "resources.slice) are not counted.",
     )
     max_crashes: NotNegative = key(
         3, "Maximum number of consecutive restarts after crashes without progress in between."
     )
     signal: Literal["auto", "USR2", "TERM"] = key(
         "auto",
-        "Stop signal that the processes receive before the job ends. auto sends USR2 to trainkit's trainer, "
+        "Stop signal that the processes receive before the job is killed. auto sends USR2 to trainkit's "
+        "trainer, "
         "and TERM or USR2 to a COMMAND, depending on which of the two the COMMAND handles. USR1 is not "
         "allowed, because NCCL catches it.",
     )
@@ -294,9 +305,9 @@ class RequeueConfig(Section):
     )
     slow_hosts: Literal["ignore", "exclude", "restart"] = key(
         "ignore",
-        "What to do about hosts with slow ranks (Slurm only). exclude leaves these hosts out from the next "
-        "restart on. restart saves and restarts right away without such a host, on a spare node or, if "
-        "resources.nodes is a range, on fewer nodes.",
+        "What to do about hosts with slow ranks (Slurm only). exclude stops using these hosts from the next "
+        "restart on. restart immediately saves a checkpoint and restarts without these hosts, on spare "
+        "nodes or, if resources.nodes is a range, on fewer nodes.",
     )
     slow_after_s: Positive = key(
         300.0,
@@ -323,8 +334,8 @@ class NotifyConfig(Section):
 
     on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = key(
         ("finished", "failed", "requeued", "stalled"),
-        "Events to report. finished: the run has finished; failed: the run ended without "
-        "finishing; requeued: the run restarts; stalled: there is no progress, no output or no new "
+        "Events to report. finished: the run has finished; failed: the run stopped without finishing; "
+        "requeued: the run restarts; stalled: there is no progress, no output or no new "
         "checkpoint; slow: one rank slows down the run.",
     )
     webhook: str | None = key(
@@ -383,14 +394,14 @@ class LoggingConfig(Section):
     )
     health_every_s: Positive | None = key(
         10.0,
-        "Seconds between measurements of the processors, memory, network, disks and GPUs of each node, "
-        "which are written to health/ in the run folder; null disables the measurements.",
+        "Interval in seconds at which the usage of the processors, memory, network, disks and GPUs of each "
+        "node is measured and written to health/ in the run folder; null disables the measurements.",
     )
     pattern: str | None = key(
         "auto",
         "How to read a COMMAND's metrics from the log of rank 0: auto recognizes common formats, null reads "
-        "none, and a regular expression must have a group named step and may have others such as loss, lr "
-        "and val_loss.",
+        "none, and a regular expression must have a group named step and may have other groups such as "
+        "loss, lr and val_loss.",
     )
     mlflow: MlflowConfig | bool | None = key(
         None,

@@ -21,8 +21,10 @@ from trainkit.shipped import TASKS, installed_section, shipped_classes
 CONFIG_VERSION: Literal[2] = 2
 TASK_NAMES = ", ".join(TASKS)
 EXTENDS_SCHEMA = {
-    "description": "Config files that this one is based on, merged in order before it. Each is a path "
-    "relative to this file or the name of a shipped config.",
+    "description": (
+        "Config files to merge in this order before this file, which overrides their values. Each entry is "
+        "a path relative to this file or the name of a shipped config."
+    ),
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -46,11 +48,11 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
         allowed="a name of at most 100 letters, digits, dots, dashes and underscores",
     )
-    note: str | None = key(None, "A remark about the run.")
-    tags: tuple[str, ...] = key((), "Tags that `status --tag` can filter runs by.")
+    note: str | None = key(None, "Note about the run.")
+    tags: tuple[str, ...] = key((), "Tags for filtering runs with `status --tag`.")
     seed: NotNegative = key(0, "Random seed for weights, data order and dropout.", lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Device to train on; auto uses CUDA if there is a GPU, otherwise the CPU."
+        "auto", "Device for training; auto uses CUDA if a GPU is available, and the CPU otherwise."
     )
     task: str = key(
         "causal_lm",
@@ -197,7 +199,7 @@ SIMILAR = 0.75
 @cache
 def other_names() -> dict[str, str]:
     """Map names used by other trainers and by Slurm to trainkit's config keys."""
-    from trainkit.config.yamlfile import read_yaml_file  # only error messages need it
+    from trainkit.config.yamlfile import read_yaml_file  # needed only for error messages
 
     named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
     return {name: key for key, names in named.items() for name in names}
@@ -225,9 +227,7 @@ def meant(path: tuple[str, ...]) -> str | None:
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
     if len(path) > 1:
-        del words[
-            "name"
-        ]  # At the top level, `name` is the run's name; within a section, it means something else.
+        del words["name"]  # Only the top-level key `name` is the name of the run.
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
     found = found or near(leaf, words, SIMILAR)
     # Do not suggest a whole section, such as `checkpoint` for `checkpoint.dir`.

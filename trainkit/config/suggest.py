@@ -71,14 +71,14 @@ _MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 
 
 _BATCH = (
-    "did you mean train.device_batch_size, the samples per process and accumulation step, or "
-    "train.global_batch_size, the samples per optimizer step?"
+    "did you mean train.device_batch_size, the number of samples per process and accumulation step, or "
+    "train.global_batch_size, the number of samples per optimizer step?"
 )
 _ACCUMULATES = (
     "set train.global_batch_size: each optimizer step accumulates gradients until it has processed this "
     "number of samples"
 )
-_SHARDS = "the default, parallel.dp_shard: -1, shards over all processes as FSDP does"
+_SHARDS = "the default, parallel.dp_shard: -1, shards the model over all processes, as FSDP does"
 _OPTIMIZER = "other optimizers need your own training loop; see docs/own-script.md and trainkit.loop"
 _LAUNCHES = "trainkit sets this value; `--launcher accelerate` writes a config for accelerate"
 _FOLDER = "`--run-dir DIR` sets the run folder, which contains all output of the run"
@@ -101,7 +101,7 @@ OTHER_KEYS_SAY = {
     **dict.fromkeys(("hydra", "_target_", "_partial_", "_recursive_", "_self_"), _HYDRA),
     **dict.fromkeys(("momentum", "nesterov"), _OPTIMIZER),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"), _ACCUMULATES),
-    "defaults": "extends: [FILE, …] lists the configs that this one is based on",
+    "defaults": "extends: [FILE, …] lists the configs to merge before this file",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
 """Maps keys of other programs that have no single trainkit equivalent to hints."""
@@ -235,31 +235,31 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     if not is_text_allowed and has_interpolation(value if isinstance(value, str) else show_value(value)):
         return not_evaluated(path, origin)
     if path == WHOLE and isinstance(value, dict):
-        return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
+        return "give each source a weight, such as {web: 0.7, code: 0.3}; the weights need not sum to 1"
     if len(path) == 1 and isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         return "write the keys without leading dashes"
     if isinstance(value, list | dict):
         return _default_hint(path)
     typed = value if isinstance(value, str) else found.typed or show_value(value)
     if path == MEMORY and (of_cpu := _MEMORY_PER_CPU.fullmatch(typed)):
-        return f"this is memory per CPU; set it with resources.extra: {{mem-per-cpu: {of_cpu[1]}}}"
+        return f"to request memory per CPU, use resources.extra: {{mem-per-cpu: {of_cpu[1]}}}"
     if path == TIME and typed.lower() in ("unlimited", "infinite"):
-        return 'a time of "0" sets no limit'
+        return 'use "0" to set no time limit'
     if path == TIME and (ends := _time_range(typed)) is not None:
         if origin.startswith("--time "):
             return (
                 f"did you mean --time-min {ends[0]} --time {ends[1]}? Slurm then chooses a time limit "
-                f"in between"
+                "between the two"
             )
         return (
-            f"did you mean time: {ends[1]} with time_min: {ends[0]}? Slurm then chooses a time "
-            f"limit in between"
+            f"did you mean time: {ends[1]} with time_min: {ends[0]}? Slurm then chooses a time limit "
+            "between the two"
         )
     if path == GPU_TYPE and (gres := GRES.fullmatch(typed)):
         count = f" Set the number of GPUs, {gres[2]}, with resources.gpus_per_node" if gres[2] else ""
         return f"did you mean {_written(path, gres[1], origin)}?{count}"
     if typed == "???":
-        return "??? marks a missing value in Hydra: write a value, or omit the key to use its default"
+        return "??? marks a missing value in Hydra: specify a value, or omit the key to use the default"
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
     if path == ("name",):
@@ -268,7 +268,7 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         plain = "".join(one for one in letters if not combining(one))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
-            return f"job ids are reserved; add a letter, such as run-{name}"
+            return f"a number would be interpreted as a job id; add letters, as in run-{name}"
         if not accepts(path, name):  # Without quotes, YAML would parse such a name as a number or boolean.
             name = name and f'"{name}"'
         begins = "" if letters[:1].isalnum() else " A name begins with a letter or a digit"
@@ -281,7 +281,7 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         more = ""
         if path == TIME and isinstance(value, int):
             more = f', {plural(value, "minute")}; "{typed}:00:00" is {plural(value, "hour")}'
-        return f"put it in quotes: {_written(path, quoted, origin)}{more}"
+        return f"put the value in quotes: {_written(path, quoted, origin)}{more}"
     if origin.startswith("--set ") and len(settings := _SETTINGS.split(f"{'.'.join(path)}={typed}")) > 1:
         return f"use a separate --set for each key: {' '.join(f'--set {quote(one)}' for one in settings)}"
     if origin.startswith("--set ") and "," in typed and all(accepts(path, it) for it in typed.split(",")):
@@ -297,9 +297,9 @@ def has_interpolation(text: str) -> bool:
 def not_evaluated(path: tuple[str, ...], origin: str = "") -> str:
     """Return a hint for a value that contains a Hydra interpolation."""
     if len(path) == 1 and path[0] in sections():
-        return f"{NOT_EVALUATED}: write the keys of the section"
+        return f"{NOT_EVALUATED}: specify the keys of the section"
     other = "" if origin.startswith("--") else f", or set the environment variable {variable_of(path)}"
-    return f"{NOT_EVALUATED}: write the value{other}"
+    return f"{NOT_EVALUATED}: specify the value itself{other}"
 
 
 def variable_of(path: tuple[str, ...]) -> str:
@@ -324,7 +324,9 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
     """
     key, sign, rest = re.match(r"([^:=\s]*)\s*([:=]?)\s*(.*)", typed, re.DOTALL).groups()  # type: ignore[union-attr]
     if rest and key in sections()[section]:
-        return f"write it with a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
+        return (
+            f"write the setting with a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
+        )
     for key in sections()[section]:
         path = (section, key)
         if (meant := nearest(path, typed)) is not None:
@@ -370,5 +372,5 @@ def _default_hint(path: tuple[str, ...]) -> str:
         return "for example 64G, 3.5G or 512M; 0 means all memory of a node"
     default = default_values().get(".".join(path))
     if default in ({}, []):
-        return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"
+        return f"write the value as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"
     return f"the default is {show_value(default)}"

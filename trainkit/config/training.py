@@ -21,11 +21,11 @@ class ModelConfig(Section):
         DECODER,
         "llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or "
         "transformers. If hf is set and architecture is not, the default is llama for models that "
-        "trainkit's decoder can run, and transformers for all others.",
+        "trainkit's decoder can run, and transformers for all other models.",
         pattern=r"^(llama|transformers|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         allowed="llama, transformers or FILE.py:CLASS",
     )
-    preset: Preset = key("tiny", "Preset model size, which provides every size that is null.")
+    preset: Preset = key("tiny", "Preset model size, which provides the values of all sizes that are null.")
     vocab_size: AtLeastOne | None = key(
         None,
         "Vocabulary size; null uses the larger of the preset's size and the tokenizer's size "
@@ -39,7 +39,7 @@ class ModelConfig(Section):
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
     rope_scaling: dict[RopeKey, Positive] | None = key(
-        None, "Factors of the Llama 3.1 method that extends the rotary position embedding to longer contexts."
+        None, "Factors for extending the rotary position embedding to longer contexts, as in Llama 3.1."
     )
     qkv_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
     dropout: BelowOne = key(0.0, "Dropout probability at the output of each residual branch.")
@@ -59,7 +59,9 @@ class ModelConfig(Section):
     quantize: Literal["nf4"] | None = key(
         None, "Quantise the frozen linear layers to 4 bits, as QLoRA does; requires lora (experimental)."
     )
-    init_from: str | None = key(None, "Run folder or checkpoint whose weights a new run starts with.")
+    init_from: str | None = key(
+        None, "Run folder or checkpoint that provides the initial weights of a new run."
+    )
     init_include: tuple[str, ...] = key(
         (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all parameters."
     )
@@ -100,18 +102,22 @@ class TrainConfig(Section):
     """The length of the run, and its batch sizes."""
 
     steps: AtLeastOne | None = key(200, "Number of optimizer steps; null if epochs is set.")
-    epochs: Positive | None = key(None, "Passes over the training data, instead of steps; can be a fraction.")
+    epochs: Positive | None = key(
+        None, "Number of passes over the training data, as an alternative to steps; can be fractional."
+    )
     stop_at_step: AtLeastOne | None = key(
-        None, "Save after this step and exit with exit code 75; `trainkit resume` continues the run."
+        None,
+        "Save a checkpoint after this step, and exit with exit code 75; `trainkit resume` continues the run.",
     )
     device_batch_size: AtLeastOne = key(
         8,
-        "Number of samples that each process handles per accumulation step. The default is lowered if it "
-        "does not fit the global batch size.",
+        "Number of samples that each process handles per accumulation step. The default is reduced if it "
+        "exceeds the share of each process in the global batch size.",
     )
     global_batch_size: AtLeastOne | None = key(
         32,
-        "Samples per optimizer step over all processes; by default, adapted to the layout. null disables "
+        "Number of samples per optimizer step over all processes; the default depends on the layout. null "
+        "disables "
         "gradient accumulation.",
     )
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
@@ -174,10 +180,12 @@ class PrecisionConfig(Section):
     loss_scale_growth_interval: AtLeastOne = key(
         2000, "Double the loss scale after this many consecutive steps without overflow (fp16 only)."
     )
-    tf32: bool = key(False, "Multiply matrices in TF32 on a GPU, which is faster but less exact (fp32 only).")
+    tf32: bool = key(
+        False, "Use TF32 for matrix multiplications on GPUs, which is faster but less accurate (fp32 only)."
+    )
     float8: bool | Literal["gather", "rowwise"] = key(
         False,
         "Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU. "
-        "`gather` also gathers the sharded weights in float8, with the same losses as `true`. `rowwise` "
-        "uses one scale per row instead of one per matrix, which is more exact but slower.",
+        "`gather` also gathers the sharded weights in float8, and gives the same losses as `true`. "
+        "`rowwise` uses one scale per row instead of one per matrix, which is more accurate but slower.",
     )

@@ -82,14 +82,17 @@ def _name(config: RunConfig) -> Iterator[KeyProblem]:
         message = (
             f"is {name}, which commands interpret as {'the newest run' if name == 'last' else 'a job id'}"
         )
-        yield "name", message, f"choose another, such as run-{name}"
+        yield "name", message, f"choose another name, such as run-{name}"
 
 
 def _nodes(config: RunConfig) -> Iterator[KeyProblem]:
     resources = config.resources
     if resources.spare_nodes and not isinstance(resources.nodes, int):
         message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
-        hint = "remove it: if resources.nodes is a range, the nodes above the minimum serve as spare nodes"
+        hint = (
+            "remove resources.spare_nodes: if resources.nodes is a range, the nodes above the minimum serve "
+            "as spare nodes"
+        )
         yield "resources.spare_nodes", message, hint
 
 
@@ -105,20 +108,21 @@ def _times(config: RunConfig) -> Iterator[KeyProblem]:
             message = f"is {resources.slice}, but resources.time sets no limit"
             yield key, message, "set resources.time to the total time of all slices"
         elif slice_s is None or slice_s > total_s:
-            message = f"is {resources.slice}, which is more than the {resources.time} of resources.time"
+            message = f"is {resources.slice}, which exceeds the {resources.time} in resources.time"
             yield (
                 key,
                 message,
-                "resources.time limits the total of all slices; --set resources.slice=null disables slices",
+                "resources.time limits the total time of all slices; use --set resources.slice=null to "
+                "disable slices",
             )
         if "timeout" not in config.requeue.on:
             message = f"is {resources.slice}, but requeue.on does not include timeout"
-            yield key, message, "add timeout: every slice ends at its time limit"
+            yield key, message, "add timeout to requeue.on, because every slice is requeued at its time limit"
     if resources.time_min is not None and (job_s is None or least_s is None or least_s > job_s):
         key = "slice" if resources.slice else "time"
         limit = "sets no limit" if job_s is None else f"is {resources.job_time}"
         message = f"is {resources.time_min}, but resources.{key} {limit}"
-        yield "resources.time_min", message, f"set it to less than resources.{key}"
+        yield "resources.time_min", message, f"set resources.time_min to at most resources.{key}"
 
 
 def _hf(config: RunConfig) -> Iterator[KeyProblem]:
@@ -145,19 +149,23 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
         return
     if model.lora is not None and not config.uses_transformers:
         message = f"is set, but model.architecture is {model.architecture}"
-        yield "model.lora", message, "adapters need model.architecture: transformers"
+        yield "model.lora", message, "set model.architecture to transformers, as adapters require"
     if model.quantize is not None and model.lora is None:
         message = f"is {model.quantize}, but model.lora is null"
         yield "model.quantize", message, "quantised weights are frozen: set model.lora too"
     if model.lora is not None and model.from_scratch:
-        yield "model.lora", "is set, but model.from_scratch is true", "remove one of them"
+        yield (
+            "model.lora",
+            "is set, but model.from_scratch is true",
+            "remove model.lora or model.from_scratch",
+        )
     if not config.uses_transformers:
         return
     if config.parallel.tp > 1 and model.lora is not None:
         message = (
             f"is {config.parallel.tp}, but model.lora is set, and adapters do not support tensor parallelism"
         )
-        yield "parallel.tp", message, "remove parallel.tp; use dp_shard"
+        yield "parallel.tp", message, "use parallel.dp_shard instead of parallel.tp"
     if isinstance(config.data.source, dict):
         hint = "mixtures require trainkit's own decoder; combine the texts in one dataset"
         yield "data.source", "is a mixture, but model.architecture is transformers", hint
@@ -201,16 +209,16 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
     decays = schedule.name != "constant" and (steps is None or steps > warmup)
     if decays and schedule.min_lr_ratio == 0:
         yield (
-            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step is "
-            "wasted; a small ratio such as 0.001 avoids this"
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step has no "
+            "effect; use a small ratio such as 0.001"
         )
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
-        yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before that step"
+        yield f"train.stop_at_step is {stop}, but train.steps is {steps}, so train.stop_at_step has no effect"
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a "
-            "node, the run starts again from the first step"
+            "node, the run restarts from the first step"
         )
 
 
@@ -223,7 +231,7 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
         return
     if not config.has_user_task:
         message = f"is {metric}, but task is {config.task}, which has the metrics {' and '.join(LOSSES)}"
-        yield key, message, "use one of these, or null"
+        yield key, message, "use val_loss, loss or null"
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (
             key,
@@ -260,7 +268,7 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
         yield (
             "precision.tf32",
             f"is true, but precision.dtype is {dtype}",
-            "remove it: TF32 applies only to fp32, and is slower",
+            "remove precision.tf32, which applies only to fp32 training",
         )
     if not config.precision.float8:
         return
@@ -276,7 +284,7 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
         message = f"is {value}, but parallel.tp is {config.parallel.tp}"
         yield key, message, "float8 with tensor parallelism is not supported yet"
     if value == "gather" and config.parallel.offload:
-        hint = "precision.float8: true gathers in bf16, as offload requires"
+        hint = "use precision.float8: true, which gathers the weights in bf16, as parallel.offload requires"
         yield key, "is gather, but parallel.offload is true", hint
 
 
@@ -286,8 +294,8 @@ def _stages(config: RunConfig) -> Iterator[KeyProblem]:
     for key, what in {} if config.has_decoder else does.items():
         degree = getattr(config.parallel, key)
         if degree > 1:
-            message = f"is {degree}, but only models of trainkit can {what}, not {config.model_source[1]}"
-            hint = "use parallel.dp_shard or tp; model.architecture llama, or FILE.py:CLASS, supports it"
+            message = f"is {degree}, but only trainkit's own models can {what}, not {config.model_source[1]}"
+            hint = "use parallel.dp_shard or parallel.tp, or set model.architecture to llama or FILE.py:CLASS"
             yield f"parallel.{key}", message, hint
 
 
@@ -319,7 +327,7 @@ def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
     optimizer, tp = config.optimizer, config.parallel.tp
     if optimizer.state_dtype == "bf16" and max(optimizer.betas) > MAX_BF16_BETA:
         message = (
-            f"is {list(optimizer.betas)}, whose small updates are rounded away by optimizer.state_dtype: bf16"
+            f"is {list(optimizer.betas)}, but optimizer.state_dtype is bf16, which rounds away small updates"
         )
         hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
         yield "optimizer.betas", message, hint
@@ -327,10 +335,10 @@ def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
         return
     if optimizer.state_dtype == "bf16":
         message = "is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits"
-        yield "optimizer.state_dtype", message, "remove it, or set optimizer.name to adamw"
+        yield "optimizer.state_dtype", message, "remove optimizer.state_dtype, or set optimizer.name to adamw"
     if ROW_PARTS % tp:
         message = f"is adamw_8bit, which does not support parallel.tp {tp}"
-        yield "optimizer.name", message, "parallel.tp can be 1, 2, 4 or 8"
+        yield "optimizer.name", message, "set parallel.tp to 1, 2, 4 or 8"
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -369,9 +377,9 @@ def _variables(config: RunConfig) -> Iterator[KeyProblem]:
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):
             message = f"{name!r} is not a valid environment variable name"
-            yield key, message, "use letters, digits and _, with no digit at the start"
+            yield key, message, "use letters, digits and _, and do not begin with a digit"
         elif name in OF_BASH:
-            yield key, "is a variable that bash sets itself, also in the job", "choose another name"
+            yield key, "is a variable that bash itself sets in the job", "choose another name"
         elif "\0" in value:
             yield key, "has a NUL character, which an environment variable cannot contain", "remove it"
 
@@ -380,11 +388,15 @@ def _secrets(config: RunConfig) -> Iterator[KeyProblem]:
     for name in config.launch.env:
         if name in config.secrets or LOOKS_SECRET.search(name):
             message = "looks like a secret, but the config is written to the run folder"
-            yield f"launch.env.{name}", message, f"export {name} in the shell instead; the job inherits it"
+            yield (
+                f"launch.env.{name}",
+                message,
+                f"export {name} in the shell instead; the job inherits the variable",
+            )
     for line in config.launch.setup:
         for name in written_secrets(line, config.secrets):
             message = f"sets {name}, which looks like a secret, but the script is written to the run folder"
-            hint = f"export {name} in the shell instead, or read it from a file: {name}=$(cat FILE)"
+            hint = f"export {name} in the shell instead, or read the value from a file: {name}=$(cat FILE)"
             yield "launch.setup", message, hint
 
 
@@ -394,7 +406,10 @@ def _length(config: RunConfig, origins: Mapping[str, str]) -> Iterator[KeyProble
         yield "train.steps", "is null, and so is train.epochs", "set either train.steps or train.epochs"
     if train.steps is not None and train.epochs is not None:
         message = f"is {train.epochs:g} and train.steps is {train.steps}: only one of them can be set"
-        hint = f"set one of them to null; train.steps comes from {origins['train.steps']}"
+        hint = (
+            "set train.steps or train.epochs to null; the value of train.steps comes from "
+            f"{origins['train.steps']}"
+        )
         yield "train.epochs", message, hint
 
 
@@ -410,4 +425,4 @@ def _decay(config: RunConfig) -> Iterator[KeyProblem]:
             f"is {schedule.decay_steps}, which together with schedule.warmup_steps {schedule.warmup_steps} "
             f"exceeds train.steps {steps}"
         )
-        yield key, message, "null uses a fifth of the run"
+        yield key, message, "use null to decay over the last fifth of the run"

@@ -242,7 +242,7 @@ def _syntax_hint(text: str, error: yaml.MarkedYAMLError, number: int | None) -> 
     if re.search(r"^\s*\t", text, re.MULTILINE):
         return "indent with spaces: YAML does not allow tabs"
     if error.context_mark is not None and "quoted" in str(error.context):
-        return f"close the quote of line {error.context_mark.line + 1}"
+        return f"close the quotation mark of line {error.context_mark.line + 1}"
     if number is not None and number < len(lines):
         line, before = lines[number], [index for index in range(number) if lines[index].strip()]
         before = [index for index in before if not lines[index].lstrip().startswith("#")]
@@ -357,12 +357,12 @@ class _Builder:
         for key_node, value_node in node.value:
             key = self.scalar(key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
-                self.problem(key_node, path, "a key must be text", "put it in quotes")
+                self.problem(key_node, path, "a key must be text", "put the key in quotes")
                 continue
             if key in entries:
                 first = entries[key].origin.rpartition(":")[2]
                 message = f"duplicate key, first on line {first}"
-                self.problem(key_node, (*path, key), message, "remove one of them")
+                self.problem(key_node, (*path, key), message, "remove one of the two entries")
                 continue
             value = self.entry(value_node, (*path, key))
             # Use the key's line as the origin, because the value of "train:" begins on the following line.

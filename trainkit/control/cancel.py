@@ -66,16 +66,18 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         if entry is not None:
             is_signalled = not now and entry.is_cancelled and _got_stop_signal(run, entry)
             try:
-                # Keep the job in `entry`, which may be a chained job that continues the recorded attempt.
+                # Copy only `cancelled_at` from the recorded entry: the job in `entry` may be a chained job
+                # that continues the recorded attempt.
                 entry = replace(entry, cancelled_at=mark_cancelled(run, now=now).cancelled_at)
             except OSError as error:
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
-            # Cancel chained jobs first, because otherwise they would start when the run's job ends.
+            # Cancel chained jobs first, because otherwise they would start when the current job of the run
+            # exits.
             cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            elif not is_signalled:  # on a second signal, many scripts exit without saving
+            elif not is_signalled:  # many scripts exit without saving when they receive a second signal
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, job, now)
@@ -86,15 +88,15 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
     grace_s = LaunchPlan.read(run.plan_file, executes=False).grace_s
     if not wait:
-        saves = f"{job_id} is saving and will end within {grace_s:g} s"
+        saves = f"{job_id} is saving a checkpoint and will exit within {grace_s:g} s"
         return replace(_run_result(run, job_id, "cancelling", saves), entry=entry)
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
         if newest.attempt > entry.attempt and not newest.is_cancelled:
-            again = f"{job_id} has ended, but attempt {newest.attempt} has been started as {newest.job_id}"
+            again = f"{job_id} has exited, but attempt {newest.attempt} has been started as {newest.job_id}"
             return _run_result(run, newest.job_id, "restarted", again)
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
-    message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills it"
+    message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills the job"
     return _run_result(run, job_id, "cancelling", message)
 
 
@@ -136,7 +138,8 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     recover_parts(group)
     if group.job_id is None:
         raise UsageError(
-            f"cannot tell whether {group.shown} was submitted: {shown_path(group.sweep_file)} has no job id",
+            f"it is unknown whether {group.shown} was submitted: {shown_path(group.sweep_file)} contains no "
+            "job id",
             hint="`squeue --me` lists your jobs",
         )
     trials = GroupFiles(group)
@@ -184,8 +187,8 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # In a copy of a group's folder, the recorded process belongs to the original group. That process holds
-    # only the lock in the original folder, so do not signal it here.
+    # In a copy of a group folder, the recorded process belongs to the original group. The process does not
+    # hold the lock in the copy, so do not signal the process from there.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
@@ -199,7 +202,7 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
                 results[index] = cancel_run(group.run(index), now=now, wait=False, warn=print_note)
             except (OSError, TrainkitError) as error:
                 problems.append(error)
-    if problems:  # by now, all runs that could be cancelled have been
+    if problems:  # all runs that could be cancelled have been cancelled
         raise problems[0]
     saving = [(group.run(index), result.entry) for index, result in results.items() if result.entry]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
@@ -232,9 +235,13 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
         return CancelResult(state, f"all runs of {group.shown} have already ended", facts)
     done, shown = f" {'killed' if now else 'ended'}", ""
     if state == "cancelling":
-        verb = " is saving and will end" if num_running == 1 else " are saving and will end"
+        verb = (
+            " is saving a checkpoint and will exit"
+            if num_running == 1
+            else " are saving checkpoints and will exit"
+        )
         done = f"{verb} within {_grace_s(group):g} s"
-        shown = f"; `trainkit status {group.word}` shows them"
+        shown = f"; `trainkit status {group.word}` shows the runs"
     counts = ((num_running, done), (num_pending, " removed from the queue"))
     message = ", ".join(f"{plural(count, 'run')}{text}" for count, text in counts if count)
     return CancelResult(state, _naming(group, message + shown), facts)
@@ -252,7 +259,8 @@ def _cancel_trials(
             entries.append((run, mark_cancelled(run, now=now)))
     started = [(run, entry) for run, entry in entries if int(run.name) in running]
     if now:
-        # Kill the steps before calling scancel, because on scancel's SIGTERM the ranks would start to save.
+        # Kill the steps before calling scancel, because the SIGTERM from scancel would make the ranks save a
+        # checkpoint.
         steps = [(entry.job, step_of(run, entry)) for run, entry in started]
         with contextlib.suppress(UsageError):
             kill_steps([(job, step_id) for job, step_id in steps if step_id is not None])
@@ -260,7 +268,8 @@ def _cancel_trials(
     else:
         cancel_waiting(jobs)
         if running:
-            # A trial without a run folder has no agent yet that could translate the signal for the ranks.
+            # A trial without a run folder does not yet have an agent that could translate the signal for the
+            # ranks.
             sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
             send_signal(jobs, sent.name)
     for run, entry in entries:

@@ -116,11 +116,14 @@ def missing_save(so_far: RunSoFar) -> str | None:
     if so_far.saved:
         return None
     if not so_far.plan.workload.is_command:
-        return "no checkpoint yet, so training starts again at step 0"
+        return "no checkpoint yet, so training restarts at step 0"
     ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
         return None
-    return "no save was reported, so the command starts from the beginning unless it finds its own checkpoint"
+    return (
+        "the command reported no saved checkpoint, so it starts from the beginning unless it finds a "
+        "checkpoint itself"
+    )
 
 
 def share_left(so_far: RunSoFar, steps: int | None) -> float:
@@ -140,18 +143,18 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
     if plan.workload.is_command:
         if new_code or any(changes(before, now)):
             return
-        hint = f"`trainkit submit {run.word}` runs it again in a new folder"
+        hint = f"`trainkit submit {run.word}` repeats the run in a new folder"
         if plan.has_supervisor and plan.attended_in is None:
-            hint += f", `trainkit requeue {run.word}` in this one"
+            hint += f", `trainkit requeue {run.word}` in the same folder"
         if call_file(run).exists():
             hint = "call trainkit.submit(…) again"
-        raise UsageError(f"{run.shown} has finished: its command ended with exit code 0", hint=hint)
+        raise UsageError(f"{run.shown} has finished: the command exited with code 0", hint=hint)
     length = (now.train.steps, now.train.epochs)
     if not so_far.saved or (before.train.steps, before.train.epochs) != length:
         return
     key, number = ("steps", f"{length[0]}") if length[1] is None else ("epochs", f"{length[1]:g}")
     raise UsageError(
-        f"{run.shown} has finished: it has trained for all {number} {key}",
+        f"{run.shown} has finished: training has completed all {number} {key}",
         hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends the run",
     )
 
@@ -194,11 +197,14 @@ def _problems(
             trained = ModelConfig.model_validate(manifest.model)
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"]))
-            message = f"cannot be compared with the model of {name}: its {key} is not valid in this version"
-            yield loaded.problem("model", message, "resume with the trainkit version that saved it")
+            message = (
+                f"cannot be compared with the model of {name}: the {key} of that model is not valid in this "
+                "trainkit version"
+            )
+            yield loaded.problem("model", message, "use the trainkit version that saved the checkpoint")
             return
         if _shape(trained, data.vocab_size) != _shape(config.model, data.vocab_size):
-            yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
+            yield loaded.problem("model", f"has different dimensions from the model of {name}", hint)
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:

@@ -44,12 +44,13 @@ def requeue_run(run: RunDir) -> Requeued:
             return Requeued(job, start_again(run, job, "requeue"), True)
         if entry.is_cancelled:
             raise UsageError(
-                f"{run.shown} is being cancelled: {entry.job_id} is saving and will end",
-                hint=f"`trainkit cancel {run.word} --wait` returns once the run has ended; then requeue it",
+                f"{run.shown} is being cancelled: {entry.job_id} is saving a checkpoint and will exit",
+                hint=f"`trainkit cancel {run.word} --wait` returns once the run has stopped; requeue the "
+                "run afterwards",
             )
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
-            # The run is going to restart anyway, so do not signal its job.
+            # The run will restart anyway, so do not signal the job.
             own = backend_of(entry).job(entry)
             outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
@@ -63,7 +64,7 @@ def requeue_run(run: RunDir) -> Requeued:
                 change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
         raise UsageError(
-            f"{entry.job_id} is already pending", hint="`trainkit status` shows why it is pending"
+            f"{entry.job_id} is already pending", hint="`trainkit status` shows why the job is pending"
         )
     return Requeued(job, entry, False)
 
@@ -86,7 +87,9 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     if not plan.has_supervisor or plan.attended_in is not None:
         step = "step that srun started, or under another launcher"
         where = f"a {plan.attended_in if plan.has_supervisor else step}"
-        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` makes a new plan")
+        raise UsageError(
+            f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` creates a new plan"
+        )
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)
     return start_attempt(run, job, config, plan, reason)

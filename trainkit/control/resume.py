@@ -94,7 +94,7 @@ def planned_resume(
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
-            plan = replace(plan, after=so_far.plan.after)  # the run still waits for these jobs
+            plan = replace(plan, after=so_far.plan.after)  # the run is still waiting for these jobs
         if not workload.is_command:
             refuse_incompatible(so_far, loaded, facts.data)
         yield PlannedResume(so_far, loaded, plan, choice)
@@ -116,7 +116,8 @@ def resume_run(
     """
     with run_lock(run):
         job = read_whole_job(run)
-        # Check again under the lock, because another command may have started the run in the meantime.
+        # Check a second time under the lock, because another command may have started the run in the
+        # meantime.
         require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
@@ -151,7 +152,7 @@ def resume_group(group: RunGroup) -> str:
     ends = (read_newest_end(group.run(index).path) for index in group.trials)
     if all(end is not None and end.state == "finished" for end in ends):
         raise UsageError(
-            f"all runs of {group.shown} have finished", hint=f"`trainkit status {path}` shows them"
+            f"all runs of {group.shown} have finished", hint=f"`trainkit status {path}` shows the runs"
         )
     group.update(cancelled_at=None)
     return start_group(group)
@@ -163,12 +164,13 @@ def _submit_remaining(group: RunGroup) -> str:
     recover_parts(group)
     if not group.left:
         hint = f"`trainkit resume {path}/INDEX` resumes a single run"
-        raise UsageError(f"all runs of {group.shown} are submitted", hint=hint)
+        raise UsageError(f"all runs of {group.shown} have already been submitted", hint=hint)
     group.update(cancelled_at=None)
     if not submit_parts(group, print_note):
         raise UsageError(
-            f"Slurm now accepts none of the {plural(len(group.left), 'unsubmitted run')} of {group.shown}",
-            hint="every job of the group submits more runs when it ends",
+            f"Slurm currently accepts none of the {plural(len(group.left), 'unsubmitted run')} of "
+            f"{group.shown}",
+            hint="every job of the group submits more runs when the job finishes",
         )
     return group.job_ids[-1]
 

@@ -135,17 +135,17 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
         message = f"{_named(config.source)} contains no text to train on"
         return [("data.source", message, "use a file that contains text")]
     if train < needed:
-        message = f"{config.seq_len} is too long for the data: at most {train:,} tokens to train on"
+        message = f"{config.seq_len} is too long: the data contains at most {train:,} tokens for training"
         hint = f"set data.seq_len to at most {train - 1:.0f}, or add more text"
         return [("data.seq_len", message, hint)]
     if not val_wanted or val >= needed:
         return []
-    message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
+    message = f"at most {val:,} tokens remain for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
         return [
             ("data.val_source", f"{_named(config.val_source)}: {message}", "add more text to data.val_source")
         ]
-    hint = "raise data.val_fraction, set it to 0 for no validation, or add more text"
+    hint = "increase data.val_fraction, set it to 0 to disable validation, or add more text"
     return [("data.val_fraction", f"{config.val_fraction:g}: {message}", hint)]
 
 

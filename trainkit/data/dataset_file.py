@@ -125,7 +125,8 @@ def read_dataset_file(folder: Path) -> DatasetFile:
         shown = shown_path(folder)
         raise UsageError(
             f"{shown} is not a prepared dataset: it has no {DATASET_FILE}",
-            hint=f"run `trainkit data prepare SRC --out {quote(shown)}`; it also resumes an interrupted run",
+            hint=f"run `trainkit data prepare SRC --out {quote(shown)}`; the command also resumes an "
+            "interrupted preparation",
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="prepare the dataset again") from None
@@ -137,8 +138,9 @@ def read_dataset_file(folder: Path) -> DatasetFile:
         )
     if version > FORMAT_VERSION:
         raise UsageError(
-            f"{path} has format version {version}; this trainkit version reads up to {FORMAT_VERSION}",
-            hint="install a newer trainkit version, or prepare the dataset again with this one",
+            f"{path} has format version {version}, but this trainkit version supports at most version "
+            f"{FORMAT_VERSION}",
+            hint="install a newer trainkit version, or prepare the dataset again with this trainkit version",
         )
     try:
         return _parse(record)
@@ -162,13 +164,13 @@ def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
 
 def check_shard_size(path: Path, expected: int) -> None:
     """Raise UsageError if a shard is missing or does not have the expected size in bytes."""
-    hint = "copy the dataset again, or prepare it again into another folder"
+    hint = "copy the dataset again, or prepare it in another folder"
     try:
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
     if size != expected:
-        raise UsageError(f"shard {path} has {size:,} bytes, expected {expected:,}", hint=hint)
+        raise UsageError(f"shard {path} has {size:,} bytes instead of {expected:,}", hint=hint)
 
 
 def _parse(record: Any) -> DatasetFile:
@@ -216,8 +218,8 @@ def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: 
     """
     if wanted != BYTES and identity.sha256 != used.sha256:
         raise UsageError(
-            f"data.tokenizer {wanted} is not the tokenizer of {shown_path(folder)}, "
-            f"which was made with {used.name}",
+            f"data.tokenizer {wanted} is not the tokenizer of the dataset {shown_path(folder)}, which was "
+            f"prepared with {used.name}",
             hint="remove data.tokenizer, or prepare the texts again with the tokenizer in data.tokenizer",
         )
 
@@ -230,7 +232,8 @@ def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
             raise UsageError(
                 f"all sources of a mixture must use the same tokenizer: {first} uses {expected.name}, "
                 f"{name} uses {tokenizer.name}",
-                hint="set data.tokenizer to the tokenizer of the prepared datasets, or prepare all with one",
+                hint="set data.tokenizer to the tokenizer of the prepared datasets, or prepare all datasets "
+                "with the same tokenizer",
             )
 
 
@@ -246,7 +249,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
             hint="use `bytes`, or the path of a tokenizer.json",
         ) from None
     except OSError as error:
-        hint = "use the path of the tokenizer.json in that folder" if path.is_dir() else "check the path"
+        hint = "use the path of the tokenizer.json in this folder" if path.is_dir() else "check the path"
         raise UsageError(f"tokenizer {shown} cannot be read: {error.strerror}", hint=hint) from None
     try:
         record = json.loads(content)
@@ -287,7 +290,7 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
             return token
     raise UsageError(
         f"tokenizer {shown_path(path)} has no known end-of-document token: none of {' '.join(EOS_NAMES)}",
-        hint='add a tokenizer_config.json next to it with {"eos_token": "…"}, a token of its vocabulary',
+        hint='add a tokenizer_config.json to its folder, with {"eos_token": "…"}, a token of the vocabulary',
     )
 
 

@@ -46,7 +46,7 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
         raise ValueError(f"num_samples must be at least 1, not {num_samples}")
     flat = np.asarray(positions, dtype=np.int64)
     if flat.size and flat.min() < 0:
-        raise ValueError(f"positions must not be negative, found {flat.min()}")
+        raise ValueError(f"positions must not be negative, not {flat.min()}")
     epochs, offsets = np.divmod(flat, num_samples)
     if not shuffle:
         return offsets

@@ -75,7 +75,10 @@ class TokenShards:
         """
         wanted = np.asarray(indices, dtype=np.int64)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_samples):
-            raise IndexError(f"sample {wanted.min()}..{wanted.max()} of {self.num_samples}")
+            raise IndexError(
+                f"sample indices {wanted.min()}..{wanted.max()} are out of range for a dataset of size "
+                f"{self.num_samples}"
+            )
         tokens = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
         for row, start in zip(tokens, (wanted * self.seq_len).tolist(), strict=True):
             filled = 0
@@ -196,7 +199,7 @@ def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> Usage
         else "add more text"
     )
     if split == VAL:
-        hint += "; raise data.val_fraction, or set data.val_source"
+        hint += "; increase data.val_fraction, or set data.val_source"
     return UsageError(
         f"the {split} split of {shown_path(folder)} has {num_tokens:,} tokens, "
         f"fewer than one sample of data.seq_len {seq_len} + 1",

@@ -81,7 +81,7 @@ def refuse_val_source(config: DataConfig, folder: Path) -> None:
     if listed(config.val_source):
         raise UsageError(
             f"data.val_source is set, but {folder} is a prepared dataset with its own validation split",
-            hint="remove data.val_source, or set data.source to the texts that the dataset was prepared from",
+            hint="remove data.val_source, or set data.source to the source texts of the dataset",
         )
 
 

@@ -358,7 +358,7 @@ class GroupFiles:
             return "cancelled", "cancelled before it started"
         if alive is False:
             again = f"`trainkit resume {quote(str(self.group.path))}` starts the remaining runs"
-            return "died", f"the process that starts the runs has ended; {again}"
+            return "died", f"the process that starts the runs has exited; {again}"
         return ("unknown", None) if alive is None else ("pending", "waiting for earlier runs of the group")
 
     @cached_property

@@ -140,7 +140,7 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
     values = by_step(read_events(run, "evaluated"), metric, begins) if metric == "val_loss" else {}
     if not values:
         # Preselect lines by the metric's name only if JSON needs no escapes for the name, because other
-        # programs may escape it differently.
+        # programs may escape the name differently.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
         values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
@@ -220,7 +220,7 @@ class UnknownMetricError(UsageError):
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",
-            hint=f"{did_you_mean(self.metric, known)}it can be {_some(known)}",
+            hint=f"{did_you_mean(self.metric, known)}valid names are {_some(known)}",
         )
 
 

@@ -172,7 +172,7 @@ class RunStatus:
     run_dir: str
     state: str
     """One of ``pending starting running paused stopping restarting requeueing finished stopped cancelled
-    failed``; ``died`` if the supervisor exited without recording an end; ``unknown`` if this host cannot
+    failed``; ``died`` if the supervisor exited without recording the outcome; ``unknown`` if this host cannot
     determine the state; ``incomplete`` if the run was never started."""
     reason: str | None
     attempt: int | None
@@ -471,7 +471,9 @@ def _slurm_state(
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
     """Return text to append to the reason if Slurm should have requeued the job but has not restarted it."""
     if end is not None and end.action == "requeue":
-        return f"; Slurm did not restart it after it was requeued because of: {end.summary or end.reason}"
+        return (
+            f"; Slurm did not restart the job after it was requeued because of: {end.summary or end.reason}"
+        )
     began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""
@@ -482,7 +484,7 @@ def _slurm_end(job: JobInfo) -> str:
     """Return Slurm's description of how a job ended, as text."""
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
-        return f"{words[0]}; it could not open the log of the job and did not start it"
+        return f"{words[0]}; Slurm could not open the log of the job and did not start the job"
     killed_by = job.exit_signal or max(0, (job.exit_code or 0) - SIGNALLED)
     if job.state is JobState.FAILED and killed_by:
         # If a signal killed the job, Slurm's reason adds nothing: it is RaisedSignal:9(Killed) or, in Slurm

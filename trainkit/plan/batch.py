@@ -61,7 +61,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # No number of microbatches works, which `microbatch_problems` reports later.
+    # If no number of microbatches works, `microbatch_problems` reports the problem later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -76,7 +76,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
     if total % at_once == 0:
         yield size, total // at_once
     if GLOBAL not in request.fixed:
-        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline rules out many microbatch counts
+        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline supports only some microbatch counts
         near = total // at_once
         yield from ((size, steps) for steps in range(max(1, near - reach), near + reach + 1))
 

@@ -175,12 +175,12 @@ def shown_types(names: list[str]) -> str:
 
 def unchecked_memory(names: list[str]) -> str:
     """Return the warning for GPUs whose memory size is unknown; `names` is the result of `gpu_names`."""
-    reason = f"their memory is unknown ({shown_types(names)})"
+    reason = f"the memory of the GPUs is unknown ({shown_types(names)})"
     if not names:
-        reason = "their type is unknown (set resources.gpu_type)"
+        reason = "the type of the GPUs is unknown (set resources.gpu_type)"
     return (
         f"whether the run fits into GPU memory was not checked: {reason}; "
-        f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
+        f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks the memory for a given GPU type"
     )
 
 
@@ -193,16 +193,17 @@ def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str)
     torch = None if environment is None else environment.torch
     gpus = list(map(find_gpu, names))
     old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
-    # If the job may also be allocated GPUs of other types, its ranks make this check instead.
+    # If the job can be allocated GPUs of different types, the ranks check the GPUs when they start.
     capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
     if environment is not None and torch is not None:
-        # Modules and LD_LIBRARY_PATH may provide a newer CUDA driver library than the installed driver's.
+        # Modules and LD_LIBRARY_PATH may provide a newer CUDA driver library than the library of the
+        # installed driver.
         is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
         driver = machine.driver_cuda if is_known else None
         found = torch.problem(name, capability, driver) if device == "cuda" else None
         if device == "cpu" and config.device == "auto" and torch.hip is not None:
             message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"
-            found = message, "AMD GPUs are not supported; `device: cpu` trains without GPUs"
+            found = message, "AMD GPUs are not supported; use `device: cpu` to train without GPUs"
         if found is not None:
             yield environment.torch_key, *found
     if capability is not None and config.precision.dtype == "bf16":

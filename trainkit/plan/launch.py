@@ -37,7 +37,7 @@ _OF_RECORDS = {
 """
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
-DAMAGED_HINT = "each attempt's folder in attempts/ also contains the plan of that attempt"
+DAMAGED_HINT = "the folder of each attempt in attempts/ also contains the plan of the attempt"
 
 
 @dataclass(frozen=True)
@@ -344,9 +344,12 @@ class LaunchPlan:
         try:
             if value.get("version", 0) > PLAN_VERSION:
                 message = (
-                    f"plan.json has version {value['version']}; this trainkit version supports {PLAN_VERSION}"
+                    f"plan.json has version {value['version']}, but this trainkit version supports "
+                    f"{PLAN_VERSION}"
                 )
-                raise UsageError(message, hint="use the trainkit version of the run, or a newer one")
+                raise UsageError(
+                    message, hint="use the trainkit version that created the run, or a newer version"
+                )
             # Raise an error for unknown degrees of parallelism, because ignoring them would change the run.
             Layout(**value["layout"]), Batch(**value["batch"])
             if (slurm := value.get("slurm")) is not None:

@@ -64,12 +64,13 @@ class LaunchDraft:
             layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
             self._plan_command(workload, Ranks(world_size, num_nodes, workers_per_node, device))
             self.reasons["end"] = (
-                "exit code 0 ends the run; after a stop signal, only if the command has created "
+                "exit code 0 finishes the run; after a stop signal, the command must also have created "
                 "$TRAINKIT_JOB_DONE_FILE"
             )
             if (why := out_of_reach(workload.argv)) is not None:
                 self.reasons["notice"] = (
-                    f"a stop signal may not reach the training, which then cannot save: {why}"
+                    "a stop signal may not reach the training process, so no checkpoint would be saved: "
+                    f"{why}"
                 )
         self.check_oversubscription(device, world_size)
         threads = self.threads_per_worker(world_size)
@@ -159,7 +160,9 @@ class LaunchDraft:
                 if self.loaded.config.resources.most_nodes > 1
                 else "resources.gpus_per_node"
             )
-            self.problem(key, message, f"at most {most} workers can run here ({WORKERS_PER_CPU} per core)")
+            self.problem(
+                key, message, f"at most {most} workers can run on this machine ({WORKERS_PER_CPU} per core)"
+            )
 
     def device(self) -> str:
         requested = self.loaded.config.device
@@ -198,7 +201,9 @@ class LaunchDraft:
         """Return the detected number of GPUs per node, used if the config does not set it."""
         nodes, num_gpus = self.loaded.config.resources.most_nodes, self.machine.num_gpus
         if 0 < num_gpus < nodes:
-            message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
+            message = (
+                f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one GPU"
+            )
             self.problem("resources.nodes", message, self._gpu_hint())
             return 1
         share = max(1, num_gpus // nodes)
@@ -211,14 +216,15 @@ class LaunchDraft:
 
     def _gpu_hint(self) -> str:
         num_gpus = self.machine.num_gpus
-        return f"--nodes 1 --gpus-per-node {num_gpus} fits, and device: cpu starts any number of workers"
+        return f"use --nodes 1 --gpus-per-node {num_gpus}, or use device: cpu for any number of workers"
 
     def layout(self, world_size: int) -> Layout:
         try:
             layout, self.reasons["layout"] = make_layout(self.loaded.config.parallel, world_size)
         except ConfigError as error:
             self.problems += error.problems
-            # Check the batch anyway, with a layout where every process reads different samples.
+            # The layout is invalid, so check the batch with a layout where every process reads different
+            # samples.
             return Layout(dp_shard=world_size)
         return layout
 
@@ -278,7 +284,9 @@ class StepDraft(LaunchDraft):
     def workers_per_node(self, device: str) -> int:
         sizes, num_gpus = self.target.node_sizes or (), self.machine.num_gpus
         count = max(sizes)
-        self.reasons["workers_per_node"] = f"{','.join(map(str, sizes))}: workers of each node of the step"
+        self.reasons["workers_per_node"] = (
+            f"{','.join(map(str, sizes))}: number of workers on each node of the step"
+        )
         if device == "cuda" and count > num_gpus == 1 and self.target.per == "gpu":
             # The ranks check whether all tasks see the same GPU.
             self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
@@ -306,6 +314,6 @@ def _policy(section: RequeueConfig) -> RequeuePolicy:
 
 
 BOUND_GPU_WARNING = (
-    "where a rank sees only its own GPU, NCCL may fail with `invalid device ordinal` or not use NVLink; "
-    "`gpu-bind: none` in launch.srun_extra, or srun --gpu-bind=none, lets every task see all GPUs of its node"
+    "if a rank sees only its own GPU, NCCL may fail with `invalid device ordinal` or not use NVLink; "
+    "`gpu-bind: none` in launch.srun_extra, or srun --gpu-bind=none, lets every task see all GPUs of the node"
 )

@@ -18,7 +18,7 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
     stages = num_stages(pp, schedule)
     if pp > 1 and stages > num_layers:
         message = f"is {pp}, which needs {stages} stages, but the model has {num_layers} layers"
-        hint = f"with {schedule} it can be at most {num_layers * pp // stages}"
+        hint = f"with {schedule}, set parallel.pp to at most {num_layers * pp // stages}"
         yield Problem("parallel.pp", message, hint=hint)
     yield from batch_problems(work)
 
@@ -39,15 +39,18 @@ def batch_problems(work: StepWork) -> Iterator[Problem]:
     layout, parallel, schedule = work.layout, work.parallel, work.parallel.pp_schedule
     if layout.cp > 1 and work.seq_len % (2 * layout.cp):
         message = f"is {layout.cp}, but data.seq_len {work.seq_len} is not a multiple of 2 x {layout.cp}"
-        hint = "each rank gets two chunks, one from the start and one from the end, to balance the work"
+        hint = (
+            "set data.seq_len to a multiple: to balance the work, each rank gets a chunk from the start and "
+            "one from the end"
+        )
         yield Problem("parallel.cp", message, hint=hint)
     if layout.pp > 1 and schedule in SPLIT_BACKWARD:
-        why = f"which {schedule} does not support: it splits the backward pass"
+        why = f"which {schedule} does not support, because this schedule splits the backward pass"
         if parallel.activation_checkpointing == "selective":
-            hint = "use full or none, or one of gpipe, 1f1b and interleaved_1f1b"
+            hint = "use full or none, or set parallel.pp_schedule to gpipe, 1f1b or interleaved_1f1b"
             yield Problem("parallel.activation_checkpointing", f"is selective, {why}", hint=hint)
         if parallel.compile:
-            hint = "use one of gpipe, 1f1b and interleaved_1f1b"
+            hint = "set parallel.pp_schedule to gpipe, 1f1b or interleaved_1f1b"
             yield Problem("parallel.compile", f"is true, {why}", hint=hint)
     yield from microbatch_problems(layout, parallel, work.device_batch_size, work.accumulation_steps)
 
@@ -66,12 +69,14 @@ def _tensor_problems(work: StepWork) -> Iterator[Problem]:
     for key, size in sizes.items():
         if size % layout.tp:
             message = f"is {layout.tp}, which does not divide {key} {size}"
-            yield Problem("parallel.tp", message, hint=f"it can be {divisors(size, most=layout.tp)}")
+            yield Problem("parallel.tp", message, hint=f"set parallel.tp to {divisors(size, most=layout.tp)}")
     share = seq_len // layout.cp
     if work.parallel.sequence_parallel and share % layout.tp:
         of = f"data.seq_len {seq_len}" + (f" / parallel.cp {layout.cp}" if layout.cp > 1 else "")
         message = f"is true, but parallel.tp {layout.tp} does not divide {of}"
-        yield Problem("parallel.sequence_parallel", message, hint="with false, the sequence is not sharded")
+        yield Problem(
+            "parallel.sequence_parallel", message, hint="use false to disable the sharding of the sequence"
+        )
 
 
 def microbatch_problems(
@@ -84,7 +89,7 @@ def microbatch_problems(
     stages = num_stages(pp, schedule)
     if device_batch_size % microbatches:
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
-        hint = f"it can be {divisors(device_batch_size)}"
+        hint = f"set parallel.pp_microbatches to {divisors(device_batch_size)}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
     # Each step runs the pipeline schedule once, over the microbatches of all accumulation steps.
     count = microbatches * accumulation_steps
@@ -92,7 +97,9 @@ def microbatch_problems(
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
     if count < least:
         message = f"{made}, fewer than the {least} that {schedule} needs with parallel.pp {pp}"
-        yield Problem("parallel.pp_microbatches", message, hint="gpipe works with any number")
+        yield Problem(
+            "parallel.pp_microbatches", message, hint="use gpipe, which supports any number of microbatches"
+        )
     rounds = max(1, count // pp)
     if schedule.startswith("interleaved") and count % rounds:
         message = f"{made}, which {schedule} cannot divide into {rounds} equal rounds"
@@ -119,21 +126,21 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
     model = parallel.tp * parallel.pp * parallel.cp
     derived = [name for name, degree in degrees.items() if degree == -1]
     if len(derived) == 2:
-        hint = "dp_shard: 1 only replicates the model, dp_replicate: 1 only shards it"
+        hint = "set dp_shard: 1 to only replicate the model, or dp_replicate: 1 to only shard the model"
         raise _problem("dp_replicate", "is -1, and so is parallel.dp_shard: only one can be derived", hint)
     if world_size % model:
         names = [name for name in ("tp", "pp", "cp") if getattr(parallel, name) > 1]
         product = " x ".join(f"parallel.{name} {getattr(parallel, name)}" for name in names)
         subject = f": {product} does" if len(names) > 1 else ", which does"
         message = f"is {getattr(parallel, names[0])}{subject} not divide {_processes(world_size, 1)}"
-        can = f"{'together they' if len(names) > 1 else 'it'} can be {divisors(world_size)}"
+        can = f"{'the product' if len(names) > 1 else 'the degree'} can be {divisors(world_size)}"
         raise _problem(names[0], message, f"{can}, or use a multiple of {model} processes: --gpus-per-node")
     note = ""
     if derived:
         given = next(name for name in degrees if name not in derived)
         if world_size % (degrees[given] * model):
             message = f"is {degrees[given]}, which does not divide {_processes(world_size, model)}"
-            raise _problem(given, message, f"it can be {divisors(world_size // model)}")
+            raise _problem(given, message, f"the degree can be {divisors(world_size // model)}")
         degrees[derived[0]] = world_size // (degrees[given] * model)
         note = f" (derived from parallel.{derived[0]}: -1)"
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
@@ -142,7 +149,7 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
             f"is {shard}: parallel.dp_replicate {replicate} x {shard} = {replicate * shard}, "
             f"but there {'is' if world_size == 1 else 'are'} {_processes(world_size, model)}"
         )
-        raise _problem("dp_shard", message, "-1 derives it from the number of processes")
+        raise _problem("dp_shard", message, "use -1 to derive the degree from the number of processes")
     layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     return layout, describe_layout(layout) + note
 
@@ -202,7 +209,9 @@ def parse_layout(text: str) -> dict[str, object]:
         try:
             values[key] = parse_value(raw)
         except ValueError as error:
-            raise UsageError(f"{origin}: {key}: {error}", hint="write values as in a config file") from None
+            raise UsageError(
+                f"{origin}: {key}: {error}", hint="write the values as in a config file"
+            ) from None
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
         missing["dp_shard"] = -1  # -1 means that dp_shard is derived.

@@ -99,7 +99,7 @@ def _with_model(
     problems = [*map(_problem, data.problems)]
     if config.uses_transformers:
         if model.vocab_size is not None and not problems and data.vocab_size > model.vocab_size:
-            message = f"has {data.vocab_size} tokens, but {model.hf} only {model.vocab_size}"
+            message = f"has {data.vocab_size} tokens, but {model.hf} has only {model.vocab_size}"
             problems.append(_problem(("data.tokenizer", message, "use the tokenizer of the model")))
         return plan, problems
     shape, notes = None, {"mixture": data.mixture}
@@ -141,7 +141,8 @@ def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
         message = (
-            f"is {value}, but blocks are not compiled: scaling to float8 would take longer than it saves"
+            f"is {value}, but the decoder blocks are not compiled, so scaling to float8 would take more "
+            "time than it saves"
         )
         hint = "remove parallel.compile: false; with pp > 1, use gpipe, 1f1b or interleaved_1f1b"
         yield Problem("precision.float8", message, hint=hint)
@@ -152,7 +153,7 @@ def _check_model(
 ) -> tuple[LaunchPlan, list[Problem]]:
     """Return the plan with a memory estimate added, and all problems that prevent training the model."""
     if config.model.architecture != DECODER:
-        # For a custom architecture, the memory and the other rules are unknown.
+        # The memory use and the other rules of a custom architecture are unknown.
         return plan, [*batch_problems(work)]
     if found := [*layout_problems(work)]:
         return plan, found
@@ -179,13 +180,13 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: 
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {size(have or 0)}"
     else:
-        # Without resources.mem, the job gets the partition's default memory, which is unknown here.
+        # Without resources.mem, the job gets the default memory of the partition, which is unknown.
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
     if config.checkpoint.async_save and have is not None and need > have:
         message = f"{value}, but saving in the background needs {size(need)} of memory per node"
-        yield Problem(key, message, hint="with checkpoint.async: false, saving needs no copy in memory")
+        yield Problem(key, message, hint="set checkpoint.async: false, which saves without a copy in memory")
 
 
 def _host_problems(
@@ -203,5 +204,5 @@ def _host_problems(
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
         message = f"{what}, but this machine has {size(machine.memory)}"
         yield Problem(
-            "model.preset", message, hint="`trainkit plan --gpus N --gpu-type T` shows what would fit"
+            "model.preset", message, hint="`trainkit plan --gpus N --gpu-type T` shows which layouts fit"
         )

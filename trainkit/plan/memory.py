@@ -223,7 +223,7 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     if gpu.most_memory > gpu.memory:
         limit = f"even the largest GPU with that name has {size(gpu.most_memory)}"
     message = f"is {value}: each GPU needs about {size(peak)} ({most}), but {limit}"
-    hint = "`trainkit plan` lists the settings that fit; add --gpus N for more GPUs"
+    hint = "`trainkit plan` lists the settings that fit; add --gpus N to plan for more GPUs"
     return text, Problem(key, message, hint=hint)
 
 

@@ -89,8 +89,8 @@ def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None
     if model.vocab_size is not None or preset is None or preset == padded:
         return None
     if preset > padded:
-        why = f"as preset {model.preset} has; the tokenizer has {tokenizer_vocab_size:,} tokens"
-        return f"{preset:,} entries, {why} (model.vocab_size: {padded} uses fewer)"
+        why = f"the size of preset {model.preset}; the tokenizer has {tokenizer_vocab_size:,} tokens"
+        return f"{preset:,} entries, {why} (model.vocab_size: {padded} would suffice)"
     return f"{padded:,} entries for the tokenizer, more than the {preset:,} of preset {model.preset}"
 
 
@@ -116,7 +116,13 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     )
     problems = _shape_problems(shape, tokenizer_vocab_size)
     if missing:
-        problems.append(Problem("model.rope_scaling", f"has no {missing[0]}", hint="specify all four keys"))
+        problems.append(
+            Problem(
+                "model.rope_scaling",
+                f"has no {missing[0]}",
+                hint="specify all four keys of model.rope_scaling",
+            )
+        )
     if problems:
         raise ConfigError(problems)
     return shape
@@ -126,18 +132,22 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
     problems = []
     if shape.vocab_size < tokenizer_vocab_size:
         message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
-        hint = "null selects a size that is large enough"
+        hint = "use null to select a size that is large enough"
         problems.append(Problem("model.vocab_size", message, hint=hint))
     if shape.dim % shape.num_heads:
         message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"
-        problems.append(Problem("model.num_heads", message, hint="all heads have the same size"))
+        problems.append(
+            Problem(
+                "model.num_heads", message, hint="choose a divisor of model.dim: all heads have the same size"
+            )
+        )
     elif shape.head_dim % 2:
         message = f"is {shape.num_heads}, which results in the odd head size {shape.head_dim}"
-        hint = "the rotary position embedding requires an even dim / num_heads"
+        hint = "choose an even dim / num_heads, as the rotary position embedding requires"
         problems.append(Problem("model.num_heads", message, hint=hint))
     if shape.num_heads % shape.num_kv_heads:
         message = f"is {shape.num_kv_heads}, which does not divide model.num_heads {shape.num_heads}"
-        hint = "every key/value head must serve the same number of query heads"
+        hint = "choose a divisor: every key/value head must serve the same number of query heads"
         problems.append(Problem("model.num_kv_heads", message, hint=hint))
     return problems
 

@@ -93,7 +93,7 @@ def _joined(
 ) -> LaunchPlan:
     """Return the first plan with the values that differ for the other node counts."""
     sizes = spans([plan.num_nodes for plan in reversed(plans)])
-    note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
+    note = f"{sizes}: as many nodes as Slurm can allocate{_not_possible(refused)}"
     if len(plans) == 1:
         return replace(first, reasons={"nodes": note, **first.reasons})
     joined = backend_named(first.backend).in_one_job(plans, cluster)

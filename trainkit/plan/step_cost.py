@@ -77,8 +77,7 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     stream = work.tokens_per_pass * work.itemsize * shape.dim
     # Attention and feed-forward each gather their input and reduce their output, in both the forward and the
     # backward pass. Recomputation gathers the inputs of attention and feed-forward again. Reduced outputs are
-    # saved, so they are not reduced again during recomputation, except that `full` reduces the attention
-    # output again.
+    # saved, so recomputation does not reduce them, except for the attention output with `full`.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
@@ -158,7 +157,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
         # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
-        # it finishes.
+        # the schedule finishes.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
         # All-gathers overlap with a whole pass, reduce-scatters with the backward pass, and the all-reduce

@@ -19,7 +19,7 @@ MAX_TRIALS = 100_000
 arrays."""
 NOT_SWEPT = {
     "name": "all trials share the name of their group",
-    "config_version": "it is the version of the config format",
+    "config_version": "the key specifies the version of the config format",
 }
 
 
@@ -73,13 +73,14 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
             hint = f"did you mean --sweep {name}={values_typed}?"
         elif text.endswith((".yaml", ".yml")):
             hint = (
-                "--sweep takes no file; use --sweep once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+                "--sweep does not accept a file; use --sweep once for each key, such as --sweep "
+                "optimizer.lr=1e-4,3e-4"
             )
         raise UsageError(f"{origin}: must have the form section.key=VALUE,VALUE,…", hint=hint)
     is_placeholder = not is_known(path) and names_key(command, key)
     if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
         raise UsageError(
-            f"{origin}: {raw} is no list of values", hint=f"list the values: --sweep {key}={values_hint}"
+            f"{origin}: {raw} is not a list of values", hint=f"list the values: --sweep {key}={values_hint}"
         )
     try:
         # The command receives the values exactly as the user wrote them.
@@ -101,9 +102,9 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
         raise UsageError(f"{origin}: {key} is a section of the config", hint=hint)
     is_list = len(values) == 1 and isinstance(values[0], list)
     if is_list and is_known(path) and not isinstance(default_values().get(key), list):
-        hint = f"write it without the brackets: --sweep {key}={raw.strip()[1:-1]}"
-        raise UsageError(f"{origin}: {key} takes no list", hint=hint)
-    hint = f"write {{{key}}} in the COMMAND where its value belongs" if command else ""
+        hint = f"write the value without the brackets: --sweep {key}={raw.strip()[1:-1]}"
+        raise UsageError(f"{origin}: {key} does not accept a list", hint=hint)
+    hint = f"write {{{key}}} in the COMMAND as a placeholder for the value" if command else ""
     refuse_axis(key, values, origin, is_placeholder=is_placeholder, hint=hint)
     return key, values
 

@@ -74,14 +74,14 @@ class TorchBuild:
                 )
                 more = "; `nvidia-smi` on a GPU node shows the newest CUDA version that the driver supports"
                 return message, hint + more * (driver is None)
-        return message, "ask for a newer driver, or request other GPUs with resources.gpu_type"
+        return message, "install a newer driver, or request other GPUs with resources.gpu_type"
 
 
 OLDEST = (2, 11)
 """The oldest supported torch release, which `make test-oldest` uses; also set in setup.cfg."""
 REQUIREMENT = "torch>=2.11,<2.16"
 """The torch version requirement, the same as in setup.cfg."""
-ELSEWHERE = "set launch.venv, conda, modules or container to an environment that has it"
+ELSEWHERE = "set launch.venv, conda, modules or container to an environment with a supported torch"
 
 
 def release_problem(version: str) -> tuple[str, str] | None:
@@ -93,6 +93,6 @@ def release_problem(version: str) -> tuple[str, str] | None:
         return None
     oldest = _dotted(OLDEST)
     return (
-        f"has torch {version}, and the trainer requires torch {oldest} or newer",
-        f"`pip install '{REQUIREMENT}'` there, or {ELSEWHERE}",
+        f"has torch {version}, but the trainer requires torch {oldest} or newer",
+        f"`pip install '{REQUIREMENT}'` in this environment, or {ELSEWHERE}",
     )

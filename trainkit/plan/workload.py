@@ -110,7 +110,7 @@ class Workload:
     @property
     def has_two_pythons(self) -> bool:
         """Return whether the command starts with `python`, although its launcher already starts Python."""
-        # An interpreter with a path is allowed, because the path selects the interpreter (see
+        # An interpreter with a path is allowed, because the path selects an interpreter (see
         # `command_python`).
         return self.has_launcher and re.fullmatch(r"python[\d.]*", self.argv[0]) is not None
 
@@ -163,7 +163,7 @@ class Workload:
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
         """Return whether exit code 0 of all ranks completes the run, given whether the done file exists."""
-        # A command often also exits with 0 after saving in response to a stop signal.
+        # After a stop signal, exit code 0 may only mean that the command has saved a checkpoint.
         return not self.is_command or is_done or not was_stopped
 
 
@@ -177,12 +177,12 @@ def _options(words: Sequence[str]) -> list[str]:
 
 _OUT_OF_REACH = {
     **dict.fromkeys(
-        ("docker", "podman", "nerdctl", "kubectl"), "only the first process in its container gets the signal"
+        ("docker", "podman", "nerdctl", "kubectl"), "only the first process in the container gets the signal"
     ),
     **dict.fromkeys(("ssh", "pdsh", "clush"), "processes on another host do not get the signal"),
-    **dict.fromkeys(("tmux", "screen", "systemd-run"), "it runs in a process outside the job"),
-    **dict.fromkeys(("srun", "salloc"), "it terminates its own step at once"),
-    "sbatch": "it starts another job",
+    **dict.fromkeys(("tmux", "screen", "systemd-run"), "the training runs in a process outside the job"),
+    **dict.fromkeys(("srun", "salloc"), "the command terminates its own step immediately"),
+    "sbatch": "the command starts another job",
 }
 """Maps a program to the reason why its child processes may not receive a signal."""
 _PREFIXES = ("exec", "command", *WRAPPERS)

@@ -91,8 +91,8 @@ def run_slurm(
     if path is None:
         raise UsageError(
             f"`{program}` is not on PATH: Slurm is not available here",
-            hint="use a login node of the cluster, or load its Slurm module; "
-            "`--backend local` runs on this machine",
+            hint="use a login node of the cluster, load the Slurm module, or run on this machine with "
+            "`--backend local`",
         )
     if any("\0" in arg for arg in argv):
         raise UsageError(f"an argument of {program} contains a NUL character: {list(argv)!r}")
@@ -168,8 +168,8 @@ def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | Slur
     # sbatch prints a line with "sleeping and retrying" whenever it retries.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # If a site has two controllers, one answer may be lost although the request never reached the other
-    # controller. In this case, assume that Slurm has carried out the request.
+    # With two controllers, one controller may have received the request even if the other one could not be
+    # reached. If an answer was lost, assume that Slurm has carried out the request.
     is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
     is_away = is_lost or bool(undelivered)
     known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS
@@ -232,16 +232,19 @@ _LOST = re.compile(
 )
 """Matches error messages which mean that the answer was lost, so Slurm may have carried out the request."""
 
-UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again once it is up"
+UNREACHABLE_HINT = (
+    "`scontrol ping` shows whether Slurm's controller is up; try again once the controller is up"
+)
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
-        "the cluster is down, or `sacctmgr show clusters` does not list it: then log in to that cluster",
+        "if `sacctmgr show clusters` does not list the cluster, log in to the cluster; otherwise, the "
+        "cluster is down",
     ),
     (
         r"configuration source",
         "Slurm is installed, but this machine does not belong to a cluster: "
-        "set SLURM_CONF, or run this on a login node",
+        "set SLURM_CONF, or use a login node",
     ),
     (
         r"[Aa]uthentication|[Mm]unge",
@@ -265,21 +268,26 @@ REFUSAL_HINTS = (
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
-        "the job exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
+        "the job exceeds a limit of your account or QOS: request fewer resources, wait, or choose another "
+        "--qos",
     ),
-    (r"[Tt]ime ?[Ll]imit", "`scontrol show partition` shows MaxTime: request less with --time"),
+    (
+        r"[Tt]ime ?[Ll]imit",
+        "request a shorter --time; `scontrol show partition` shows the maximum as MaxTime",
+    ),
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node has all requested resources: `sinfo -o '%P %D %c %m %G %f'` lists what the nodes have",
+        "no node has all requested resources: `sinfo -o '%P %D %c %m %G %f'` lists the resources of the "
+        "nodes",
     ),
     (r"partition configuration not available|Node count", "request less --nodes or --time"),
     (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
-    (r"feature", "`sinfo -o '%P %f'` lists the features that --constraint can name"),
+    (r"feature", "`sinfo -o '%P %f'` lists the possible values of --constraint"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
-    (r"dependency", "a job that this job depends on is unknown to Slurm or has already failed"),
-    (r"array spec", "`scontrol show config` shows MaxArraySize: array indices must be below it"),
+    (r"dependency", "a dependency of the job is unknown to Slurm or has already failed"),
+    (r"array spec", "use array indices below MaxArraySize, which `scontrol show config` shows"),
     (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (
         r"(?:unrecognized|invalid|unknown) option|ambiguous",
@@ -287,15 +295,18 @@ REFUSAL_HINTS = (
     ),
     (
         r"group not permitted|[Pp]ermission denied",
-        "you may not use this partition, or the job is another user's",
+        "you are not allowed to use this partition, or the job belongs to another user",
     ),
     (
         r"[Ii]nvalid job id",
-        "Slurm does not know this job, or has forgotten it: `squeue --me` lists your jobs",
+        "Slurm does not know this job, or no longer knows it: `squeue --me` lists your jobs",
     ),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
     (r"Only one cluster", "to name several clusters, use --clusters, not the variable SLURM_CLUSTERS"),
-    (r"presently disabled", "the job has the option --no-requeue, or its current state does not allow this"),
+    (
+        r"presently disabled",
+        "the job has the option --no-requeue, or the job cannot be requeued in its current state",
+    ),
 )
 
 

@@ -131,7 +131,7 @@ def _select(
         rest = known.get(base_id(job_id), info)
         ended_together = rest.state.is_terminal and rest.state is not JobState.COMPLETED
         if info.state is JobState.UNKNOWN and ended_together and reason == UNKNOWN_JOB:
-            # Tasks that ended while pending may share one record, which has the array's id.
+            # Array tasks that ended while pending may share one record, which has the id of the array.
             info = replace(rest, job_id=job_id)
         yield job_id, info
 

@@ -68,13 +68,13 @@ def unknown_sentence(word: str, source: str) -> str:
 _SENTENCES = {
     "Resources": "waiting for nodes to become free; next in line",
     "Priority": "other jobs have a higher priority",
-    "Dependency": "waiting for the jobs that it depends on",
-    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
-    "BeginTime": "waiting for its begin time; a requeued job waits about two minutes",
+    "Dependency": "waiting for the jobs on which this job depends",
+    "DependencyNeverSatisfied": "will never start, because a dependency failed: cancel the job",
+    "BeginTime": "waiting for the job's begin time; a requeued job waits about two minutes",
     "Cleaning": "is being cleaned up after its last run",
     "Reservation": "waiting for the job's reservation to begin",
-    "ReservationDeleted": "the job's reservation was deleted: choose another or none",
-    "ReservationInvalid": "the job's reservation is no longer valid: choose another or none",
+    "ReservationDeleted": "the job's reservation was deleted: choose another reservation or none",
+    "ReservationInvalid": "the job's reservation is no longer valid: choose another reservation or none",
     "ReqNodeNotAvail": "nodes that the job needs are down, drained or reserved, for example for maintenance",
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
         "nodes that the job needs are down, drained or reserved for jobs of higher priority"
@@ -87,16 +87,18 @@ _SENTENCES = {
     "PowerNotAvail": "the cluster has too little electrical power available to start the job",
     "PowerReserved": "the power that the job needs is reserved for other jobs",
     "PartitionDown": "the partition is not starting jobs at the moment",
-    "PartitionInactive": "the partition accepts no jobs and starts none at the moment",
-    "PartitionNodeLimit": "requests more nodes than are up in its partition, or more than it allows per job",
-    "PartitionTimeLimit": "requests more time than its partition allows",
-    "PartitionConfig": "requests more than its partition allows",
-    "BadConstraints": "the job's constraints can never be satisfied: cancel it and change the request",
+    "PartitionInactive": "the partition does not accept or start jobs at the moment",
+    "PartitionNodeLimit": (
+        "requests more nodes than are up in the partition, or more than the partition allows per job"
+    ),
+    "PartitionTimeLimit": "requests more time than the partition allows",
+    "PartitionConfig": "requests more resources than the partition allows",
+    "BadConstraints": "the job's constraints can never be satisfied: cancel the job and change the request",
     "Constraints": "the job's constraints cannot be satisfied now",
-    "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
+    "JobHeldUser": "is held by the user: `scontrol release JOB` releases it",
     "JobHeldAdmin": "is held by an administrator",
     "JobHoldMaxRequeue": "is held because it was requeued too often: `scontrol release JOB` releases it",
-    "JobArrayTaskLimit": "the array already runs its maximum number of tasks",
+    "JobArrayTaskLimit": "the array already has its maximum number of running tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
     "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
     "launch failure limit exceeded requeued held": (
@@ -104,29 +106,36 @@ _SENTENCES = {
     ),
     "job requeued in held state": "was requeued and is held: `scontrol release JOB` releases it",
     "job requeued in special exit state": (
-        "is held because it ended with an exit code that the site treats specially: "
+        "is held because it exited with a code for which the site holds jobs: "
         "`scontrol release JOB` releases it"
     ),
     "user env retrieval failed requeued held": (
-        "is held because its node could not read the login environment: `scontrol release JOB` releases it"
+        "is held because a node could not read the login environment: `scontrol release JOB` releases it"
     ),
     "Licenses": "waiting for a license that other jobs use",
     "NodeDown": "a node that the job needs is down",
     "FrontEndDown": "no front-end node is up to start the job",
-    "BlockMaxError": "the job's hardware has failed too often to be prepared: an administrator must check it",
+    "BlockMaxError": (
+        "preparing the job's hardware failed too often: an administrator must check the hardware"
+    ),
     "BlockFreeAction": "the job's hardware is being released by another job",
-    "FedJobLock": "waiting for the clusters of the federation to agree which one starts the job",
+    "FedJobLock": "waiting for the clusters of the federation to agree on the cluster that starts the job",
     "MpiPortsBusy": "waiting for ports that MPI needs on the job's nodes",
     "NvidiaImexChannels": "waiting for an IMEX channel, through which GPUs of several nodes share memory",
-    "InvalidAccount": "the account does not exist, or you may not charge it: cancel the job, choose another",
-    "InvalidQOS": "the QOS does not exist, or you may not use it: cancel the job, choose another",
+    "InvalidAccount": (
+        "the account does not exist, or you are not allowed to use it: cancel the job and choose another "
+        "account"
+    ),
+    "InvalidQOS": (
+        "the QOS does not exist, or you are not allowed to use it: cancel the job and choose another QOS"
+    ),
     "SchedDefer": "waiting for the next pass of the scheduler",
-    "InactiveLimit": "reached the limit of idle time",
-    "DeadLine": "can no longer end before its deadline",
+    "InactiveLimit": "reached the idle time limit",
+    "DeadLine": "can no longer finish before the deadline",
     "BurstBufferResources": "waiting for space in a burst buffer",
     "BurstBufferStageIn": "the job's data is being copied into a burst buffer",
-    "BurstBufferOperation": "the burst buffer failed: an administrator must check it",
-    "Burst buffer pre run error": "the burst buffer failed: an administrator must check it",
+    "BurstBufferOperation": "the burst buffer failed: an administrator must check the burst buffer",
+    "Burst buffer pre run error": "the burst buffer failed: an administrator must check the burst buffer",
     "QOSNotAllowed": "the QOS is not allowed in the job's partition or account",
     "AccountNotAllowed": "the account is not allowed in the job's partition",
     "AccountingPolicy": "the job's account or QOS has reached a limit",
@@ -160,7 +169,7 @@ def reason_sentence(reason: str) -> str:
         return ""
     if (known := _explained(text)) is not None:
         return known
-    # If squeue prints an array's pending tasks on one line, it joins their reasons with commas.
+    # If squeue prints the pending tasks of an array on one line, the reasons are joined with commas.
     names = text.split(",")
     if all(several := [_explained(name) for name in names]):
         return "; ".join(filter(None, several))
@@ -186,7 +195,8 @@ def _explained(reason: str) -> str | None:
         return f"{relation} a limit of its {whose}: {reason}"
     if (match := _RESERVATION.fullmatch(reason)) is not None:
         return (
-            f"the job's reservation {match['name']} {match['what'].replace('_', ' ')}: choose another or none"
+            f"the job's reservation {match['name']} {match['what'].replace('_', ' ')}: choose another "
+            "reservation or none"
         )
     return None
 

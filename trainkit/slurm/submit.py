@@ -111,7 +111,7 @@ def submit_script(
             return is_id[0] if is_id else _confirm(find, printed, script)
         if found is not None:
             return found
-        # Slurm has not listed the job for SETTLE_S, so Slurm did not accept it.
+        # Slurm has not listed the job within SETTLE_S, so Slurm did not accept the job.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -129,9 +129,9 @@ def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
     """
     shown = f"{printed.strip()[:200]!r}"
     lost = SlurmUnreachable(
-        f"sbatch printed more than a job id, and Slurm lists no job with this id: {shown}"
+        f"sbatch printed more than a job id, and Slurm does not list a job with the id: {shown}"
         if printed.strip()
-        else "sbatch printed no job id, and Slurm lists no new job of this script",
+        else "sbatch did not print a job id, and Slurm does not list a new job with this script",
         hint="`squeue --me` shows whether the job exists",
         may_have_arrived=True,
     )
