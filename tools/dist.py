@@ -132,17 +132,10 @@ def write_sbom(path: Path, version: str) -> None:
     # cyclonedx-py reads the name and the version from this form only.
     project = path.with_name("pyproject.toml")
     project.write_text(f'[project]\nname = "{NAME}"\nversion = "{version}"\nlicense = "Apache-2.0"\n')
-    options = (
-        "--output-reproducible",
-        "--spec-version",
-        "1.6",
-        "--mc-type",
-        "library",
-        "--output-file",
-        path,
-    )
-    argv = ("requirements", *options, "--pyproject", project, ROOT / "requirements-lock.txt")
-    run("cyclonedx-py", *argv, cwd=path.parent, quiet=True)
+    # Validated below, with the edges.
+    options = ("--no-validate", "--output-reproducible", "--spec-version", "1.6", "--mc-type", "library")
+    files = ("--output-file", path, "--pyproject", project, ROOT / "requirements-lock.txt")
+    run("cyclonedx-py", "requirements", *options, *files, cwd=path.parent, quiet=True)
     sbom = json.loads(path.read_text())
     root = sbom["metadata"]["component"]
     root["purl"] = f"pkg:pypi/{NAME}@{version}"
