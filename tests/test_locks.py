@@ -212,7 +212,7 @@ def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> No
     assert caught.value.filename == str(lock)
     for hold in (exclusive(lock), run_lock(run)):
         with (
-            pytest.raises(UsageError, match="cannot be locked: a lock must be a separate file") as refused,
+            pytest.raises(UsageError, match="cannot be locked: a lock must be a regular file") as refused,
             hold,
         ):
             pass

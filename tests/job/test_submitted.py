@@ -92,7 +92,7 @@ def test_nothing_runs_of_a_folder_that_was_changed(run, slurm, monkeypatch, capf
     file = CHANGES[change](run)
     code, end = step(run, "open('executed', 'w')")
     assert (code, end["state"], end["action"]) == (EXIT_NO_RESTART, "failed", "failed")
-    assert end["reason"].startswith(f"{file} is ")
+    assert end["reason"].startswith(f"{file} differs from the file")
     out = capfd.readouterr().out
     assert f"error: {end['reason']}\n\nhint: " in out
     said(out)
@@ -133,13 +133,13 @@ def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(tmp_path, mon
     assert read_submitted(group.run(1))["num_nodes"] == record.plan["num_nodes"]
     plan_file = group.run(1).plan_file
     plan_file.write_text(json.dumps({**read_json(plan_file), "command": ["planted"]}))
-    with pytest.raises(NotSubmitted, match=r"1/plan.json is not the file"):
+    with pytest.raises(NotSubmitted, match=r"1/plan.json differs from the file"):
         read_submitted(group.run(1))
     trial = replace(group.trial(1), plan={"command": ["planted"]})
     content = read_json(group.sweep_file)
     content["points"][1] |= {"plan": trial.plan}
     group.sweep_file.write_text(json.dumps(content))
-    with pytest.raises(NotSubmitted, match=r"sweep.json is not the file"):
+    with pytest.raises(NotSubmitted, match=r"sweep.json differs from the file"):
         require_submitted_group(RunGroup(group.path))
     # A trial that was resumed alone has a separate script.
     own = group.run(1)

@@ -49,7 +49,8 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login):
     wait_for(lambda: error in log.read_text(), "the log")
     logs = [group.log_file(index) for index in (0, 1)]
     wait_for(
-        lambda: all("sweep.json is not the file" in one.read_text() for one in logs), "the logs of the array"
+        lambda: all("sweep.json differs from the file" in one.read_text() for one in logs),
+        "the logs of the array",
     )
     login.run(["scancel", "--user=root"], check=True)  # `other` waits for its next start
     login.wait_until_idle()
