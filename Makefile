@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help docs docs-serve demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest
+.PHONY: help dist docs docs-serve demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,7 +34,7 @@ test-smoke: slurm programs
 
 # Many of these wait for Slurm: more at a time than there are cores. `tests/conftest.py` has their order.
 # Collected before: pytest compiles the assertions of all tests once then, not in each process.
-test-every: slurm programs
+test-every: slurm programs .venv-dist
 	@$(SLURM) install --slurm 24.11
 	@$(SLURM) install --slurm 26.05
 	@-$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1
@@ -69,6 +69,14 @@ docs-serve: .venv-docs ## Show the documentation site on this machine.
 	$@/bin/pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
 	@touch $@
 
+dist: .venv-dist ## Build the source distribution, the wheel and the SBOM of a release into dist/, and check them.
+	.venv-dist/bin/python tools/dist.py
+
+.venv-dist: tools/dist-requirements.txt
+	python3 -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check --requirement tools/dist-requirements.txt
+	@touch $@
+
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
@@ -93,7 +101,7 @@ lock: venv ## Write requirements-lock.txt, the packages that are tested with the
 	$(BIN)/python -m tools.lock
 
 clean: ## Remove .venv, builds and caches; keep runs/.
-	rm -rf .venv .venv-docs .venv-oldest .venv-newest build dist site trainkit_hpc.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-dist .venv-docs .venv-oldest .venv-newest build dist site trainkit_hpc.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.

@@ -199,7 +199,8 @@ def make(*args: str) -> str:
 def test_make_alone_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
     tests = "test test-all test-fast test-changed test-oldest test-newest"
-    assert targets == f"help demo {tests} docs docs-serve lint parity bench gpu cluster lock clean".split()
+    others = "docs docs-serve dist lint parity bench gpu cluster lock clean"
+    assert targets == f"help demo {tests} {others}".split()
     assert make("help") == make()
 
 
