@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 5_114),
     "trainkit/slurm": (8, 1_651),
     "trainkit/trainer": (38, 9_807),
-    "tests": (405, 69_063),
+    "tests": (405, 69_078),
 }
 """Maps a folder to its number of Python files and lines.
 

@@ -82,7 +82,7 @@ def test_cleaned():
         ("Invalid generic resource (gres) specification", "%G"),
         ("Invalid feature specification", "%f"),
         ("Requested reservation is invalid", "scontrol show reservation"),
-        ("Job dependency problem", "depends on"),
+        ("Job dependency problem", "a dependency of the job"),
         ("Invalid job array specification", "MaxArraySize"),
         ("sbatch: unrecognized option '--foo'", "sbatch --help"),
         ("Pathname of a file, directory or other parameter too long", "--run-dir"),

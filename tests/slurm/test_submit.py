@@ -226,7 +226,7 @@ def test_a_site_that_rewrites_comments_and_prints_more(fake, script):
 def test_an_accepted_job_that_is_not_listed(fake, script, printed):
     fake.add("sbatch", f"printf '{printed}'")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x")
-    with pytest.raises(SlurmUnreachable, match="Slurm lists no") as caught:
+    with pytest.raises(SlurmUnreachable, match="Slurm does not list a") as caught:
         send(script)
     assert caught.value.may_have_arrived
     assert "squeue --me" in caught.value.hint

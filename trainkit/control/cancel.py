@@ -187,8 +187,8 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # In a copy of a group folder, the recorded process belongs to the original group. The process does not
-    # hold the lock in the copy, so do not signal the process from there.
+    # In a copy of a group folder, the recorded process belongs to the original group and holds only the
+    # original's lock, so do not signal the process from the copy.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)

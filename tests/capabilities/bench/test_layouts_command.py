@@ -69,7 +69,7 @@ def test_what_is_not_run_is_said(desk: Desk) -> None:
     names = [item["layout"] for item in value["layouts"]] + value["left_out"]
     assert len(names) == len(set(names)) > 20
     said(value["impossible"]["tp=16"])
-    assert f"{len(value['left_out'])} more possible layouts" in done.stderr
+    assert f"{len(value['left_out'])} other possible layouts" in done.stderr
     assert all(item["values"]["train.global_batch_size"] == 64 for item in value["layouts"])
 
 

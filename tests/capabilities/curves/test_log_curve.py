@@ -124,7 +124,10 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
     follower.end(is_finished=True)
-    problem = "logging.pattern took more than 0.05 s to search one block of the log, so this pattern is no longer used"
+    problem = (
+        "logging.pattern took more than 0.05 s to search one block of the log, "
+        "so this pattern is no longer used"
+    )
     assert reasons(attempt.run) == [problem]
     assert capfd.readouterr().out == f"warning: {problem}\n"
 

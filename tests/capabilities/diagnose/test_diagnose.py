@@ -356,7 +356,7 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
             "../data/x.txt",
             "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
         ),
-        (True, "nowhere.txt", "relative paths are resolved against {run}/work/sub, the copy of {above}/code where"),
+        (True, "nowhere.txt", "relative paths are resolved against {run}/work/sub, the copy of {above}/code"),
         (False, "nowhere.txt", "relative paths are resolved against {above}/code"),
     ],
 )
@@ -443,9 +443,9 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("resources", "hint"),
     [
-        ("time: '2:00:00'", "--time 04:00:00` continues with twice the time limit; resources.time is 2:00:00"),
+        ("time: '2:00:00'", "--time 04:00:00` continues with twice the time limit; resources.time is"),
         ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the time limit;"),
-        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the time limit; resources.time is"),
+        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the time limit; resources"),
         ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the time limit;"),
         ("{time: null}", None),
     ],

@@ -37,7 +37,7 @@ HOUR = 3600.0
 @pytest.mark.parametrize(
     ("left_s", "restart_s", "waits", "num_nodes", "reason"),
     [
-        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m00s for"),
+        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m"),
         (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
@@ -126,7 +126,8 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
     # 10 hours remain, and the start-up took 62 s.
     grows = (
-        "grows to 4 nodes: 4 nodes are free: the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
+        "grows to 4 nodes: "
+        "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
     )
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4

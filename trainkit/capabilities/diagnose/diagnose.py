@@ -502,7 +502,7 @@ class _Case:
         templates = (
             "the save of step {unsaved_step} began at {save_began} and was not completed",
             *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),
-            *(f"`{again}` starts again: {{starts_again}}" for again in STARTS_AGAIN),
+            *(f"`{again}` starts the run again: {{starts_again}}" for again in STARTS_AGAIN),
         )
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 
