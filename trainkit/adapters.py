@@ -78,7 +78,7 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
     """Add adapters to a model in place, and return the model.
 
     With `wraps`, return a `PeftModel` that contains the model instead; saving a `PeftModel` saves only the
-    adapters. If the weights are on the meta device, the adapters are still allocated and initialised. Raises
+    adapters. If the weights are on the meta device, the adapters are still allocated and initialized. Raises
     FatalError if peft cannot add the adapters; the message refers to the model as `name`.
     """
     import peft

@@ -58,7 +58,8 @@ from trainkit.run.trial import group_values, trial_values, values_of
 from trainkit.shipped import in_order, launchers
 
 if TYPE_CHECKING:
-    import typing_extensions as types  # needed only for parameter defaults; not imported at run time
+    # Only type checkers import this: `typing.TypeVar` has no `default=` before Python 3.13.
+    import typing_extensions as types
 
     from trainkit.config import LoadedConfig
     from trainkit.launch.config_request import ConfigRequest
@@ -915,7 +916,7 @@ def _start_calls(
     from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
-        raise UsageError("there is nothing to call", hint="each run makes one call: pass at least one item")
+        raise UsageError("there is nothing to call", hint="each item becomes one run: pass at least one item")
     given, loaded = _loaded(given)
     trials = [LoadedTrial(index, {}, loaded) for index in calls]
     return Group(_start(given, trials, ArraySpec(tuple(calls), limit), calls, values))

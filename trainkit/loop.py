@@ -92,7 +92,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     """Connect this process to its run and to the other ranks; call this once, before building the model.
 
-    Initialises the default process group unless it is already initialised. `run_dir` is the run folder if
+    Initializes the default process group unless it is already initialized. `run_dir` is the run folder if
     this process was not started by trainkit; the default is ``runs/attached``. All ranks must be able to
     access the run folder. Raises SystemExit(75) if a stop signal arrives before all ranks are connected.
     """

@@ -454,7 +454,7 @@ def is_notable(event: str) -> bool:
 
 def shown_by(parts: Iterable[str]) -> list[str]:
     """Return the capabilities that can display something about a run whose plan has `parts`."""
-    # Always include built-in capabilities, because a run may have sent data to a tracker that is not in its
+    # List every built-in capability, because a run may have sent data to a tracker that is not in the run's
     # plan.
     shipped = (name for name, shipped in SHIPPED.items() if shipped.shown)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]

@@ -70,8 +70,8 @@ class Stream(Protocol):
 
     - ``set_epoch(epoch)`` is called before each epoch, starting with epoch 0, for example to change the
       order.
-    - ``state_dict()`` returns the position after the last sample that was read. This position may consist of
-      dictionaries with string keys, lists, strings and numbers.
+    - ``state_dict()`` returns the position after the last sample that was read. The returned value must be
+      serializable as JSON: finite numbers, strings, lists, and dictionaries with string keys.
     - ``load_state_dict(state)`` sets the position at which the next iteration continues. Without
       ``state_dict`` and ``load_state_dict``, a resumed run rereads and skips the earlier samples of the
       epoch.
@@ -215,13 +215,13 @@ class Task(ABC):
         """Return the names of the optimizers that take turns in the current step, in order.
 
         In each optimizer turn, trainkit computes the gradient of `loss_for` over the samples of the step and
-        updates only that optimizer's parameters. If no names are returned, all optimizers minimise `loss`
+        updates only that optimizer's parameters. If no names are returned, all optimizers minimize `loss`
         together. The returned names may depend on `step`, but must be the same on all ranks.
         """
         return ()
 
     def loss_for(self, optimizer: str, model: nn.Module, batch: Any) -> Loss:
-        """Compute the loss that an optimizer minimises in its turn; validation calls `loss` instead.
+        """Compute the loss for the turn of the given optimizer. Validation calls `loss` instead.
 
         The loss of each optimizer is logged as ``NAME_loss``. The ``loss`` logged for a step is the sum of
         the losses in all turns.
@@ -347,7 +347,7 @@ class TokenSamples:
     """Samples for your own language model, taken from the text in the config section ``data``.
 
     A sample is an int64 tensor of ``data.seq_len`` + 1 token ids. The last token of a sample is also the
-    first token of the next sample. The text is tokenised once and cached, as for the built-in task. Raises
+    first token of the next sample. The text is tokenized once and cached, as for the built-in task. Raises
     UsageError if the data is unusable or a mixture, or if a split is shorter than one sample.
     """
 

@@ -80,6 +80,6 @@ def test_it_gives_up(hangs: list[Path], tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(task_batches, "MAX_STARTS", 2)
     monkeypatch.setattr(task_batches, "START_S", 0.5)
     hangs += [tmp_path / name for name in "ab"]
-    with pytest.raises(RuntimeError, match="data workers hung while being forked, 2 times in a row"):
+    with pytest.raises(RuntimeError, match="data workers hung during the fork, 2 times in a row"):
         iter(loader(1))
     assert not any(is_running(int(file.read_text())) for file in hangs)

@@ -96,7 +96,7 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
             if not rank < size or local_size < 1 or size % local_size or rank % local_size != local_rank:
                 raise UsageError(
                     " ".join(f"{name}={environ[name]}" for name in names)
-                    + ": ranks must be numbered host by host, with equal numbers of ranks on all hosts",
+                    + ": ranks must be numbered host by host, with the same number of ranks on every host",
                     hint="use torchrun with the same --nproc-per-node on every host, "
                     "or mpirun with --map-by ppr:N:node",
                 )

@@ -61,7 +61,7 @@ def command(
     as_json: bool,
     choices: Sequence[Choice] = (),
 ) -> None:
-    """Check CONFIG against the schema, the shape of the model, the data, and the cluster or this machine.
+    """Validate CONFIG, and check that it fits the model, the data, and the cluster or this machine.
 
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, the command lists all of them and exits with code 2.

@@ -92,7 +92,9 @@ after_option = option(
     multiple=True,
     shell_complete=complete_run,
 )
-now_option = option("--now", "On this machine, start without waiting for GPUs or cores that other runs use.")
+now_option = option(
+    "--now", "Do not wait for GPUs or cores that other runs use; only for runs on this machine."
+)
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
 """The argument RUN: a job id, a run name, a run folder or `last`."""
 trust_option = click.option(

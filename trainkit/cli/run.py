@@ -67,8 +67,8 @@ def command(
     Without Slurm, torchrun or mpirun can start the run on several hosts that share the file system of the run
     folder.
 
-    With --debug, one rank uses the terminal, the other ranks log to files, and no step counts as a hang. To
-    debug a rank of a run without a terminal, use `trainkit debug`.
+    With --debug, one rank uses the terminal, the other ranks log to files, and hang detection is disabled. If
+    the run has no terminal, such as a submitted run, use `trainkit debug` to debug one of its ranks.
 
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on a single
     machine, and `fg` continues it. Closing the terminal also saves and stops the run.

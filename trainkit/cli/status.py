@@ -105,8 +105,8 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
 @option("--tag TAG", "Show only runs with the tag TAG; repeatable.", name="tags", multiple=True)
 @option(
     "--sort KEY",
-    "Sort the list of runs by loss, val_loss, tokens_per_s or a config key, or a group by any metric or "
-    "column.",
+    "Sort the list of runs by loss, val_loss, tokens_per_s or a config key. If RUN is a group, sort its runs "
+    "by any metric or column.",
     name="sort_key",
 )
 @option(

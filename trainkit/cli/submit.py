@@ -80,8 +80,9 @@ def command(
 
     If the name, folder or job id of a RUN is given instead of CONFIG, that run is repeated in a new folder.
     The new run uses the config, the copied code and the command of RUN, with the same backend and the same
-    number of GPUs. Relative paths mean the same files as for RUN. Options on the command line override the
-    settings taken from RUN. A file or a shipped config takes precedence over a RUN of the same name.
+    number of GPUs. Relative paths in the config are resolved against the folder that RUN was submitted from.
+    Options on the command line override the settings taken from RUN. A file or a shipped config takes
+    precedence over a RUN of the same name.
 
     --sweep and --array submit a group of runs: on Slurm as one array, on this machine one run after another.
     The folder of the group contains one run folder per index. Sweep values are parsed like the items of a

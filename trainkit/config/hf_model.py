@@ -67,8 +67,8 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
         message = f"is {name}, but {shown_path(file)} does not specify a model_type"
         raise UsageError(message, hint="specify a folder written by `save_pretrained`")
     if content.get("quantization_config"):
-        hint = "use the original, unquantised model"
-        raise UsageError(f"is {name}, which has quantised weights according to {shown_path(file)}", hint=hint)
+        hint = "use the original, unquantized model"
+        raise UsageError(f"is {name}, which has quantized weights according to {shown_path(file)}", hint=hint)
     try:
         reason = _unlike_decoder(content)
         values = _decoder_values(content) if not reason else {}

@@ -126,7 +126,7 @@ class CheckpointConfig(Section):
     )
     best_mode: Literal["min", "max"] = key(
         "min",
-        "Whether the checkpoint with the lowest (min) or the highest (max) value of best_metric is the best.",
+        "Whether the best checkpoint has the lowest (min) or the highest (max) value of best_metric.",
     )
     async_save: bool = key(True, "Save checkpoints in the background.", alias="async")
 
@@ -178,10 +178,10 @@ class ResourcesConfig(Section):
     reservation: OneLine | None = key(None, "Slurm reservation.")
     gpu_type: str | None = key(
         None,
-        "GPU type, by its name in Slurm; if several are given, such as h100,a100, the job gets the type "
-        "that is free first.",
+        "GPU type, as named in Slurm. A list such as h100,a100 requests whichever type becomes available "
+        "first.",
         pattern=r"^[A-Za-z0-9_.-]+( *, *[A-Za-z0-9_.-]+)*$",
-        allowed="the name of a GPU type, or several such as h100,a100",
+        allowed="a GPU type, or a comma-separated list of GPU types such as h100,a100",
     )
     comment: OneLine | None = key(None, "Comment that Slurm stores with the job.")
     mail_user: OneLine | None = key(None, "Recipient of Slurm's emails.")
@@ -270,7 +270,7 @@ class RequeueConfig(Section):
 
     on: tuple[Literal["preempted", "timeout", "node_fail", "crash", "hang"], ...] = key(
         ("preempted", "timeout", "node_fail", "crash", "hang"),
-        "Causes of an interruption after which the run restarts automatically.",
+        "Causes of interruption that trigger an automatic restart.",
     )
     max: NotNegative = key(
         100,

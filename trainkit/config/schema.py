@@ -63,7 +63,7 @@ class RunConfig(Section):
     task_args: JsonObject = key({}, f"Keyword arguments for {TASK_NAMES} or your own task.")
     model: training.ModelConfig = section("The model.")
     data: training.DataConfig = section("Training and validation data.")
-    train: training.TrainConfig = section("Length of the run and batch sizes.")
+    train: training.TrainConfig = section("Run length and batch sizes.")
     optimizer: training.OptimizerConfig = section("Optimizer and learning rate.")
     schedule: training.ScheduleConfig = section("Learning rate schedule.")
     precision: training.PrecisionConfig = section("Numeric precision.")

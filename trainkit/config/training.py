@@ -49,7 +49,7 @@ class ModelConfig(Section):
         "Hugging Face model to train instead of a preset: its folder, or the Hub name of a downloaded model.",
     )
     from_scratch: bool = key(
-        False, "Use only the architecture of the hf model, and initialise the weights randomly."
+        False, "Use only the architecture of the hf model, and initialize the weights randomly."
     )
     lora: JsonObject | None = key(
         None,
@@ -57,7 +57,7 @@ class ModelConfig(Section):
         "are arguments of peft's LoraConfig, such as r.",
     )
     quantize: Literal["nf4"] | None = key(
-        None, "Quantise the frozen linear layers to 4 bits, as QLoRA does; requires lora (experimental)."
+        None, "Quantize the frozen linear layers to 4 bits, as QLoRA does; requires lora (experimental)."
     )
     init_from: str | None = key(
         None, "Run folder or checkpoint that provides the initial weights of a new run."
@@ -111,14 +111,13 @@ class TrainConfig(Section):
     )
     device_batch_size: AtLeastOne = key(
         8,
-        "Number of samples that each process handles per accumulation step. The default is reduced if it "
-        "exceeds the share of each process in the global batch size.",
+        "Number of samples per process and accumulation step. The default is reduced if it exceeds the "
+        "process's share of the global batch size.",
     )
     global_batch_size: AtLeastOne | None = key(
         32,
-        "Number of samples per optimizer step over all processes; the default depends on the layout. null "
-        "disables "
-        "gradient accumulation.",
+        "Number of samples per optimizer step, across all processes. The default is adjusted to the layout; "
+        "null disables gradient accumulation.",
     )
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
     eval_every: AtLeastOne | None = key(50, "Steps between validations; null disables validation.")

@@ -152,7 +152,7 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
         yield "model.lora", message, "set model.architecture to transformers, as adapters require"
     if model.quantize is not None and model.lora is None:
         message = f"is {model.quantize}, but model.lora is null"
-        yield "model.quantize", message, "quantised weights are frozen: set model.lora too"
+        yield "model.quantize", message, "quantized weights are frozen: set model.lora too"
     if model.lora is not None and model.from_scratch:
         yield (
             "model.lora",

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Known properties of a config's data, determined without tokenising any text."""
+    """Known properties of a config's data, determined without tokenizing any text."""
 
     problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY

@@ -37,7 +37,7 @@ class TokenShards:
     Sample i begins at token i x seq_len. The last token of a sample is therefore also the first token of the
     next sample, and every token in the split except the first is predicted exactly once. Samples may span
     several documents and shards. Opening a split checks file sizes but reads no tokens. The object is
-    thread-safe, and can be forked and pickled.
+    thread-safe, can be used in forked processes, and can be pickled.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:
@@ -118,7 +118,7 @@ def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -
 
 
 class TokenMixture:
-    """The same split of several prepared datasets, presented as one sequence of samples in mixed order.
+    """Presents one split of several prepared datasets as a single sequence of samples.
 
     With `weights`, positions are divided among the datasets in proportion to the weights, and epochs are
     counted separately for each dataset. Without `weights`, samples are ordered as if all datasets were a

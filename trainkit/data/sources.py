@@ -103,7 +103,7 @@ def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
     """Return the folder that contains the token shards for a config that is not a mixture.
 
     If `data.source` is a prepared dataset, it is used directly, with its own tokenizer. Other sources are
-    tokenised once and cached. If several processes call this function at the same time, one of them prepares
+    tokenized once and cached. If several processes call this function at the same time, one of them prepares
     the data while the others wait. If `checks_sizes` is True, a cached dataset with missing or truncated
     shards is prepared again. Raises UsageError if a source is unusable or the cache is not writable.
     """

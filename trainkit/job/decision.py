@@ -242,7 +242,7 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     if was_stopped and (saved or ended_on_signal):
         return _after_request(result, run, policy, options)
     if saved:
-        return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
+        return Decision("stopped", "the workers saved a checkpoint and exited by themselves", EXIT_STOPPED)
     if result.launch_error is not None and not result.lost_nodes and not was_stopped:
         summary = "Slurm could not start the step"
         return decide_no_start(summary, _failure_code(result), starts, options, in_place=True)

@@ -272,7 +272,7 @@ def _x86_64(senders: Sequence[int], handler: int, signal_: int, raise_: int) -> 
     def word(value: int, size: int) -> bytes:
         return value.to_bytes(size, "little")
 
-    # mov eax, [rsi+16]; for each: cmp eax, PID; jne +1; ret
+    # mov eax, [rsi+16]; then for each PID: cmp eax, PID; jne +1; ret
     tests = b"\x8b\x46\x10" + b"".join(b"\x3d" + word(pid, 4) + b"\x75\x01\xc3" for pid in (0, *senders))
     # cmp dword [rsi+8], 0; jne past the tests
     start = b"\x83\x7e\x08\x00\x0f\x85" + word(len(tests), 4) + tests
@@ -291,7 +291,7 @@ def _aarch64(senders: Sequence[int], handler: int, signal_: int, raise_: int) ->
             for part, start in enumerate((0xD2800004, 0xF2A00004, 0xF2C00004, 0xF2E00004))
         ]
 
-    # ldr w3, [x1, #16]; for each: mov x4, PID; cmp w3, w4; b.ne +8; ret
+    # ldr w3, [x1, #16]; then for each PID: mov x4, PID; cmp w3, w4; b.ne +8; ret
     tests = [0xB9401023]
     for pid in (0, *senders):
         tests += [*load(pid), 0x6B04007F, 0x54000041, 0xD65F03C0]

@@ -268,7 +268,10 @@ class Supervisor:
                 try:
                     held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
                 except (OSError, TrainkitError) as error:
-                    log_line(f"attempt {attempt.number}: recording the end without the run's lock: {error}")
+                    log_line(
+                        f"attempt {attempt.number}: cannot acquire the run's lock, so its end is recorded "
+                        f"without the lock: {error}"
+                    )
                 attempt.update()
                 if decision.action != "finished" and is_requeue_requested(attempt):
                     with contextlib.suppress(OSError, ValueError, TrainkitError):

@@ -39,7 +39,7 @@ def find_interpreter(
         argv = ("python3",)
     if launch.venv is not None:
         venv = _absolute(launch.venv, cwd)
-        if not in_container:  # Do not check a folder inside a container, because it may exist only there.
+        if not in_container:  # a folder inside the container may not exist outside of it
             problems += _venv_problems("launch.venv", launch.venv, venv)
         argv = (f"{venv}/bin/python",)
     elif launch.uv is not None:

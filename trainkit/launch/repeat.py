@@ -94,7 +94,7 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
         code = moved(code, run.code_dir)
         if not Path(code.workdir).is_dir():
             raise UsageError(
-                f"the copy of the code of {run.shown} is missing: there is no {shown_path(code.workdir)}",
+                f"the code snapshot of {run.shown} is missing: there is no {shown_path(code.workdir)}",
                 hint=f"--no-snapshot runs the current code in {cwd}",
             )
     config, plan = config_and_plan(run)

@@ -166,7 +166,8 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     except UsageError as error:
         raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
     except TemplateSyntaxError as error:
-        # If a tag is not closed, jinja2 sets only `name`, which then contains the path of the file.
+        # For an unclosed comment (`{#`), jinja2 sets the error's `name` to the path of the file and leaves
+        # `filename` unset.
         message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
         raise UsageError(message, hint=f"the files in {TEMPLATES_FOLDER}/ are Jinja templates") from error
     except TemplateNotFound as error:

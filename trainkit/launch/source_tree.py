@@ -247,7 +247,7 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except FileNotFoundError:
-            continue  # The folder was deleted since it was listed.
+            continue  # The folder has been deleted since it was listed.
         except PermissionError:
             tree.left_out.append((below(cwd, folder), "cannot be read"))
             continue

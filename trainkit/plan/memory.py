@@ -137,7 +137,7 @@ def _logits(work: StepWork) -> float:
 
 
 def loss_bytes(work: StepWork) -> int:
-    """Return the bytes that the loss of one pass needs at the start of its backward pass.
+    """Return the bytes that the loss of one microbatch occupies when its backward pass begins.
 
     The loss keeps log-probabilities, their gradients and the gradients of the logits, all in float32. torch's
     loss parallelism keeps one more copy, and a pipeline also keeps the logits. If the loss is computed in

@@ -300,7 +300,8 @@ def worst_in_flight(
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:
-        # With few microbatches, the forward passes finish before the earlier stage of the rank has gradients.
+        # With few microbatches, a rank finishes all its forward passes before the first of its two stages has
+        # weight gradients.
         settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
         summed = stages if num_microbatches >= settled else 1
         if schedule == "interleaved_zero_bubble":

@@ -109,7 +109,7 @@ class Workload:
 
     @property
     def has_two_pythons(self) -> bool:
-        """Return whether the command starts with `python`, although its launcher already starts Python."""
+        """Return whether the command redundantly starts with `python`: its launcher already starts Python."""
         # An interpreter with a path is allowed, because the path selects an interpreter (see
         # `command_python`).
         return self.has_launcher and re.fullmatch(r"python[\d.]*", self.argv[0]) is not None
@@ -152,7 +152,7 @@ class Workload:
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
 
     def uses(self, key: str) -> bool:
-        """Return whether a config key affects the workload; capabilities may pass more keys to a launcher."""
+        """Return whether a config key affects the workload itself, apart from the options of its launcher."""
         if not self.is_command:
             return True
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"

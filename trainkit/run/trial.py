@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 @runtime_checkable
 class SweeperTrial(Protocol):
-    """A trial object of a sweeper such as Optuna or Hydra; `params` contains its values."""
+    """A trial from a sweeper such as Optuna; `params` maps parameter names to the trial's values."""
 
     @property
     def number(self) -> int: ...

@@ -77,10 +77,11 @@ def submit_script(
     """Submit a script and return the job id; for an array job, return the id of the whole array.
 
     If `clusters` lists several, Slurm chooses the cluster where the job would start first, and the returned
-    id includes that cluster's name (see `on_cluster`). `is_only_job` means that this script is submitted for
-    one job only. If sbatch's answer is lost, `submit_script` calls `notify` with a message and searches for a
-    job with the token until it is known whether Slurm accepted the job. If sbatch prints more than an id, the
-    id is verified, because a site's banner may contain numbers.
+    id includes that cluster's name (see `on_cluster`). `is_only_job` tells whether no other job is submitted
+    from this script file. If so, a lost job can also be found by the path of its script, not only by its
+    token. If sbatch's answer is lost, `submit_script` calls `notify` with a message and searches for a job
+    with the token until it is known whether Slurm accepted the job. If sbatch prints more than an id, the id
+    is verified, because a site's banner may contain numbers.
 
     Raises SlurmRefused with Slurm's message if Slurm rejects the script, or SlurmUnreachable if Slurm does
     not answer. If `may_have_arrived` is set in SlurmUnreachable, the job may exist; call

@@ -1,7 +1,7 @@
 """Build the model of a task, transforming it for training in the only order that works for every layout.
 
 The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
-data parallelism. Memory is allocated and initialised last, so that no rank allocates more than its own shard.
+data parallelism. Memory is allocated and initialized last, so that no rank allocates more than its own shard.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool =
 
 @torch.no_grad()
 def init_parameters(model: Model, seed: int) -> None:
-    """Initialise this rank's shard of each parameter from N(0, std²) or with ones, as the model specifies."""
+    """Initialize this rank's shard of each parameter from N(0, std²) or with ones, as the model specifies."""
     for own_name, param in model.named_parameters():
         name = model.canonical(own_name)
         shard, offset = local_tensor(param), [part.start for part in shard_index(param)]

@@ -119,7 +119,7 @@ class World:
 
     @property
     def distributed(self) -> bool:
-        """Return whether this rank has initialised process groups."""
+        """Return whether this rank has initialized process groups."""
         return self.mesh is not None
 
 

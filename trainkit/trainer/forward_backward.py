@@ -339,7 +339,11 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         twice = next((name for name in logged if logged.count(name) > 1), None)
         if twice is not None:
             message = f"{twice} is returned by more than one of the losses of {', '.join(turns)}"
-            raise refusal(self.config, message, "give each metric of loss_for() a unique name")
+            raise refusal(
+                self.config,
+                message,
+                "use a different name for each metric that loss_for() returns, for all optimizers together",
+            )
 
 
 def _number(value: Any, device: torch.device) -> Tensor:

@@ -164,7 +164,8 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self._run.tensorboard_dir
-            # SummaryWriter would create the folder even if the run folder was moved, so create it here.
+            # SummaryWriter would also create missing parent folders. If the run folder was moved, fail here
+            # instead.
             ensure_folder(folder)
             # `purge_step` tells TensorBoard to discard the steps that an earlier attempt trained after its
             # last checkpoint.

@@ -319,7 +319,11 @@ class OwnOptimizers(ShardedOptimizer):
             owned = {weight.name: (weight, shard) for weight, shard in self._owned(optimizer)}
             if moved := sorted(params.keys() - owned.keys()):
                 message = f"gave {listed(moved)} to a different optimizer than in the checkpoint"
-                raise self._error(message, "assign the parameters as before, or start a new run")
+                raise self._error(
+                    message,
+                    "pass each parameter to the same optimizer as when the checkpoint was saved, "
+                    "or start a new run",
+                )
             for param, state in params.items():
                 weight, shard = owned[param]
                 for path in tensor_paths(state):

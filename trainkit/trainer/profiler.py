@@ -1,4 +1,4 @@
-"""Profile a window of steps with torch.profiler, and summarise how their time was spent."""
+"""Profile a window of steps with torch.profiler, and summarize how their time was spent."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ProfileWindow:
 
 
 def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> JsonObject:
-    """Summarise how the time of the profiled steps was spent, given the events in the profile.
+    """Summarize how the time of the profiled steps was spent, given the events in the profile.
 
     In the result, `share` has one entry per kind of work, plus ``idle``. Durations are seconds per step, and
     `largest_seconds_per_step` lists the operators that took longest. On a GPU, the events are kernels,

@@ -187,7 +187,7 @@ class Cursor:
             # Copy the state, because the stream may later modify the returned object.
             copied = json.loads(json.dumps(state, allow_nan=False))
             if copied != state:
-                raise ValueError("it would be restored with different values")
+                raise ValueError("the restored state would have different values")
         except (TypeError, ValueError) as error:
             message = f"the state_dict() of its stream cannot be saved as JSON: {error}"
             hint = "return dictionaries with string keys, lists, strings and finite numbers"

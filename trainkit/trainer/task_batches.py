@@ -175,13 +175,13 @@ class ForkedLoader:
                 self._loader = loader
                 return items
             log.warning(
-                f"{len(stuck)} of {self._num_workers} data workers hung while being forked; restarting them"
+                f"{len(stuck)} of {self._num_workers} data workers hung during the fork; restarting them"
             )
             del items, loader  # otherwise, the loader would report an error when its workers are killed
             for worker in stuck:
                 worker.kill()
                 worker.join()
-        raise RuntimeError(f"data workers hung while being forked, {MAX_STARTS} times in a row")
+        raise RuntimeError(f"data workers hung during the fork, {MAX_STARTS} times in a row")
 
 
 def _note(is_started: mmap.mmap, worker_id: int) -> None:

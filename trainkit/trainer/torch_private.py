@@ -576,7 +576,7 @@ def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
 
 
 def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
-    """Set the stage shapes in torch 2.11, where schedules for one and for several stages per rank differ."""
+    """Set the stage shapes in torch 2.11, which initializes single- and multi-stage schedules differently."""
 
     def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         for stage in stages:

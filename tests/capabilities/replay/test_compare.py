@@ -81,7 +81,7 @@ CASES = {
     "shard": ({0: {"square_sum": 1.5}, 1: {"square_sum": 2.5}}, [0, 1], ["n0"], "after the reduction"),
     "both": ({1: {"local_gradient": 1.5, "square_sum": 1.5}, 2: {"square_sum": 9.5}}, [1], ["n0"], "before"),
     "all": ({rank: {"square_sum": 1.5} for rank in range(4)}, [], ["n0", "n1"], "every rank differs"),
-    "none": ({}, [], ["n0", "n1"], "only the sum over the ranks"),
+    "none": ({}, [], ["n0", "n1"], "only the sum over all ranks"),
 }
 
 

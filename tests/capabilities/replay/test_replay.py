@@ -116,7 +116,7 @@ def test_a_bad_document_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     main(["replay", str(run), "--step", str(step)])
     text = capsys.readouterr().out
     assert text.startswith(
-        "equal to the last digit: a spike is due to the data or the optimisation, not to the hardware\n"
+        "equal to the last digit: a spike is due to the data or the optimization, not to the hardware\n"
     )
     first = text.partition("highest loss first:\n")[2]
     assert f"corpus.jsonl line {BAD_LINE}" in "\n".join(first.splitlines()[:4])

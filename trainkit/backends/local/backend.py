@@ -91,7 +91,7 @@ class LocalBackend(Backend):
         except OSError as error:
             raise TrainkitError(
                 f"{entry.job_id} was started, but {run.shown} cannot be written: {error.strerror}",
-                hint="free some disk space, which the run also needs, "
+                hint="free some disk space, which the run needs too, "
                 f"or end the run with `trainkit cancel {run.word}`",
             ) from error
         return entry

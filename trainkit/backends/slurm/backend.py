@@ -222,7 +222,7 @@ class SbatchBackend(SlurmBackend):
         except OSError as error:
             raise TrainkitError(
                 f"{job.partition(';')[0]} was submitted, but {run.shown} cannot be written: {error.strerror}",
-                hint="free some disk space, which the job also needs, "
+                hint="free some disk space, which the job needs too, "
                 f"or cancel the job with `{cancel_command(job)}`",
             ) from error
         return entry

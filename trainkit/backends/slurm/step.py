@@ -112,7 +112,8 @@ class StepListener:
                 # this process exits.
                 for file in list(Path("/proc/self/fd").iterdir()):
                     if int(file.name) > 2 and int(file.name) != writer:
-                        # Ignore the file descriptor that listed the directory, which is already closed.
+                        # The list includes the descriptor that was used to list the directory, which is
+                        # already closed.
                         with contextlib.suppress(OSError):
                             os.close(int(file.name))
                 while True:
@@ -227,7 +228,7 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
             f"Slurm's variables contradict each other: {num_tasks} tasks, SLURM_STEP_TASKS_PER_NODE="
             f"{environ['SLURM_STEP_TASKS_PER_NODE']} on {environ['SLURM_STEP_NODELIST']}, and this is task "
             f"{found.task}, node {found.node_rank}, local task {found.local_task}",
-            hint="variables of another job may have been exported into this one",
+            hint="environment variables of another job may have been exported to this job",
         )
     return found
 
@@ -256,7 +257,7 @@ def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise UsageError(
             f"SLURM_STEP_ID is set, but {name} is not",
-            hint="variables of another job may have been exported into this one",
+            hint="environment variables of another job may have been exported to this job",
         )
     return environ[name]
 
@@ -266,7 +267,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not text.removeprefix("-").isdigit():
         raise UsageError(
             f"{name}={text!r} is not a whole number",
-            hint="variables of another job may have been exported into this one",
+            hint="environment variables of another job may have been exported to this job",
         )
     return int(text)
 
@@ -352,7 +353,7 @@ def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
         raise FatalError(
             f"the plan needs {_shape(planned)} (--per {plan.per}), but Slurm started {_shape(task.tasks)}: "
             f"step {task.job_id}.{task.step_id} on {','.join(task.hosts)}",
-            hint="use the srun line that trainkit writes, which starts the tasks that plan.json describes",
+            hint="use the srun line that trainkit writes: it starts the tasks described in plan.json",
         )
 
 

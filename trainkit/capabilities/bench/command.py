@@ -154,7 +154,7 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
 
 
 @command.command(
-    epilog=_columns({"KEY": "value of the swept key; one column per key"})
+    epilog=_columns({"KEY": "value of the swept key; each key has its own column"})
     + "\n\n"
     + examples(
         "trainkit bench settings quickstart --sweep train.device_batch_size=2,4,8 --dry-run",

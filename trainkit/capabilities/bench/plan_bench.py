@@ -337,7 +337,7 @@ def _refuse_set_by_bench(values: Mapping[str, object], own: Values) -> None:
     for key in values:
         if key in ("launch", "launch.backend", "launch.cluster"):
             raise UsageError(
-                f"--sweep {key}: all trials of a bench run on the same machine or cluster",
+                f"--sweep {key}: all trials of a bench must run on the same machine or cluster",
                 hint="run a separate bench for each value",
             )
         for name, (_, why) in own.items():

@@ -86,7 +86,7 @@ def measured_speeds(bench: Bench) -> dict[int, float | None]:
 
 
 def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """Return the fastest trial compared with the second fastest, or None if fewer than two finished."""
+    """Compare the fastest trial with the second fastest; return None if fewer than two have finished."""
     finished = [(row, runs) for row, runs in trials if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None

@@ -544,7 +544,7 @@ class PrintedCurve:
         if self._repeated and self._is_shared and not is_bar:
             return
         if self._repeated > 1 and is_bar:
-            return  # `tqdm` redraws its bar ten times a second, so these values belong to a later step
+            return  # `tqdm` also redraws its bar within a step, so this bar may show the next step's values
         if self._step is not None and step < self._step:
             # The script has resumed from a checkpoint, so discard later steps.
             self._rows = {other: row for other, row in self._rows.items() if other < step}

@@ -21,7 +21,7 @@ from trainkit.run.rundir import AttemptDir
 
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
 @run_argument
-@option("--rank R", "Number of the rank to debug; default: 0.", type=INDEX, default=0)
+@option("--rank R", "Rank to debug; default: 0.", type=INDEX, default=0)
 def command(run_name: str, rank: int) -> None:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 

@@ -1,4 +1,4 @@
-"""Loads the signatures in ``signatures.yaml``, which describe how `trainkit diagnose` recognises causes."""
+"""Loads the signatures in ``signatures.yaml``, which describe how `trainkit diagnose` recognizes causes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Confidence = Literal["certain", "likely"]
 
 @dataclass(frozen=True)
 class Signature:
-    """Describes how to recognise a cause in the files of a run, and what to do about it."""
+    """Describes how to recognize a cause in the files of a run, and what to do about it."""
 
     name: str
     title: str

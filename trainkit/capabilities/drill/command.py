@@ -247,7 +247,7 @@ class Drill:
             first = read_end(run.attempt(1)) or AttemptEnd()
             raise TrainkitError(
                 f"the uninterrupted run was unexpectedly interrupted: {first.reason}",
-                hint="start the drill again, because all other runs are compared with the uninterrupted run",
+                hint="start the drill again: all other runs are compared with the uninterrupted run",
             )
         self.running = None
         steps = computed_steps(run)

@@ -1,4 +1,4 @@
-"""Summarises health samples for `watch`, for the report and for advice on out-of-memory failures."""
+"""Summarizes health samples for `watch`, for the report and for advice on out-of-memory failures."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _flow(value: object) -> str:
 
 
 def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
-    """Return the keys to write into a profile section, excluding the nodes of a partition."""
+    """Return a profile section as a dictionary, without default values and without a partition's `nodes`."""
     section, always = _SECTIONS[type(item)]
     found: dict[str, object] = {}
     for name, info in section.model_fields.items():

@@ -75,7 +75,7 @@ def command(
     """Recompute steps of RUN from the checkpoint before them, and compare the results with its metrics.
 
     If the recomputed loss and gradient norm equal the recorded ones to the last digit, a spike in the loss is
-    due to the data or the optimisation. The command then lists the samples of the steps with source file and
+    due to the data or the optimization. The command then lists the samples of the steps with source file and
     position, highest loss first. If the values differ, the hardware or a library is the cause, and the
     command prints the rank and the host that caused the difference, if the records show them.
 
@@ -223,9 +223,9 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
     why = "; ".join(found.rounding)
     bad = found.first_different
     if found.verdict == EQUAL and found.is_exact:
-        yield "equal to the last digit: a spike is due to the data or the optimisation, not to the hardware"
+        yield "equal to the last digit: a spike is due to the data or the optimization, not to the hardware"
     elif found.verdict == EQUAL:
-        yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
+        yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimization"
         yield f"a smaller hardware error cannot be detected, because rounding differs: {why}"
     elif bad is None:
         yield "unknown: the run recorded none of these steps (see train.log_every)"

@@ -214,7 +214,10 @@ def _culprit(
     num_turns = len(was[0])
     if any(len(records) != num_turns for records in (*was, *now)):
         return Culprit(
-            (), all_hosts, f"some ranks have no record of step {bad.step} or of one of its optimizer turns"
+            (),
+            all_hosts,
+            f"some ranks have no record of step {bad.step}, or of the turn of one of its optimizers "
+            "(see `Task.turns`)",
         )
     before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
     last_equal = max([found.start_step, *before])
@@ -242,7 +245,7 @@ def _culprit(
                 own_hosts = tuple(dict.fromkeys(hosts[rank] for rank in differing))
                 return Culprit(tuple(differing), own_hosts, text)
             return Culprit((), all_hosts, f"every rank differs: {text}")
-    return Culprit((), all_hosts, "no rank differs, only the sum over the ranks")
+    return Culprit((), all_hosts, "no single rank differs; only the sum over all ranks does")
 
 
 def rank_records(attempt: AttemptDir, rank: int, step: int) -> list[dict[str, object]]:

@@ -192,7 +192,7 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
         raise UsageError(
             f"the training data has changed since attempt {attempt}, so the steps would contain "
             f"different samples",
-            hint="restore the data (for `stdlib`, use the same Python version)",
+            hint="restore the original data; for `stdlib`, use the original Python version",
         )
 
 

@@ -320,7 +320,7 @@ def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
 
 
 def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> Iterator[float]:
-    """Yield the band edges that the axis must include in addition to the `values` of its lines."""
+    """Yield values, in addition to `values`, that the axis must include so that all bands fit."""
     if floor > -math.inf:
         yield floor
         return

@@ -87,7 +87,7 @@ class Curves(dict[str, list[Any]]):
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
     def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield each run's name with its points: pairs of a value in `column` and a value of the metric.
+        """Yield each run's name and its points: pairs of a value in `column` and the metric's value.
 
         Steps without one of the two values are omitted.
         """

@@ -158,7 +158,7 @@ def _columns(
 
 
 def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
-    """Summarise a metric's values in a bucket, or return None if no value is a number or null."""
+    """Summarize a metric's values in a bucket, or return None if no value is a number or null."""
     finite: Sequence[float] = values  # type: ignore[assignment]
     at: Sequence[int] = steps  # type: ignore[assignment]
     broken: Point | None = None

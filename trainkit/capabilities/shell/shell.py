@@ -75,7 +75,7 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
     config.
     """
     start_file = shell_start_file(loaded.config, Path.cwd())
-    require_terminal("`trainkit submit` works without a terminal")
+    require_terminal("without a terminal, use `trainkit submit`")
     ensure_folder(folder)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
         file.write(start_file)

@@ -54,6 +54,6 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
         name="world_size",
         type=COUNT,
     )
-    rank_option = option("--rank N", "Number of the rank to simulate; default: 0.", type=INDEX)
+    rank_option = option("--rank N", "Rank to simulate; default: 0.", type=INDEX)
     typed: Callable[..., object] = world_option(rank_option(with_simulation))
     return typed

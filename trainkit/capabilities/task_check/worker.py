@@ -201,7 +201,7 @@ class Smoke:
             self._add(
                 method,
                 message,
-                "return the number of samples or tokens in the total as count, not the number of batches",
+                "return, as count, the number of samples or tokens in the total, not the number of batches",
             )
         elif adds_up and not is_sum and is_near(mean, both):
             message = (

@@ -1,1 +1,1 @@
-"""Prepares texts as training data: checks and tokenises them, and caches the resulting shards."""
+"""Prepares texts as training data: checks and tokenizes them, and caches the resulting shards."""

@@ -1,6 +1,6 @@
-"""Caches tokenised texts as shards.
+"""Caches tokenized texts as shards.
 
-This module is used by dry runs, so it imports numpy and tokenizers only to tokenise.
+This module is used by dry runs, so it imports numpy and tokenizers only to tokenize.
 """
 
 from __future__ import annotations

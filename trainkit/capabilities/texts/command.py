@@ -1,4 +1,4 @@
-"""Implements `trainkit data`: tokenises texts into shards, validates texts and shards, and shows samples."""
+"""Implements `trainkit data`: tokenizes texts into shards, validates texts and shards, and shows samples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def prepare(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Tokenise text files into shards for training.
+    """Tokenize text files into shards for training.
 
     SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved to disk, a folder
     that contains any of these, or the word stdlib, which stands for the source files of Python's standard

@@ -29,7 +29,7 @@ from trainkit.formats import near
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The sources of a dataset and the options that determine how the sources are tokenised."""
+    """The sources of a dataset and the options that determine how the sources are tokenized."""
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class Input:
 
 
 def find_inputs(spec: DatasetSpec) -> list[Input]:
-    """Return all files of a dataset in the order they are tokenised.
+    """Return all files of a dataset in the order they are tokenized.
 
     Raises UsageError for a file that is missing, unreadable or of an unsupported kind.
     """

@@ -1,4 +1,4 @@
-"""Tokenises texts into a folder of token shards, using several processes and constant memory.
+"""Tokenizes texts into a folder of token shards, using several processes and constant memory.
 
 The texts are divided into independent units. For each unit, the shards are first renamed to their final
 names, and then a record is written. Therefore, an interrupted preparation can resume where it stopped, and
@@ -90,7 +90,7 @@ def run_jobs(
 
 
 def _begin_worker(lifeline: Connection) -> None:
-    """Initialise a worker process: ignore signals, tokenise with one thread, and exit with the parent.
+    """Initialize a worker process: ignore signals, tokenize with one thread, and exit with the parent.
 
     A terminal or scheduler sends signals to the whole process group, but only the parent should handle them.
     """

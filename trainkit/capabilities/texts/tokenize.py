@@ -1,4 +1,4 @@
-"""Tokenises one unit of text into shards, in a worker process of `prepare`."""
+"""Tokenizes one unit of text into shards, in a worker process of `prepare`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _load(path: str) -> Any:
     except Exception as error:  # tokenizers raises plain Exception objects
         raise UsageError(
             f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
-            hint="install a newer version of tokenizers, or save the tokenizer again",
+            hint="install a newer version of the package tokenizers, or save the tokenizer again",
         ) from None
     library.no_truncation()
     library.no_padding()
@@ -83,7 +83,7 @@ def record_file(folder: Path, unit: Unit) -> Path:
 
 
 def run_unit(folder: Path, unit: Unit) -> None:
-    """Tokenise a unit, rename its shards to their final names, and then write its record.
+    """Tokenize a unit, rename its shards to their final names, and then write its record.
 
     Raises UsageError if a text is unusable or a source has changed, and OSError if the shards cannot be
     written.

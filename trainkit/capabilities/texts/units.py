@@ -58,7 +58,7 @@ class InputSpan:
 
 @dataclass(frozen=True)
 class Unit:
-    """The spans that a single worker tokenises into one set of shards."""
+    """The spans that a single worker tokenizes into one set of shards."""
 
     index: int
     spec: DatasetSpec
@@ -168,7 +168,7 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""Approximate size in bytes of the pieces that are tokenised separately; pieces are cut at newlines."""
+"""Approximate size in bytes of the pieces that are tokenized separately; pieces are cut at newlines."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,9 @@ class SpanReader:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
                 message = f"{self.span.source.shown} was truncated while being read"
-                raise UsageError(message, hint="start again once no process is writing to the file")
+                raise UsageError(
+                    message, hint="run the command again when no other process is writing to the file"
+                )
             self._hash.update(block)
             position += len(block)
             kept += block

@@ -139,7 +139,7 @@ def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> I
 
 
 def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    """Yield the decodable part of a text; report only the first invalid byte in each line."""
+    """Yield the pieces of a text file that are valid UTF-8; report at most one invalid byte per line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     inside_line = reported = False
     with open_input(source) as stream:

@@ -163,7 +163,7 @@ class HFCausalLM(Task):
         return apply_lora(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder), wraps=True)
 
     def _quantized(self, model: nn.Module) -> nn.Module:
-        """If `model.quantize` is set, quantise the frozen linear layers except the head; return the model."""
+        """Quantize the frozen linear layers except the head if `model.quantize` is set; return the model."""
         if self.config.model.quantize is None:
             return model
         before = sum(param.numel() for param in model.parameters())
@@ -171,7 +171,7 @@ class HFCausalLM(Task):
         if not quantize_linears(model, set(heads.modules())):
             self._refuse_quantized("the model has no frozen nn.Linear")
         left = sum(param.numel() for param in model.parameters())
-        log.info(f"{before - left:,} of {before:,} parameters are quantised to 4 bits")
+        log.info(f"{before - left:,} of {before:,} parameters are quantized to 4 bits")
         return model
 
     def _refuse_quantized(self, why: str) -> None:

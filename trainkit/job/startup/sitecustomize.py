@@ -19,7 +19,7 @@ if __name__ == "sitecustomize":
             SourceFileLoader(module.__name__, module.__file__).exec_module(module)
         except Exception as error:
             sys.stderr.write("trainkit cannot prepare this Python: %s: %s\n" % (type(error).__name__, error))  # noqa: UP031
-    # If there is no other sitecustomize, Python reports that the module is missing, as Python would without
+    # If there is no other sitecustomize, the import fails, and Python handles the failure as it would without
     # this file.
     del sys.modules[__name__]
     import sitecustomize  # type: ignore # noqa: F401

@@ -281,7 +281,7 @@ class Decoder(Model):
     def make_site_keys(self) -> Tensor:
         """Return an int32 key [1 + 2 x layers] for each place in the model that applies dropout.
 
-        The keys are tensor elements, because torch.compile would specialise each block on Python integers.
+        The keys are tensor elements, because torch.compile would specialize each block on Python integers.
         """
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)

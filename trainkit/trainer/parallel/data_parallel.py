@@ -231,7 +231,7 @@ def observe_reduce_scatter(model: nn.Module, local_gradient: LocalGradient) -> N
 
 
 MIN_BUCKET_BYTES = 4 * 2**20
-"""Minimum size of a bucket in bytes: small enough to start reducing early, large enough to amortise
+"""Minimum size of a bucket in bytes: small enough to start reducing early, large enough to amortize
 latency."""
 
 
