@@ -87,16 +87,24 @@ class Thinned:
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
         """Add records from metrics.jsonl; if a metric has several values for a step, use the newest one."""
-        for place, own in groupby(records, lambda record: record["step"] // self.width):  # type: ignore[operator]
-            self._add(place, list(own))
+        known: Sequence[int] = ()
+        parts: list[tuple[int, slice]] = []
+        for name, steps, values in _columns(list(records)):
+            if name in POSITIONS or (name not in self.buckets and len(self.buckets) == MAX_METRICS):
+                continue
+            if steps is not known:
+                known, parts = steps, _parts(steps, self.width)
+            self._add(name, steps, values, parts)
         while max(map(len, self.buckets.values()), default=0) > self.most:
             self.widen(2 * self.width)
 
-    def _add(self, place: int, records: Sequence[Mapping[str, object]]) -> None:
-        for name, steps, values in _columns(records):
-            if name in POSITIONS or (name not in self.buckets and len(self.buckets) == MAX_METRICS):
-                continue
-            found = _bucket(steps, values) if self.width > 1 else _bucket(steps[-1:], values[-1:])
+    def _add(
+        self, name: str, steps: Sequence[int], values: Sequence[object], parts: Iterable[tuple[int, slice]]
+    ) -> None:
+        """Add one metric's values; `parts` are the numbers of their buckets and the indices of the values."""
+        are_numbers = set(map(type, values)) <= NUMBERS
+        for place, part in parts:
+            found = _bucket(steps[part], values[part], are_numbers)
             if found is None:
                 continue
             own = self.buckets.setdefault(name, {})
@@ -145,28 +153,45 @@ class Thinned:
 
 def _columns(
     records: Sequence[Mapping[str, object]],
-) -> Iterator[tuple[str, Sequence[object], Sequence[object]]]:
+) -> Iterator[tuple[str, Sequence[int], Sequence[object]]]:
     """Yield each key with the steps and values of the records that contain it."""
+    if not records:
+        return
     first, *others = map(tuple, records)
     if all(keys == first for keys in others):  # Most runs log the same metrics at each step.
         columns = dict(zip(first, zip(*(record.values() for record in records), strict=True), strict=True))
-        yield from ((name, columns["step"], values) for name, values in columns.items())
+        steps: Sequence[int] = columns["step"]  # type: ignore[assignment]
+        yield from ((name, steps, values) for name, values in columns.items())
         return
     for name in dict.fromkeys(chain.from_iterable(records)):
         having = [record for record in records if name in record]
-        yield name, [record["step"] for record in having], [record[name] for record in having]
+        yield name, [record["step"] for record in having], [record[name] for record in having]  # type: ignore[misc]
 
 
-def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
+def _parts(steps: Sequence[int], width: int) -> list[tuple[int, slice]]:
+    """Divide consecutive steps into buckets; return the number of each bucket and the indices of its steps.
+
+    If buckets contain one step, a bucket has the index of the newest record of the step.
+    """
+    found, begin = list[tuple[int, slice]](), 0
+    for place, own in groupby(steps if width == 1 else [step // width for step in steps]):
+        end = begin + len(list(own))
+        found.append((place, slice(begin if width > 1 else end - 1, end)))
+        begin = end
+    return found
+
+
+def _bucket(steps: Sequence[int], values: Sequence[object], are_numbers: bool) -> Bucket | None:
     """Summarise a metric's values in a bucket, or return None if no value is a number or null."""
     finite: Sequence[float] = values  # type: ignore[assignment]
-    at: Sequence[int] = steps  # type: ignore[assignment]
     broken: Point | None = None
     low = high = math.inf
-    if set(map(type, values)) <= NUMBERS:
+    if are_numbers:
         low, high = min(finite), max(finite)
     if not -LARGEST <= low <= high <= LARGEST:
-        pairs = [pair for pair in zip(at, values, strict=True) if pair[1] is None or type(pair[1]) in NUMBERS]
+        pairs = [
+            pair for pair in zip(steps, values, strict=True) if pair[1] is None or type(pair[1]) in NUMBERS
+        ]
         good = [(step, value) for step, value in pairs if value is not None and abs(value) <= LARGEST]  # type: ignore[arg-type]
         bad = next((pair for pair in pairs if pair[1] is None or abs(pair[1]) > LARGEST), None)  # type: ignore[arg-type]
         if bad is not None:
@@ -175,14 +200,14 @@ def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
         if not good:
             last = max((step for step, _ in pairs), default=0)
             return None if broken is None else Bucket((0, math.nan), (0, math.nan), 0.0, 0, last, broken)
-        at, finite = zip(*good, strict=True)
+        steps, finite = zip(*good, strict=True)
         low, high = min(finite), max(finite)
     return Bucket(
-        (at[finite.index(low)], low),
-        (at[finite.index(high)], high),
+        (steps[finite.index(low)], low),
+        (steps[finite.index(high)], high),
         math.fsum(finite),
         len(finite),
-        at[-1],
+        steps[-1],
         broken,
     )
 
