@@ -17,12 +17,14 @@ from typing import TextIO
 import click
 
 from trainkit.capabilities.report.compared_runs import (
+    are_trials,
     compared_value,
     compared_values,
     differing_keys,
     progress_of,
     runs_named,
     short_names,
+    typed_values,
 )
 from trainkit.capabilities.report.curves import Curves, writable_file
 from trainkit.capabilities.report.curves import curves as read_curves
@@ -102,8 +104,10 @@ def command(
 ) -> None:
     """Compare the results of runs and the config keys that differ between the runs.
 
-    The name of a group or bench stands for all of its runs that have started. For runs that differ only in
-    their seeds, an additional table shows the mean and standard deviation of their results.
+    The name of a group or bench stands for all of its runs that have started. The table of a single group is
+    ranked by results, and the best result is bold; --csv and --json keep the order of the trials. For runs
+    that differ only in their seeds, an additional table shows the mean and standard deviation of their
+    results.
 
     --curves and --plot compare the curves of the runs. The figure has one line per combination of values of
     the differing keys, with the mean and standard deviation over seeds. With --csv, --curves writes a table
@@ -227,6 +231,7 @@ def _compare_runs(
         )
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
     values = [compared_values(run, report.config) for run, report in zip(runs, reports, strict=True)]
+    typed = [typed_values(run, own) for run, own in zip(runs, values, strict=True)]
     keys = differing_keys(values)
     column = None if sort is None else column_of(sort, keys, SORTED_BY)
     by_metric = sort if column is None else None
@@ -242,15 +247,15 @@ def _compare_runs(
     for run, own in zip(compared, values, strict=True):
         if not own:
             warn(f"{run['run']}: the config of this run cannot be read")
-    rows = list(zip(compared, measured, reports, values, strict=True))
+    rows = list(zip(compared, measured, reports, values, typed, strict=True))
     if column is not None:
         rows.sort(key=lambda row: value_order((as_numbers(row[3]) if column in keys else row[0]).get(column)))
-    elif sort is not None:
+    elif sort is not None or (not as_csv and not as_json and are_trials(names)):
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
-    differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
-    plain = [{key: compared_value(key, value) for key, value in own.items()} for own in differing]
-    repeated = _repetitions(keys, [own for *_, own in rows], [run["result"] for run in compared])
+    values, typed = [own for *_, own, _ in rows], [own for *_, own in rows]
+    plain = [{key: compared_value(key, masked(own.get(key), key)) for key in keys} for own in values]
+    repeated = _repetitions(keys, values, [run["result"] for run in compared])
     if as_csv:
         num_without = sum(run["result"] is None for run in compared)
         _note_progress(names, {f"result by {ranking.metric}": num_without})
@@ -267,14 +272,19 @@ def _compare_runs(
                 shown = ["" if value is None else shown_value(value) for value in own.values()]
                 writer.writerow([*run.values(), *shown])
     else:
-        best = min((run["result"] for run in compared), key=ranking.order)
-        texts = ((run["result"], _result(own, report)) for run, own, report, _ in rows)
-        results = [Styled(text, TITLE) if value == best is not None else text for value, text in texts]
-        click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
-        shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
-        click.echo(f"\n{_differences(keys, shown_of)}")
+        best = min(compared, key=lambda run: ranking.order(run["result"]))
+        results = [
+            Styled(_result(own, report), TITLE) if run is best and own.result else _result(own, report)
+            for run, own, report, *_ in rows
+        ]
+        click.echo(_figures(compared, [report for _, _, report, *_ in rows], ranking.heading, results))
+        shown = [{key: masked(own.get(key), key) for key in keys} for own in typed]
+        known = [
+            (run["run"], own) for run, own, is_known in zip(compared, shown, values, strict=True) if is_known
+        ]
+        click.echo(f"\n{_differences(keys, known)}")
         if repeated:
-            click.echo(f"\n{_mean_table(keys, repeated, ranking)}")
+            click.echo(f"\n{_mean_table(keys, repeated, ranking, shown)}")
 
 
 @dataclass(frozen=True)
@@ -337,17 +347,29 @@ def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, obje
     return {"result_n": num, "result_mean": mean, "result_sd": sd}
 
 
-def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
-    """Return a table of means and standard deviations, with one row per combination of key values."""
+def _mean_table(
+    keys: Sequence[str],
+    repeated: Sequence[Repetition],
+    ranking: Ranking,
+    values: Sequence[Mapping[str, object]],
+) -> str:
+    """Return a table of means and standard deviations, with one row per combination of key values.
+
+    `values` are the values of the compared runs as they are shown.
+    """
     own = [key for key in keys if key != SEED]
     rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
-    for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):
+    ranked = sorted(repeated, key=lambda one: ranking.order(one.mean))
+    for one in ranked:
         sd = "" if one.sd is None else f" ± {one.sd:.2g}"
-        shown_values = ("-" if one.values[key] is None else shown_value(one.values[key]) for key in own)
+        first = values[one.rows[0]]
+        shown_values = ("-" if first[key] is None else shown_value(first[key]) for key in own)
         num = str(one.num_results)
         if one.num_results < len(one.rows):
             num += f" of {len(one.rows)}"
-        rows.append((*shown_values, num, f"{result_text(one.mean)}{sd}"))
+        result = f"{result_text(one.mean)}{sd}"
+        is_best = one is ranked[0] and one.mean is not None
+        rows.append((*shown_values, num, Styled(result, TITLE) if is_best else result))
     return table(rows, fit=terminal_width())
 
 

@@ -10,10 +10,11 @@ from trainkit.config.schema import default_values, is_known
 from trainkit.formats import shown_value
 from trainkit.observe.values import asked_of
 from trainkit.run.end import read_newest_end
-from trainkit.run.group import group_of
+from trainkit.run.group import RunGroup, group_of
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.run.trial import as_number, values_of
+from trainkit.shipped import measured_speeds
 
 VARIABLES = "launch.env"
 """The config key whose value is a mapping of environment variables. Each environment variable is compared as
@@ -29,7 +30,9 @@ class ComparedRun:
     name: str
     run: RunDir
     values: Mapping[str, object]
-    """Maps config keys to the run's values as the user wrote them; empty if the config cannot be read."""
+    """Maps config keys to the run's values; empty if the config cannot be read."""
+    typed: Mapping[str, object]
+    """The same values as `typed_values` returns them."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
@@ -45,6 +48,15 @@ def _runs_of(name: str) -> list[RunDir]:
     if isinstance(found, RunDir):
         return [found]
     return [run for index in sorted(found.trials) if (run := found.run(index)).exists()]
+
+
+def are_trials(names: Sequence[str]) -> bool:
+    """Return whether the names stand for the trials of one group, which are ranked by their results.
+
+    The runs of a bench are not ranked by results, because a bench measures speeds.
+    """
+    found = find_run_or_group(names[0])
+    return len(names) == 1 and isinstance(found, RunGroup) and measured_speeds(found.path) is None
 
 
 def _named(name: str) -> list[RunDir]:
@@ -129,8 +141,21 @@ def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, objec
     return found
 
 
+def typed_values(run: RunDir, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of a run, with each swept number as the user typed it, for example ``1e-3``.
+
+    `values` is the result of `compared_values`.
+    """
+    typed = values_of(run)
+    return {
+        key: own if isinstance(own := typed.get(key), str) and as_number(own) == value else value
+        for key, value in values.items()
+    }
+
+
 def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
     """Return the runs with the given names. Raises UsageError if a run does not exist."""
     runs = runs_named(names)
-    found = zip(short_names(runs), runs, (compared_values(run, asked_of(run)) for run in runs), strict=True)
+    values = [compared_values(run, asked_of(run)) for run in runs]
+    found = zip(short_names(runs), runs, values, map(typed_values, runs, values), strict=True)
     return [ComparedRun(*one) for one in found]

@@ -140,6 +140,7 @@ class Curves(dict[str, list[Any]]):
                     }
                     for metric in self.metrics
                 },
+                {key: one.typed[key] for key in self.keys_that_differ if key in one.typed},
             )
             for one, own in self._runs
         ]

@@ -102,7 +102,7 @@ class DrawnRun:
     """Maps each metric to its points by step: the position on the axis, and the value (nan or -inf if
     non-finite)."""
     typed: Mapping[str, object] = field(default_factory=dict)
-    """Values of config keys as the user typed them, for example ``1e-3``. The legend shows these values."""
+    """Values of config keys as the user typed them, for example ``1e-3``, for the legend."""
 
 
 @dataclass(frozen=True)
