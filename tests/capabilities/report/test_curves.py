@@ -38,11 +38,11 @@ LR = "optimizer.lr"
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunGroup:
     """Create a sweep of two learning rates with three seeds each."""
     monkeypatch.chdir(tmp_path)
-    group = made_up_sweep(tmp_path / "mine", {LR: ["1e-4", "1e-2"], "seed": [0, 1, 2]})
+    group = made_up_sweep(tmp_path / "mine", {LR: [1e-4, 1e-2], "seed": [0, 1, 2]})
     for index, trial in group.trials.items():
         config = group.run(index).config_file
         text = config.read_text().replace("seed: 0\n", f"seed: {trial.values['seed']}\n")
-        config.write_text(text.replace("lr: 0.0003\n", f"lr: {float(str(trial.values[LR]))}\n"))
+        config.write_text(text.replace("lr: 0.0003\n", f"lr: {trial.values[LR]}\n"))
     return group
 
 
@@ -140,7 +140,7 @@ def test_a_line_per_value_is_the_mean_over_seeds(sweep: RunGroup) -> None:
     at_end = [loss for step, lr, loss in found if (step, lr) == (20, 1e-4)]
     assert asarray(axes.lines[0].get_ydata()).tolist()[-1] == pytest.approx(sum(at_end) / 3)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "training loss")
-    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["lr=1e-4", "lr=1e-2"]
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["lr=0.0001", "lr=0.01"]
 
 
 def test_a_user_saves_the_file_of_the_command(sweep: RunGroup, tmp_path: Path) -> None:
@@ -167,17 +167,17 @@ def test_what_a_user_adds_has_the_size_of_the_figure(sweep: RunGroup) -> None:
     figure.draw_without_rendering()  # creates the ticks
     assert {text.get_fontsize() for text in (*axes.get_xticklabels(), *axes.get_yticklabels())} == {7.0}
     for legend in (axes.legend(), figure.legend()):
-        assert [text.get_text() for text in legend.get_texts()] == ["lr=1e-4", "lr=1e-2"]
+        assert [text.get_text() for text in legend.get_texts()] == ["lr=0.0001", "lr=0.01"]
         assert {text.get_fontsize() for text in legend.get_texts()} == {7.0}
         assert [one.get_linewidth() for one in legend.get_lines()] == [1.2, 1.2]  # not the original values
     only = axes.legend(handles=axes.lines[:1], loc="upper right")
-    assert [text.get_text() for text in only.get_texts()] == ["lr=1e-4"]
+    assert [text.get_text() for text in only.get_texts()] == ["lr=0.0001"]
 
 
 def test_a_line_its_band_and_its_legend_entry_are_found_by_their_name(sweep: RunGroup) -> None:
     log(sweep.run(0), [step(n, n, loss=1.0 if n < 4 else None) for n in (1, 2, 3, 4)])
     figure = curves("mine", metrics=["loss", "grad_norm"]).plot(smooth=0.5)
-    for artist in figure.findobj(lambda artist: artist.get_label() == "lr=1e-4"):
+    for artist in figure.findobj(lambda artist: artist.get_label() == "lr=0.0001"):
         artist.set_color("crimson")  # type: ignore[attr-defined]
     recolored, kept = figure.legends[0].get_lines()
     assert (recolored.get_color(), kept.get_color() in ("crimson", recolored.get_color())) == (

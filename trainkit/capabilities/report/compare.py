@@ -24,7 +24,6 @@ from trainkit.capabilities.report.compared_runs import (
     progress_of,
     runs_named,
     short_names,
-    typed_values,
 )
 from trainkit.capabilities.report.curves import Curves, writable_file
 from trainkit.capabilities.report.curves import curves as read_curves
@@ -231,7 +230,6 @@ def _compare_runs(
         )
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
     values = [compared_values(run, report.config) for run, report in zip(runs, reports, strict=True)]
-    typed = [typed_values(run, own) for run, own in zip(runs, values, strict=True)]
     keys = differing_keys(values)
     column = None if sort is None else column_of(sort, keys, SORTED_BY)
     by_metric = sort if column is None else None
@@ -247,15 +245,15 @@ def _compare_runs(
     for run, own in zip(compared, values, strict=True):
         if not own:
             warn(f"{run['run']}: the config of this run cannot be read")
-    rows = list(zip(compared, measured, reports, values, typed, strict=True))
+    rows = list(zip(compared, measured, reports, values, strict=True))
     if column is not None:
         rows.sort(key=lambda row: value_order((as_numbers(row[3]) if column in keys else row[0]).get(column)))
     elif sort is not None or (not as_csv and not as_json and are_trials(names)):
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
-    values, typed = [own for *_, own, _ in rows], [own for *_, own in rows]
-    plain = [{key: compared_value(key, masked(own.get(key), key)) for key in keys} for own in values]
-    repeated = _repetitions(keys, values, [run["result"] for run in compared])
+    differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
+    plain = [{key: compared_value(key, value) for key, value in own.items()} for own in differing]
+    repeated = _repetitions(keys, [own for *_, own in rows], [run["result"] for run in compared])
     if as_csv:
         num_without = sum(run["result"] is None for run in compared)
         _note_progress(names, {f"result by {ranking.metric}": num_without})
@@ -275,16 +273,13 @@ def _compare_runs(
         best = min(compared, key=lambda run: ranking.order(run["result"]))
         results = [
             Styled(_result(own, report), TITLE) if run is best and own.result else _result(own, report)
-            for run, own, report, *_ in rows
+            for run, own, report, _ in rows
         ]
-        click.echo(_figures(compared, [report for _, _, report, *_ in rows], ranking.heading, results))
-        shown = [{key: masked(own.get(key), key) for key in keys} for own in typed]
-        known = [
-            (run["run"], own) for run, own, is_known in zip(compared, shown, values, strict=True) if is_known
-        ]
-        click.echo(f"\n{_differences(keys, known)}")
+        click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
+        shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
+        click.echo(f"\n{_differences(keys, shown_of)}")
         if repeated:
-            click.echo(f"\n{_mean_table(keys, repeated, ranking, shown)}")
+            click.echo(f"\n{_mean_table(keys, repeated, ranking)}")
 
 
 @dataclass(frozen=True)
@@ -347,23 +342,14 @@ def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, obje
     return {"result_n": num, "result_mean": mean, "result_sd": sd}
 
 
-def _mean_table(
-    keys: Sequence[str],
-    repeated: Sequence[Repetition],
-    ranking: Ranking,
-    values: Sequence[Mapping[str, object]],
-) -> str:
-    """Return a table of means and standard deviations, with one row per combination of key values.
-
-    `values` are the values of the compared runs as they are shown.
-    """
+def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
+    """Return a table of means and standard deviations, with one row per combination of key values."""
     own = [key for key in keys if key != SEED]
     rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
     ranked = sorted(repeated, key=lambda one: ranking.order(one.mean))
     for one in ranked:
         sd = "" if one.sd is None else f" ± {one.sd:.2g}"
-        first = values[one.rows[0]]
-        shown_values = ("-" if first[key] is None else shown_value(first[key]) for key in own)
+        shown_values = ("-" if one.values[key] is None else shown_value(one.values[key]) for key in own)
         num = str(one.num_results)
         if one.num_results < len(one.rows):
             num += f" of {len(one.rows)}"

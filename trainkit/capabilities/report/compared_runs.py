@@ -30,9 +30,7 @@ class ComparedRun:
     name: str
     run: RunDir
     values: Mapping[str, object]
-    """Maps config keys to the run's values; empty if the config cannot be read."""
-    typed: Mapping[str, object]
-    """The same values as `typed_values` returns them."""
+    """Maps config keys to the run's values as the user wrote them; empty if the config cannot be read."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
@@ -141,21 +139,8 @@ def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, objec
     return found
 
 
-def typed_values(run: RunDir, values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of a run, with each swept number as the user typed it, for example ``1e-3``.
-
-    `values` is the result of `compared_values`.
-    """
-    typed = values_of(run)
-    return {
-        key: own if isinstance(own := typed.get(key), str) and as_number(own) == value else value
-        for key, value in values.items()
-    }
-
-
 def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
     """Return the runs with the given names. Raises UsageError if a run does not exist."""
     runs = runs_named(names)
-    values = [compared_values(run, asked_of(run)) for run in runs]
-    found = zip(short_names(runs), runs, values, map(typed_values, runs, values), strict=True)
+    found = zip(short_names(runs), runs, (compared_values(run, asked_of(run)) for run in runs), strict=True)
     return [ComparedRun(*one) for one in found]

@@ -143,7 +143,7 @@ class Curves(dict[str, list[Any]]):
                     }
                     for metric in self.metrics
                 },
-                {key: one.typed[key] for key in self.keys_that_differ if key in one.typed},
+                {key: one.values[key] for key in self.keys_that_differ if key in one.values},
             )
             for one, own in self._runs
         ]

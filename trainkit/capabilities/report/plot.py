@@ -71,7 +71,7 @@ LABELS = {
     "lr": "learning rate",
     "tokens_per_s": "tokens per second",
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.labelsize": 8,
     "axes.titlesize": 8,
@@ -197,7 +197,7 @@ def draw(
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
     note = _note(series)
     size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * (num_rows + (note is not None)))
-    with rc_context(STYLE):  # type: ignore[arg-type]
+    with rc_context(STYLE):
         figure = CurveFigure(figsize=size, layout="constrained")
         grid = figure.subplots(
             len(metrics), 1, squeeze=False, sharex=True, subplot_kw={"axes_class": CurveAxes}

@@ -160,7 +160,7 @@ def _columns(
     first, *others = map(tuple, records)
     if all(keys == first for keys in others):  # Most runs log the same metrics at each step.
         columns = dict(zip(first, zip(*(record.values() for record in records), strict=True), strict=True))
-        steps: Sequence[int] = columns["step"]  # type: ignore[assignment]
+        steps: Sequence[int] = columns["step"]
         yield from ((name, steps, values) for name, values in columns.items())
         return
     for name in dict.fromkeys(chain.from_iterable(records)):
