@@ -79,7 +79,8 @@ def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_runs_of_a_group_are_ranked_and_the_best_is_bold(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for index, losses in enumerate(([0.2], [0.1], [0.1], [None], [], [0.3])):  # None: the run has diverged
+    logged: list[list[float | None]] = [[0.2], [0.1], [0.1], [None], [], [0.3]]  # None: the run has diverged
+    for index, losses in enumerate(logged):
         records = [{"step": 9, "attempt": 1, "loss": loss} for loss in losses]
         (place / "mine" / str(index) / "metrics.jsonl").write_text(
             "".join(f"{json.dumps(record)}\n" for record in records)

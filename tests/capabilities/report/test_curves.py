@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_rgb
 from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
@@ -184,10 +184,13 @@ def test_a_line_its_band_and_its_legend_entry_are_found_by_their_name(sweep: Run
         "crimson",
         False,
     )
+    crimson = list(to_rgb("crimson"))
     for axes, num_lines in zip(figure.axes, (3, 2), strict=True):  # the first chart has a cross
         colors = [line.get_color() for line in axes.lines]
         assert colors.count("crimson") == num_lines
-        assert [to_hex(band.get_facecolor()) for band in axes.collections].count(to_hex("crimson")) == 1
+        assert [asarray(band.get_facecolor())[0, :3].tolist() for band in axes.collections].count(
+            crimson
+        ) == 1
 
 
 def test_a_mean_over_seeds_alone_has_a_note(sweep: RunGroup) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.cli.output import masked
 from trainkit.errors import UsageError
@@ -70,24 +70,6 @@ LABELS = {
     "val_loss": "validation loss",
     "lr": "learning rate",
     "tokens_per_s": "tokens per second",
-}
-STYLE: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.labelsize": 8,
-    "axes.titlesize": 8,
-    "figure.titlesize": 8,
-    "legend.fontsize": 7,
-    "legend.title_fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "lines.linewidth": 1.2,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
-    "savefig.dpi": 300,
-    "pdf.fonttype": 42,  # embed TrueType fonts, because many publishers reject Type 3 fonts
-    "svg.fonttype": "none",
-    "svg.hashsalt": "trainkit",  # With a fixed salt, the same data always produce the same file.
 }
 
 
@@ -180,7 +162,7 @@ def draw(
         hint = did_you_mean(by, keys) or (f"the runs differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
     try:
-        from matplotlib import rc_context
+        from trainkit.capabilities.report.figure import TICK_SIZE, CurveAxes, CurveFigure, style
     except ModuleNotFoundError:
         raise UsageError(
             "figures need matplotlib, which is not installed", hint=install_line("plot")
@@ -189,15 +171,13 @@ def draw(
         if not any(run.points[metric] for run in runs):
             hint = "choose another metric, or use --x step, which works for every run"
             raise UsageError(f"no run has values of {metric} over {x}", hint=hint)
-    from trainkit.capabilities.report.figure import CurveAxes, CurveFigure
-
     series = series_of(runs, keys, SEED in keys_that_differ)
     labels = labels_of(series, keys)
     num_columns = _num_columns(labels[:MAX_LEGEND])
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
     note = _note(series)
     size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * (num_rows + (note is not None)))
-    with rc_context(STYLE):
+    with style():
         figure = CurveFigure(figsize=size, layout="constrained")
         grid = figure.subplots(
             len(metrics), 1, squeeze=False, sharex=True, subplot_kw={"axes_class": CurveAxes}
@@ -212,7 +192,7 @@ def draw(
             unit, scale = _time_unit(max(places, default=0.0))
         for axes, metric, lines in zip(charts, metrics, drawn, strict=True):
             # matplotlib creates ticks only when it draws them, and then uses the font size set here.
-            axes.tick_params(which="both", labelsize=STYLE["xtick.labelsize"])
+            axes.tick_params(which="both", labelsize=TICK_SIZE)
             found = _draw_chart(axes, lines, styles, smooth, scale)
             axes.set_ylabel(LABELS.get(metric, _verbatim(metric.replace("_", " "))))
         charts[-1].set_xlabel(LABELS[x if x != "gpu_hours" or on_gpu else "worker_hours"] + unit)
@@ -481,15 +461,17 @@ def _draw_chart(
         inside = [y if lowest <= y <= highest else math.nan for y in line.y]
         ys = smoothed(inside, smooth) if smooth else inside
         dots = _dots(inside)
-        named: dict[str, Any] = {"color": style.color, "label": style.label}
+        color, label = style.color, style.label
         marker = "o" if dots else None
-        drawn += axes.plot(xs, ys, ls=style.dash, marker=marker, markersize=3, markevery=dots, **named)
+        drawn += axes.plot(
+            xs, ys, ls=style.dash, marker=marker, markersize=3, markevery=dots, color=color, label=label
+        )
         if smooth:
-            axes.plot(xs, inside, alpha=0.25, linewidth=0.6, zorder=BEHIND, **named)
+            axes.plot(xs, inside, alpha=0.25, linewidth=0.6, zorder=BEHIND, color=color, label=label)
         if line.spread is not None:
             pairs = list(zip(ys, line.spread, strict=True))
             low, high = [max(y - s, floor) for y, s in pairs], [y + s for y, s in pairs]
-            axes.fill_between(xs, low, high, alpha=0.2, linewidth=0, **named)
+            axes.fill_between(xs, low, high, color=color, label=label, alpha=0.2, linewidth=0)
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)
     for line, style in zip(lines, styles, strict=True):
@@ -498,8 +480,8 @@ def _draw_chart(
             points.append((line.diverged_at, line.diverged_to))
         for place, value in crosses(points, lowest, highest):
             edge = bottom if value < lowest else top
-            named = {"color": style.color, "label": style.label}
-            axes.plot([place / scale], [edge], "x", clip_on=False, markersize=5, **named)
+            color, label = style.color, style.label
+            axes.plot([place / scale], [edge], "x", color=color, label=label, clip_on=False, markersize=5)
     return drawn
 
 
