@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 560),
     "trainkit/capabilities/notifications": (5, 526),
     "trainkit/capabilities/replay": (7, 1_594),
-    "trainkit/capabilities/report": (12, 3_342),
+    "trainkit/capabilities/report": (13, 3_537),
     "trainkit/capabilities/shell": (3, 195),
     "trainkit/capabilities/simulation": (4, 312),
     "trainkit/capabilities/slow_ranks": (8, 735),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 5_114),
     "trainkit/slurm": (8, 1_652),
     "trainkit/trainer": (38, 9_816),
-    "tests": (405, 69_078),
+    "tests": (405, 69_191),
 }
 """Maps a folder to its number of Python files and lines.
 

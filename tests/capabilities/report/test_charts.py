@@ -384,6 +384,22 @@ def test_a_report_has_the_colors_of_a_figure(values: list[object]) -> None:
     assert colors_of(values) == [viridis(place) for place in places]
 
 
+PLACES: dict[str, tuple[list[float], list[float]]] = {
+    "few": ([1e-3, 3e-3, 1e-2], [0.0, 0.5, 1.0]),
+    "few, repeated and unordered": ([4, 0, 4, -1], [1.0, 0.5, 1.0, 0.0]),
+    "one": ([3, 3], [0.5, 0.5]),
+    "many within a decade": ([1, *range(2, 9), 9.5], [0.0, *((n - 1) / 8.5 for n in range(2, 9)), 1.0]),
+    "many over a decade": ([2**n for n in range(9)], [n / 8 for n in range(9)]),
+    "many with zero": ([0, *(2**n for n in range(9))], [0.0, *(2**n / 256 for n in range(9))]),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_few_numbers_have_evenly_spaced_colors(kind: str) -> None:
+    values, places = PLACES[kind]
+    assert number_places(values) == pytest.approx(places)
+
+
 def test_the_chart_of_a_metric_can_be_the_first() -> None:
     names = ["lr", "val_loss", "loss", "acc"]
     assert metric_order(names, "acc") == ["acc", "loss", "val_loss", "lr"]

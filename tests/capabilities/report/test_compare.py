@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,33 @@ def test_a_parameter_may_be_called_like_a_figure(place: Path, capsys: pytest.Cap
 
 def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "mine"]) == 0
-    differences = capsys.readouterr().out.split("\n\n")[1]
-    assert [line.split() for line in differences.splitlines()] == [
-        ["seed"],
-        *([str(index), str(index)] for index in range(6)),
-    ]
+    figures, differences, _ = capsys.readouterr().out.split("\n\n")
+    runs = ["1", "4", "0", "2", "3", "5"]  # by their last losses
+    assert [line.split()[0] for line in figures.splitlines()] == ["RUN", *runs]
+    assert [line.split() for line in differences.splitlines()] == [["seed"], *([run, run] for run in runs)]
+
+
+def test_the_runs_of_a_group_are_ranked_and_the_best_is_bold(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[list[float | None]] = [[0.2], [0.1], [0.1], [None], [], [0.3]]  # None: the run has diverged
+    for index, losses in enumerate(logged):
+        records = [{"step": 9, "attempt": 1, "loss": loss} for loss in losses]
+        (place / "mine" / str(index) / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(record)}\n" for record in records)
+        )
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stdout, "isatty", lambda: True)
+        patched.setenv("NO_COLOR", "")
+        assert main(["compare", "mine"]) == 0
+    figures = capsys.readouterr().out.split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in figures] == ["1", "2", "0", "5", "3", "4"]
+    assert ["\x1b[1m0.1000 at 9" in line for line in figures] == [True, *[False] * 5]
+    order = [str(index) for index in range(6)]
+    assert main(["compare", "mine", "--json"]) == 0
+    assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == order
+    assert main(["compare", *(f"mine/{index}" for index in order)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:7]] == order
 
 
 def test_json_and_csv_have_the_same_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +228,8 @@ def test_numbers_are_numbers_where_programs_read_them(
         "0.001",
     ]
     assert list(dict.fromkeys(curves(*names)["lr"])) == [0.1, 0.01, 0.001]
+    (legend,) = curves(*names).plot().legends
+    assert [text.get_text() for text in legend.get_texts()] == ["lr=1e-3", "lr=0.01", "lr=0.1"]  # as typed
 
 
 def test_a_bench(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

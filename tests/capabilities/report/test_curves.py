@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.colors import to_rgb
 from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
@@ -25,6 +26,7 @@ from trainkit.capabilities.report.plot import (
     save,
     smoothed,
 )
+from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -139,6 +141,63 @@ def test_a_line_per_value_is_the_mean_over_seeds(sweep: RunGroup) -> None:
     assert asarray(axes.lines[0].get_ydata()).tolist()[-1] == pytest.approx(sum(at_end) / 3)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "training loss")
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["lr=0.0001", "lr=0.01"]
+
+
+def test_a_user_saves_the_file_of_the_command(sweep: RunGroup, tmp_path: Path) -> None:
+    for kind in ("pdf", "svg", "png"):
+        file = tmp_path / f"a.{kind}"
+        assert main(["compare", "mine", "--plot", str(file)]) == 0
+        curves("mine").plot().savefig(tmp_path / f"b.{kind}")
+        assert file.read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+    content = (tmp_path / "b.pdf").read_bytes()
+    assert b"/CIDFontType2" in content  # TrueType
+    assert b"/Type3" not in content
+    curves("mine").plot().savefig(tmp_path / "c.pdf", metadata={"Title": "mine"}, dpi=100)
+    content = (tmp_path / "c.pdf").read_bytes()
+    assert b"/Title (mine)" in content
+    assert b"CreationDate" not in content
+
+
+def test_what_a_user_adds_has_the_size_of_the_figure(sweep: RunGroup) -> None:
+    figure = curves("mine").plot(smooth=0.5)
+    (axes,) = figure.axes
+    sizes = [text.get_fontsize() for text in (axes.set_title("mine"), figure.suptitle("mine"))]
+    assert sizes == [axes.xaxis.label.get_fontsize()] * 2 == [8.0, 8.0]
+    assert figure.legends[0].get_title().get_fontsize() == 7.0
+    figure.draw_without_rendering()  # creates the ticks
+    assert {text.get_fontsize() for text in (*axes.get_xticklabels(), *axes.get_yticklabels())} == {7.0}
+    for legend in (axes.legend(), figure.legend()):
+        assert [text.get_text() for text in legend.get_texts()] == ["lr=0.0001", "lr=0.01"]
+        assert {text.get_fontsize() for text in legend.get_texts()} == {7.0}
+        assert [one.get_linewidth() for one in legend.get_lines()] == [1.2, 1.2]  # not the original values
+    only = axes.legend(handles=axes.lines[:1], loc="upper right")
+    assert [text.get_text() for text in only.get_texts()] == ["lr=0.0001"]
+
+
+def test_a_line_its_band_and_its_legend_entry_are_found_by_their_name(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, n, loss=1.0 if n < 4 else None) for n in (1, 2, 3, 4)])
+    figure = curves("mine", metrics=["loss", "grad_norm"]).plot(smooth=0.5)
+    for artist in figure.findobj(lambda artist: artist.get_label() == "lr=0.0001"):
+        artist.set_color("crimson")  # type: ignore[attr-defined]
+    recolored, kept = figure.legends[0].get_lines()
+    assert (recolored.get_color(), kept.get_color() in ("crimson", recolored.get_color())) == (
+        "crimson",
+        False,
+    )
+    crimson = list(to_rgb("crimson"))
+    for axes, num_lines in zip(figure.axes, (3, 2), strict=True):  # the first chart has a cross
+        colors = [line.get_color() for line in axes.lines]
+        assert colors.count("crimson") == num_lines
+        assert [asarray(band.get_facecolor())[0, :3].tolist() for band in axes.collections].count(
+            crimson
+        ) == 1
+
+
+def test_a_mean_over_seeds_alone_has_a_note(sweep: RunGroup) -> None:
+    (legend,) = curves("mine/0", "mine/1").plot().legends
+    assert legend.get_title().get_text() == "mean and standard deviation over 2 runs"
+    assert legend.get_texts() == []
+    assert curves("mine/0").plot().legends == []
 
 
 def test_names_have_colors_of_the_palette_and_numbers_of_viridis(sweep: RunGroup) -> None:
@@ -276,7 +335,8 @@ def test_keys_are_columns_as_asked_and_lines_by_all_that_differ(sweep: RunGroup)
     assert list(table)[:3] == ["run", "seed", "step"]
     (axes,) = table.plot().axes
     assert len(axes.lines) == 2
-    assert axes.get_title() == "mean and standard deviation over 3 runs"
+    assert axes.get_title() == ""
+    assert axes.figure.legends[0].get_title().get_text() == "mean and standard deviation over 3 runs"
 
 
 def test_a_seed_that_is_behind_cuts_no_line(sweep: RunGroup) -> None:

@@ -41,6 +41,18 @@ def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixtur
     assert main(["report", "mine", "--overwrite"]) == 2
 
 
+def test_a_report_is_written_again_without_an_option(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = place / "mine" / "report.html"
+    page.write_text("old")
+    assert main(["report", "mine"]) == 0
+    assert "3 runs" in page.read_text()
+    capsys.readouterr()
+    assert main(["report", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Repeat the command to update report.html." in shown
+    assert "Overwrite the file of --out if it exists." in shown
+
+
 def test_a_file_that_appears_while_the_report_is_read_is_kept(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,10 +21,15 @@ from trainkit.shipped import measured_speeds
 @run_argument
 @option("--metric NAME", "Rank the runs by this metric, and show its chart first.")
 @option("--out FILE", "Output file; default: report.html in the folder of RUN.", type=PATH)
-@option("--overwrite", "Overwrite the output file if it exists.")
+@option(
+    "--overwrite",
+    "Overwrite the file of --out if it exists. Without --out, an existing report.html is always overwritten.",
+)
 @json_option
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write an HTML report to report.html in the folder of RUN, and print the path of the file.
+
+    Repeat the command to update report.html.
 
     The page shows the run's timeline, its goodput and how the remaining time was spent, its curves, GPU
     utilisation, requested and used resources, and how to repeat the run. The page can be viewed without

@@ -17,6 +17,7 @@ from typing import TextIO
 import click
 
 from trainkit.capabilities.report.compared_runs import (
+    are_trials,
     compared_value,
     compared_values,
     differing_keys,
@@ -102,8 +103,10 @@ def command(
 ) -> None:
     """Compare the results of runs and the config keys that differ between the runs.
 
-    The name of a group or bench stands for all of its runs that have started. For runs that differ only in
-    their seeds, an additional table shows the mean and standard deviation of their results.
+    The name of a group or bench stands for all of its runs that have started. The table of a single group is
+    ranked by results, and the best result is bold; --csv and --json keep the order of the trials. For runs
+    that differ only in their seeds, an additional table shows the mean and standard deviation of their
+    results.
 
     --curves and --plot compare the curves of the runs. The figure has one line per combination of values of
     the differing keys, with the mean and standard deviation over seeds. With --csv, --curves writes a table
@@ -245,7 +248,7 @@ def _compare_runs(
     rows = list(zip(compared, measured, reports, values, strict=True))
     if column is not None:
         rows.sort(key=lambda row: value_order((as_numbers(row[3]) if column in keys else row[0]).get(column)))
-    elif sort is not None:
+    elif sort is not None or (not as_csv and not as_json and are_trials(names)):
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
     differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
@@ -267,9 +270,11 @@ def _compare_runs(
                 shown = ["" if value is None else shown_value(value) for value in own.values()]
                 writer.writerow([*run.values(), *shown])
     else:
-        best = min((run["result"] for run in compared), key=ranking.order)
-        texts = ((run["result"], _result(own, report)) for run, own, report, _ in rows)
-        results = [Styled(text, TITLE) if value == best is not None else text for value, text in texts]
+        best = min(compared, key=lambda run: ranking.order(run["result"]))
+        results = [
+            Styled(_result(own, report), TITLE) if run is best and own.result else _result(own, report)
+            for run, own, report, _ in rows
+        ]
         click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
         shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
         click.echo(f"\n{_differences(keys, shown_of)}")
@@ -341,13 +346,16 @@ def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ra
     """Return a table of means and standard deviations, with one row per combination of key values."""
     own = [key for key in keys if key != SEED]
     rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
-    for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):
+    ranked = sorted(repeated, key=lambda one: ranking.order(one.mean))
+    for one in ranked:
         sd = "" if one.sd is None else f" ± {one.sd:.2g}"
         shown_values = ("-" if one.values[key] is None else shown_value(one.values[key]) for key in own)
         num = str(one.num_results)
         if one.num_results < len(one.rows):
             num += f" of {len(one.rows)}"
-        rows.append((*shown_values, num, f"{result_text(one.mean)}{sd}"))
+        result = f"{result_text(one.mean)}{sd}"
+        is_best = one is ranked[0] and one.mean is not None
+        rows.append((*shown_values, num, Styled(result, TITLE) if is_best else result))
     return table(rows, fit=terminal_width())
 
 

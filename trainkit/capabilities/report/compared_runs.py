@@ -10,10 +10,11 @@ from trainkit.config.schema import default_values, is_known
 from trainkit.formats import shown_value
 from trainkit.observe.values import asked_of
 from trainkit.run.end import read_newest_end
-from trainkit.run.group import group_of
+from trainkit.run.group import RunGroup, group_of
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.run.trial import as_number, values_of
+from trainkit.shipped import measured_speeds
 
 VARIABLES = "launch.env"
 """The config key whose value is a mapping of environment variables. Each environment variable is compared as
@@ -45,6 +46,15 @@ def _runs_of(name: str) -> list[RunDir]:
     if isinstance(found, RunDir):
         return [found]
     return [run for index in sorted(found.trials) if (run := found.run(index)).exists()]
+
+
+def are_trials(names: Sequence[str]) -> bool:
+    """Return whether the names stand for the trials of one group, which are ranked by their results.
+
+    The runs of a bench are not ranked by results, because a bench measures speeds.
+    """
+    found = find_run_or_group(names[0])
+    return len(names) == 1 and isinstance(found, RunGroup) and measured_speeds(found.path) is None
 
 
 def _named(name: str) -> list[RunDir]:

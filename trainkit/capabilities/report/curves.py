@@ -1,7 +1,7 @@
 """Reads the curves of runs into one table, for plotting and for use in Python programs.
 
 table = trainkit.curves("lr-sweep", metrics=["loss", "val_loss"])
-pandas.DataFrame(table).groupby("optimizer.lr")["val_loss"].min()
+pandas.DataFrame(table).groupby(["optimizer.lr", "seed"])["val_loss"].min()
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ class Curves(dict[str, list[Any]]):
         values in an exponential moving average: at least 0 and less than 1. The values of the key `by`
         determine the line colours; by default, `by` is the first key that differs between the runs.
 
+        The label of a line, of its band and of its legend entry is the text in the legend. The figure's
+        `savefig` writes the same file as ``trainkit compare --plot``.
+
         Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,
         or matplotlib is missing.
         """
@@ -140,6 +143,7 @@ class Curves(dict[str, list[Any]]):
                     }
                     for metric in self.metrics
                 },
+                {key: one.values[key] for key in self.keys_that_differ if key in one.values},
             )
             for one, own in self._runs
         ]

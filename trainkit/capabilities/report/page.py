@@ -18,8 +18,14 @@ PLACE = "<script></script>"
 """Placeholder for the script in the page. No value can contain this text, because `<` is escaped in
 values."""
 
-_IMAGE = re.compile('((?<=src=")data:image/png;base64,[A-Za-z0-9+/=]*(?="))')
-"""Matches base64 image data in a page. No value can match, because quotes in values are escaped."""
+_DATA = re.compile(
+    r'((?<=src=")data:image/png;base64,[A-Za-z0-9+/=]*(?=")'
+    r'|(?:(?<="[xy]":\[)|(?<="spread":\[))[-\d.eE,nul]*(?=\]))'
+)
+"""Matches base64 image data and the numbers of a chart in a page.
+
+No value of a user can match, because quotes in values are escaped.
+"""
 
 
 def _gib(amount: float | None) -> str:
@@ -58,8 +64,8 @@ def render_page(template: str, **values: Any) -> str:
 def _masked(page: str) -> str:
     """Return a page, replacing everything that looks like a secret with `***`.
 
-    Images are not searched for secrets, because they are long and cannot contain any.
+    Images and numbers of charts are not searched for secrets, because they are long and cannot contain any.
     """
-    parts = _IMAGE.split(page)
+    parts = _DATA.split(page)
     parts[::2] = map(mask_secrets, parts[::2])
     return "".join(parts)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean, stdev
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
 """Maps the name of a horizontal axis to the table column with its values."""
@@ -36,6 +36,8 @@ LARGEST = 1e300
 """Values above this limit are drawn as non-finite, because sums of such values overflow."""
 MAX_LABEL = 44
 """Maximum number of characters of a legend entry."""
+BEHIND = 1.9
+"""The zorder of artists behind the lines, whose zorder is 2."""
 MAX_CROSSES = 20
 """Maximum number of crosses per line; more crosses would merge into a bar."""
 MIN_TYPICAL = 5
@@ -47,6 +49,11 @@ FAR, FAR_DECADES = 1000, 10
 """
 LOG_FROM = 50
 """An axis for positive values is logarithmic if the largest value exceeds the smallest by this factor."""
+MAX_RANKED = 8
+"""Maximum number of different numbers whose colours are evenly spaced."""
+LOG_COLORS_FROM = 10
+"""The colours of positive numbers are on a logarithmic scale if the largest number is at least this factor
+times the smallest."""
 MAX_LEGEND = 12
 """Maximum number of entries in a legend. A figure with more lines has a colour bar, or a legend that lists
 only the first lines."""
@@ -64,20 +71,6 @@ LABELS = {
     "lr": "learning rate",
     "tokens_per_s": "tokens per second",
 }
-STYLE = {
-    "font.size": 8,
-    "axes.labelsize": 8,
-    "legend.fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "lines.linewidth": 1.2,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
-    "pdf.fonttype": 42,  # embed TrueType fonts, because many publishers reject Type 3 fonts
-    "svg.fonttype": "none",
-    "svg.hashsalt": "trainkit",  # With a fixed salt, the same data always produce the same file.
-}
 
 
 @dataclass(frozen=True)
@@ -90,6 +83,8 @@ class DrawnRun:
     points: Mapping[str, Mapping[int, tuple[float, float]]]
     """Maps each metric to its points by step: the position on the axis, and the value (nan or -inf if
     non-finite)."""
+    typed: Mapping[str, object] = field(default_factory=dict)
+    """Values of config keys as the user typed them, for example ``1e-3``, for the legend."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class Series:
 
     def label(self, keys: Sequence[str]) -> str:
         """Return the key values as text, or the names of the runs if they have none of the keys."""
-        values = self.values or {}
+        values = {**(self.values or {}), **(self.runs[0].typed if self.runs else {})}
         named = [
             f"{short}={shown_value(masked(values[key], key))}"
             for short, key in zip(short_keys(keys), keys, strict=True)
@@ -167,7 +162,7 @@ def draw(
         hint = did_you_mean(by, keys) or (f"the runs differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
     try:
-        from matplotlib.figure import Figure
+        from trainkit.capabilities.report.figure import TICK_SIZE, CurveAxes, CurveFigure, style
     except ModuleNotFoundError:
         raise UsageError(
             "figures need matplotlib, which is not installed", hint=install_line("plot")
@@ -180,28 +175,38 @@ def draw(
     labels = labels_of(series, keys)
     num_columns = _num_columns(labels[:MAX_LEGEND])
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
-    size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * num_rows)
-    with _style():
-        figure = Figure(figsize=size, layout="constrained")
-        charts: list[Axes] = [*figure.subplots(len(metrics), 1, squeeze=False, sharex=True)[:, 0]]
+    note = _note(series)
+    size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * (num_rows + (note is not None)))
+    with style():
+        figure = CurveFigure(figsize=size, layout="constrained")
+        grid = figure.subplots(
+            len(metrics), 1, squeeze=False, sharex=True, subplot_kw={"axes_class": CurveAxes}
+        )
+        charts: list[Axes] = [*grid[:, 0]]
         by = by or (keys[0] if keys else None)
-        styles = _styles(series, keys, by)
+        styles = _styles(series, labels, keys, by)
         drawn = [[mean_line(one, metric) for one in series] for metric in metrics]
         unit, scale = "", 1.0
         if x == "time":
             places = (place for lines in drawn for line in lines for place in line.x)
             unit, scale = _time_unit(max(places, default=0.0))
         for axes, metric, lines in zip(charts, metrics, drawn, strict=True):
-            _draw_chart(axes, lines, styles, smooth, scale)
+            # matplotlib creates ticks only when it draws them, and then uses the font size set here.
+            axes.tick_params(which="both", labelsize=TICK_SIZE)
+            found = _draw_chart(axes, lines, styles, smooth, scale)
             axes.set_ylabel(LABELS.get(metric, _verbatim(metric.replace("_", " "))))
         charts[-1].set_xlabel(LABELS[x if x != "gpu_hours" or on_gpu else "worker_hours"] + unit)
-        sizes = sorted({len(one.runs) for one in series})
-        if sizes[-1] > 1:
-            counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-            charts[0].set_title(f"mean and standard deviation over {counts} runs", fontsize=7)
-        if len(series) > 1:
-            _add_legend(figure, charts, series, labels, styles, by if len(keys) == 1 else None, num_columns)
+        _add_legend(figure, found, series, by if len(keys) == 1 else None, num_columns, note)
     return figure
+
+
+def _note(series: Sequence[Series]) -> str | None:
+    """Return the text that explains the bands, or None if no series has several runs."""
+    sizes = sorted({len(one.runs) for one in series})
+    if sizes[-1] == 1:
+        return None
+    counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+    return f"mean and standard deviation over {counts} runs"
 
 
 def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
@@ -210,10 +215,8 @@ def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
     Raises FileExistsError if the file exists and `overwrites` is False, OSError if it cannot be written, and
     UsageError if the suffix is not supported.
     """
-    kind, content = figure_kind(file), BytesIO()
-    stamps = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with _style():
-        figure.savefig(content, format=kind, dpi=300, metadata=stamps.get(kind))
+    content = BytesIO()
+    figure.savefig(content, format=figure_kind(file))
     write_output(file, content.getvalue(), overwrites=overwrites)
 
 
@@ -245,12 +248,6 @@ def figure_kind(file: Path) -> str:
         what = f".{kind}" if kind else "without a suffix"
         raise UsageError(f"{file}: a figure cannot be {what}", hint="name it .pdf, .svg or .png")
     return kind
-
-
-def _style() -> AbstractContextManager[None]:
-    from matplotlib import rc_context
-
-    return rc_context(STYLE)  # type: ignore[arg-type]
 
 
 def series_of(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
@@ -327,21 +324,25 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Style:
-    """Colour and dash pattern of a series."""
+    """Label, colour and dash pattern of a series."""
 
+    label: str
     color: Color
     dash: Literal["-", "--", ":", "-."]
 
 
-def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
+def _styles(
+    series: Sequence[Series], labels: Sequence[str], keys: Sequence[str], by: str | None
+) -> list[Style]:
     """Return the style of each series: the key `by` determines the colour, the other keys the dash pattern.
 
     Numbers get viridis colours; other values get colours from the palette.
     """
+    names = list(map(_verbatim, labels))
     if by is None or any(one.values is None for one in series):
         return [
-            Style(COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)])
-            for index in range(len(series))
+            Style(name, COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)])
+            for index, name in enumerate(names)
         ]
     known = [one.values or {} for one in series]
     values = [own.get(by) for own in known]
@@ -349,13 +350,13 @@ def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> li
     order = list(dict.fromkeys(others))
     places = number_places(values)
     if places is None:
-        names = list(dict.fromkeys(map(repr, values)))
-        colors: list[Color] = [COLORS[names.index(repr(value)) % len(COLORS)] for value in values]
+        found = list(dict.fromkeys(map(repr, values)))
+        colors: list[Color] = [COLORS[found.index(repr(value)) % len(COLORS)] for value in values]
     else:
         colors = list(map(viridis(), places))
     return [
-        Style(color, DASHES[order.index(other) % len(DASHES)])
-        for color, other in zip(colors, others, strict=True)
+        Style(name, color, DASHES[order.index(other) % len(DASHES)])
+        for name, color, other in zip(names, colors, others, strict=True)
     ]
 
 
@@ -370,15 +371,23 @@ def viridis() -> Colormap:
 def number_places(values: Sequence[object]) -> list[float] | None:
     """Return the positions of numbers on a colormap, from 0 to 1, or None if a value is not a number.
 
-    If the numbers span a wide range, the positions are logarithmic.
+    Up to `MAX_RANKED` different numbers have positions at equal distances. The positions of more numbers are
+    on a linear or, see `has_log_colors`, on a logarithmic scale.
     """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
         return None
-    if is_wide(found):
+    if len(ranked := sorted(set(found))) <= MAX_RANKED:
+        found = [float(ranked.index(one)) for one in found]
+    elif has_log_colors(found):
         found = [math.log(one) for one in found]
     low, high = min(found), max(found)
     return [0.5 if high == low else (one - low) / (high - low) for one in found]
+
+
+def has_log_colors(numbers: Sequence[float]) -> bool:
+    """Return whether the colours of more than `MAX_RANKED` numbers are on a logarithmic scale."""
+    return min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_COLORS_FROM
 
 
 def is_wide(values: Sequence[float]) -> bool:
@@ -434,7 +443,12 @@ def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> l
 
 def _draw_chart(
     axes: Axes, lines: Sequence[Line], styles: Sequence[Style], smooth: float, scale: float
-) -> None:
+) -> list[Line2D]:
+    """Draw the lines of a chart, and return one matplotlib line for each of them.
+
+    The band and the crosses of a line have the same label as the line, so that users find them together.
+    """
+    drawn: list[Line2D] = []
     shown = typical(y for line in lines for y in line.y)
     lowest, highest = (shown[0], shown[-1]) if shown else (0.0, 0.0)
     floor = -math.inf
@@ -447,13 +461,17 @@ def _draw_chart(
         inside = [y if lowest <= y <= highest else math.nan for y in line.y]
         ys = smoothed(inside, smooth) if smooth else inside
         dots = _dots(inside)
+        color, label = style.color, style.label
+        marker = "o" if dots else None
+        drawn += axes.plot(
+            xs, ys, ls=style.dash, marker=marker, markersize=3, markevery=dots, color=color, label=label
+        )
         if smooth:
-            axes.plot(xs, inside, color=style.color, alpha=0.25, linewidth=0.6)
-        axes.plot(xs, ys, color=style.color, ls=style.dash, marker="o", markersize=3, markevery=dots)
+            axes.plot(xs, inside, alpha=0.25, linewidth=0.6, zorder=BEHIND, color=color, label=label)
         if line.spread is not None:
             pairs = list(zip(ys, line.spread, strict=True))
             low, high = [max(y - s, floor) for y, s in pairs], [y + s for y, s in pairs]
-            axes.fill_between(xs, low, high, color=style.color, alpha=0.2, linewidth=0)
+            axes.fill_between(xs, low, high, color=color, label=label, alpha=0.2, linewidth=0)
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)
     for line, style in zip(lines, styles, strict=True):
@@ -462,7 +480,9 @@ def _draw_chart(
             points.append((line.diverged_at, line.diverged_to))
         for place, value in crosses(points, lowest, highest):
             edge = bottom if value < lowest else top
-            axes.plot([place / scale], [edge], "x", color=style.color, clip_on=False, markersize=5)
+            color, label = style.color, style.label
+            axes.plot([place / scale], [edge], "x", color=color, label=label, clip_on=False, markersize=5)
+    return drawn
 
 
 def _dots(values: Sequence[float]) -> list[int]:
@@ -499,30 +519,36 @@ def _num_columns(labels: Sequence[str]) -> int:
 
 def _add_legend(
     figure: Figure,
-    charts: Sequence[Axes],
+    lines: Sequence[Line2D],
     series: Sequence[Series],
-    labels: Sequence[str],
-    styles: Sequence[Style],
     by: str | None,
     num_columns: int,
+    note: str | None,
 ) -> None:
-    """Add a legend below the charts, or a colour bar if the lines cover many numeric values of one key."""
+    """Add a legend of the lines below the charts, with the note as its title.
+
+    If the lines cover many numeric values of the key `by`, a colour bar replaces the entries of the legend.
+    """
     from matplotlib.lines import Line2D
 
-    if len(series) > MAX_LEGEND and by is not None:
+    handles = list(lines) if len(lines) > 1 else []
+    numbers = [] if by is None else [_number((one.values or {}).get(by)) for one in series]
+    known = [number for number in numbers if number is not None]
+    if len(series) > MAX_LEGEND and by is not None and len(known) == len(series):
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LogNorm, Normalize
 
-        numbers = [number for one in series if (number := _number((one.values or {}).get(by))) is not None]
-        if len(numbers) == len(series):
-            norm = (LogNorm if is_wide(numbers) else Normalize)(min(numbers), max(numbers))
-            figure.colorbar(ScalarMappable(norm, viridis()), ax=list(charts), label=_verbatim(by))
-            return
-    handles = [Line2D([], [], color=style.color, ls=style.dash) for style in styles][:MAX_LEGEND]
-    shown = list(map(_verbatim, labels[:MAX_LEGEND]))
-    if len(series) > MAX_LEGEND:
-        handles.append(Line2D([], [], alpha=0))
-        shown.append(f"and {len(series) - MAX_LEGEND} more")
-    figure.legend(
-        handles, shown, loc="outside lower center", ncols=num_columns, frameon=False, handlelength=1.6
-    )
+        norm = (LogNorm if has_log_colors(known) else Normalize)(min(known), max(known))
+        figure.colorbar(ScalarMappable(norm, viridis()), ax=figure.axes, label=_verbatim(by))
+        handles = []
+    if num_more := len(handles[MAX_LEGEND:]):
+        handles[MAX_LEGEND:] = [Line2D([], [], alpha=0, label=f"and {num_more} more")]
+    if handles or note is not None:
+        figure.legend(
+            handles=handles,
+            title=note,
+            loc="outside lower center",
+            ncols=num_columns,
+            frameon=False,
+            handlelength=1.6,
+        )

@@ -357,8 +357,10 @@ def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[C
     trials = {trial.index: trial for trial in report.trials}
     runs = []
     for index, own in report.curves.items():
-        values = {key: trials[index].values.get(key) for key in keys}
-        runs.append(DrawnRun(f"trial {index}", values, {name: own.means(name) for name in metrics}))
+        trial = trials[index]
+        values = {key: trial.values.get(key) for key in keys}
+        typed = {key: trial.written[key] for key in keys if key in trial.written}
+        runs.append(DrawnRun(f"trial {index}", values, {name: own.means(name) for name in metrics}, typed))
     series = series_of(runs, keys, len(keys) < len(report.keys))
     best = None if report.best is None else f"trial {report.best.index}"
     styles = []
