@@ -1,7 +1,5 @@
 """Tests which keyword arguments go to a function, its call, and submitit's names."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

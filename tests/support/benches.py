@@ -1,7 +1,5 @@
 """Provides folders of benches with made-up runs, with curves, ends and profiles like a trainer's."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from itertools import product
 from pathlib import Path

@@ -4,8 +4,6 @@
 tests/capabilities/diagnose/broken_runs, with the names of this machine and its folders replaced.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

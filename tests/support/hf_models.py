@@ -1,7 +1,5 @@
 """Provides small models of transformers on disk, with the tests' tokenizer."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from pathlib import Path

@@ -8,8 +8,6 @@ acdirmax=60). The clients are FUSE file systems in separate processes, and only 
 python -m tests.support.nfs FOLDER DESCRIPTOR
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Provides run folders and worker processes for tests that really train."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 ``REWRITE_SAID=1 python -m pytest FILES`` writes the sentences of the tests that pass again: review the diff.
 """
 
-from __future__ import annotations
-
 import atexit
 import difflib
 import os

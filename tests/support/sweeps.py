@@ -1,7 +1,5 @@
 """Provides folders of sweeps with made-up runs, with curves, events and ends like a trainer's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -46,7 +46,7 @@ def point_of(bench: Bench, item: BenchRun, status: str = "finished", failure: st
     return trial_row([row_of(bench, item, status, failure)[0]])
 
 
-def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> None:
+def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench):
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
     row = measured(training_curve(run), bench.length.measured)
@@ -64,7 +64,7 @@ def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> N
     }
 
 
-def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(bench: Bench) -> None:
+def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(bench):
     item = bench.runs[0]
     run = bench.run_dir(item)
     train_made_up(run)
@@ -82,7 +82,7 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     said(missing)
 
 
-def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench: Bench) -> None:
+def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench):
     item = bench.runs[0]
     run = bench.run_dir(item)
     train_made_up(run, num_steps=9)
@@ -93,7 +93,7 @@ def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communicatio
     said(missing)
 
 
-def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> None:
+def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench):
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
     lines = run.metrics_file.read_text().splitlines(keepends=True)
@@ -102,7 +102,7 @@ def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> N
     assert (row["steps"], row["samples_per_s"]) == (2, None)
 
 
-def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench) -> None:
+def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench):
     item = bench.runs[0]
     train_made_up(bench.run_dir(item), step_s=1 / 3)
     text = csv_text(["layout"], [point_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')])
@@ -114,7 +114,7 @@ def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench
     assert row["mfu"] == row["exposed_comm_s"] == row["pp_microbatches"] == ""
 
 
-def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
+def test_the_table_says_below_why_one_failed(bench):
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
     rows = [point_of(bench, item), point_of(bench, bench.runs[1], "failed", "no\nmemory")]
@@ -125,7 +125,7 @@ def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
     assert why == "tp=2: no memory"
 
 
-def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -> None:
+def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path):
     bench = made_up_bench(tmp_path / "repeated", repeats=3)
     for item, step_s in zip(bench.runs, (0.5, 0.4, 0.25, 0.8, 1.0, 0.2), strict=True):
         train_made_up(bench.run_dir(item), step_s=step_s)
@@ -141,7 +141,7 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -
     said(str(fastest))
 
 
-def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
+def test_a_repeat_that_failed_marks_its_point(bench):
     rows = []
     for item, state in zip(bench.runs, ("finished", "failed"), strict=True):
         train_made_up(bench.run_dir(item), 10 if state == "finished" else 1)
@@ -151,7 +151,7 @@ def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
     assert (row["tokens_per_s"], row["tokens_per_s_min"]) == (2048.0, None)
 
 
-def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
+def test_steps_that_vary_have_a_spread(bench):
     records = [
         {"step": step, "step_s": float(step), "samples_seen": step, "data_wait_s": 0.0}
         for step in range(1, 12)
@@ -161,7 +161,7 @@ def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
     assert row["tokens_per_s"] is None  # the task counts no tokens
 
 
-def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_bench_of_another_version_is_refused(tmp_path):
     write_json(tmp_path / "bench.json", {"version": 1})
     with pytest.raises(UsageError, match="version is 1, but this version of trainkit supports 2"):
         read_bench(tmp_path)
@@ -175,7 +175,7 @@ def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
         ({"runs": []}, "its list of runs differs from the list in sweep.json"),
     ],
 )
-def test_a_bench_whose_parts_do_not_fit_is_refused(bench: Bench, changes: Any, message: str) -> None:
+def test_a_bench_whose_parts_do_not_fit_is_refused(bench, changes, message):
     file = bench.folder / "bench.json"
     write_json(file, {**read_json(file), **changes})
     with pytest.raises(UsageError, match=message):
@@ -193,7 +193,7 @@ def rows(tmp_path: Path) -> list[Row]:
     ]
 
 
-def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row]) -> None:
+def test_a_file_for_each_quantity_that_is_known(tmp_path, rows):
     folder = tmp_path / "plots"
     folder.mkdir()
     (folder / "mfu.png").write_bytes(b"old")  # the plot is deleted, because the value is no longer known
@@ -209,7 +209,7 @@ def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row])
         assert height > 100
 
 
-def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> None:
+def test_more_layouts_make_a_higher_plot(tmp_path, rows):
     heights = []
     for count in (1, 10):
         many = [{**rows[0], "layout": f"layout {index}"} for index in range(count)]
@@ -300,13 +300,11 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_exposed_communication(
-    device: str, seconds: float | None, events: tuple[dict[str, Any], ...]
-) -> None:
+def test_exposed_communication(device, seconds, events):
     assert trace_exposed_comm_s(trace(*events), device) == pytest.approx(seconds)
 
 
-def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
+def test_a_trace_is_read_without_what_takes_most_of_its_space():
     waits = event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO)
     found = trace(
         {**event("aten::mm", 0.0, 3.0), "args": {"Input Dims": [[1, 2], [3, 4]], "ph": "none"}},
@@ -324,7 +322,7 @@ def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
 
 
 @pytest.mark.slow
-def test_a_trace_of_torch_is_understood() -> None:
+def test_a_trace_of_torch_is_understood():
     from tests.support.runs import run_ranks
 
     run_ranks(late_all_reduce, 2)

@@ -1,7 +1,5 @@
 """Tests `trainkit run --debug`, `--post-mortem` and `trainkit debug` in a real terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Tests ``--nodes auto``: the data of the decision, the decision, and the resulting job."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace
@@ -94,11 +92,11 @@ def choose(
     ("own", "most", "sizes"),
     [(1, 8, [1, 2, 4, 8]), (1, 1, [1]), (6, 30, [3, 6, 12, 24]), (4, 7, [1, 2, 4]), (5, 0, [5])],
 )
-def test_sizes_around(own: int, most: int, sizes: list[int]) -> None:
+def test_sizes_around(own, most, sizes):
     assert sizes_around(own, most) == sizes
 
 
-def test_what_was_not_measured_is_in_proportion_to_what_was() -> None:
+def test_what_was_not_measured_is_in_proportion_to_what_was():
     base = {
         (n, gpu): Work(800 / n * slow, "planned") for n in (1, 2, 8) for gpu, slow in (("h", 1), ("a", 2))
     }
@@ -156,13 +154,13 @@ def offer(
         (offer(None, 1), [], None, 1, "busy"),
     ],
 )
-def test_the_end(given: Offer, overrides: list[str], end_h: float | None, num_jobs: int, remark: str) -> None:
+def test_the_end(given, overrides, end_h, num_jobs, remark):
     found = with_end(given, config(*overrides).config, NOW)
     assert found.end_time == (None if end_h is None else NOW + timedelta(hours=end_h))
     assert (found.num_jobs, found.remark) == (num_jobs, remark)
 
 
-def test_a_gap_is_used_once() -> None:
+def test_a_gap_is_used_once():
     def end_h(whole_h: float, work_h: float = 1.5) -> float:
         found = with_end(offer(0, work_h), config().config, NOW, NOW + timedelta(hours=whole_h))
         assert found.end_time is not None
@@ -173,7 +171,7 @@ def test_a_gap_is_used_once() -> None:
     assert end_h(whole_h=10, work_h=1) == 1
 
 
-def test_the_earliest_end_with_the_fewest_nodes() -> None:
+def test_the_earliest_end_with_the_fewest_nodes():
     offers = [
         with_end(one, config().config, NOW)
         for one in (offer(None, 0.1), offer(HOUR, 0.5, 4), offer(0, 1, 2), offer(0, 1, 1))
@@ -199,14 +197,7 @@ def test_the_earliest_end_with_the_fewest_nodes() -> None:
         (["resources.partition=few", "resources.nodes='1,2,4'"], "1/*) start=60", 2, "few"),
     ],
 )
-def test_a_choice(
-    fake: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    cases: str,
-    nodes: int,
-    partition: str,
-) -> None:
+def test_a_choice(fake, monkeypatch, overrides, cases, nodes, partition):
     fake.add("sbatch", ANSWERS.format(cases=cases))
     given = ["optimizer.lr_scale=linear", *overrides]
     loaded, plan, choice = choose(monkeypatch, *given)
@@ -246,14 +237,7 @@ def test_a_choice(
         (["resources.partition=a", "resources.slice=2:0:0"], "*/02:*) start=90000", "a", "2:0:0"),
     ],
 )
-def test_a_slice(
-    fake: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    cases: str,
-    partition: str,
-    slice_: str | None,
-) -> None:
+def test_a_slice(fake, monkeypatch, overrides, cases, partition, slice_):
     fake.add("sbatch", ANSWERS.format(cases=cases))
     given = ["resources.time=1-00:00:00", "train.steps=300000", *overrides]
     loaded, plan, choice = choose(monkeypatch, *given)
@@ -280,9 +264,7 @@ def test_a_slice(
         assert (again.requeue, again.lr) == (plan.requeue, plan.lr)
 
 
-def test_a_partition_that_takes_only_slices_changes_nothing_of_another(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partition_that_takes_only_slices_changes_nothing_of_another(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="*/1-* | */04:*) start=90000"))
     tiny = Partition("tiny", max_time_s=2 * 3600, nodes=(NodeKind(12, 64, 500_000, {"a100": 2}),))
     facts = replace(
@@ -296,9 +278,7 @@ def test_a_partition_that_takes_only_slices_changes_nothing_of_another(
     assert plan_nodes(with_values(loaded, {}, "again"), facts, before=plan).workers_per_node == 4
 
 
-def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
     # the speed of these sizes is not known
     cpus = ("device=cpu", "resources.gpus_per_node=1", "resources.nodes='4,8'")
@@ -310,15 +290,13 @@ def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
     said(plan.reasons["slice"])
 
 
-def test_what_fits_only_in_slices_is_refused_without_an_answer(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fits_only_in_slices_is_refused_without_an_answer(fake, monkeypatch):
     fake.add("sbatch", REFUSES)
     with pytest.raises(ConfigError, match="is 1-00:00:00, but partition h allows at most 12:00:00"):
         choose(monkeypatch, "resources.time=1-00:00:00", "train.steps=500000")
 
 
-def test_a_command_is_not_cut(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_not_cut(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
     monkeypatch.setattr(earliest_end, "gather", lambda *args, **kwargs: replace(FACTS, data=None))
     given = ("resources.partition=a", "resources.time=1-00:00:00", "resources.gpus_per_node=4")
@@ -327,9 +305,7 @@ def test_a_command_is_not_cut(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) 
     assert loaded.config.resources.slice is None
 
 
-def test_of_too_many_questions_slices_are_left_out_first(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_questions_slices_are_left_out_first(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
 
     def asked(num_partitions: int, *overrides: str) -> tuple[int, int, int]:
@@ -350,9 +326,7 @@ def test_of_too_many_questions_slices_are_left_out_first(
     assert asked(1, "resources.nodes=1-8", "train.global_batch_size=6720") == (24, 8, 3)
 
 
-def test_the_speed_is_that_of_earlier_runs(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_speed_is_that_of_earlier_runs(fake, monkeypatch, tmp_path):
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=600"))
     asked = ("resources.nodes='2,4,8'", "resources.partition=h")
     plan = plan_nodes(config(*asked), FACTS)
@@ -403,9 +377,7 @@ def test_the_speed_is_that_of_earlier_runs(
         ),
     ],
 )
-def test_without_an_answer_the_request_stays(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, facts: Facts, sbatch: str, reason: str
-) -> None:
+def test_without_an_answer_the_request_stays(fake, monkeypatch, facts, sbatch, reason):
     monkeypatch.setattr(earliest_end, "ENOUGH_S", 0.5)
     fake.add("sbatch", sbatch)
     given = ("resources.nodes=2-4", "device=cpu", "resources.gpus_per_node=2")
@@ -419,9 +391,7 @@ def test_without_an_answer_the_request_stays(
     assert list(choice.lines(plan))[-1].startswith(f"--nodes auto: {choice.reason};")
 
 
-def test_without_any_limit_nothing_tells_how_long_it_takes(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_any_limit_nothing_tells_how_long_it_takes(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
     cluster = replace(WEST, partitions=(replace(WEST.partitions[0], max_time_s=None),))
     facts = replace(FACTS, target=Target("sbatch", "", cluster))
@@ -430,9 +400,7 @@ def test_without_any_limit_nothing_tells_how_long_it_takes(
     said(choice.reason)
 
 
-def test_what_slurm_has_not_answered_in_time_does_not_count(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_slurm_has_not_answered_in_time_does_not_count(fake, monkeypatch):
     monkeypatch.setattr(earliest_end, "ENOUGH_S", 1.0)
     fake.add("sbatch", ANSWERS.format(cases="8/*) /bin/sleep 60"))
     begin = time.monotonic()
@@ -442,7 +410,7 @@ def test_what_slurm_has_not_answered_in_time_does_not_count(
     said(choice.offers[0].remark)
 
 
-def test_priorities_are_shown_where_slurm_has_them(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priorities_are_shown_where_slurm_has_them(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
     fake.add("sprio", "echo Weights 1000")
     assert choose(monkeypatch)[2].priority == ""
@@ -451,7 +419,7 @@ def test_priorities_are_shown_where_slurm_has_them(fake: FakeSlurm, monkeypatch:
     assert list(choice.lines(plan))[-1].endswith(":\nWeights 1000\nFairShare 0.5")
 
 
-def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_cluster_of_the_config_is_asked(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
     fake.add("sprio")
     assert choose(monkeypatch, "resources.clusters=east")[2].taken is not None
@@ -463,7 +431,7 @@ def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: py
         choose(monkeypatch, "resources.clusters=east,west")
 
 
-def test_a_repeated_value_of_the_config_stays(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_value_of_the_config_stays(fake, monkeypatch):
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=90000"))
     loaded, plan, _ = choose(monkeypatch, "resources.nodes=4")
     assert loaded.config.resources.nodes == "1,2,4,8"

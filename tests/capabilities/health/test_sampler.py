@@ -34,7 +34,7 @@ KEYS = {
 }
 
 
-def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
+def test_a_node_is_sampled_until_the_end(tmp_path):
     sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.02, {})
     sampler.start()
     wait_for(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
@@ -49,7 +49,7 @@ def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
     assert last["mem_total_gib"] == pytest.approx(pages / 2**30, rel=0.1)
 
 
-def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_those_since_the_sample_before(tmp_path, monkeypatch):
     proc = tmp_path / "proc"
     (proc / "net").mkdir(parents=True)
     (tmp_path / "block" / "sda").mkdir(parents=True)
@@ -78,9 +78,7 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
     assert (found["mem_used_gib"], found["mem_total_gib"]) == (3.0, 4.0)
 
 
-def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(tmp_path, monkeypatch):
     """A rank below a launcher counts, shared memory counts once, and the page cache does not count."""
     monkeypatch.setattr(memory_module, "CGROUPS", tmp_path)
     monkeypatch.setattr(health.os, "getppid", os.getpid)
@@ -98,9 +96,7 @@ def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
     assert 0.19 < grown < 0.35
 
 
-def test_the_memory_of_a_job_is_that_of_its_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_job_is_that_of_its_control_group(tmp_path, monkeypatch):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text("0::/job_7/step_0\n")
     (tmp_path / "job_7").mkdir()
@@ -110,7 +106,7 @@ def test_the_memory_of_a_job_is_that_of_its_control_group(
     assert health._Counters()._job_memory() == {"job_mem_gib": 2.5, "job_mem_by": "cgroup"}
 
 
-def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
     for module in (health, memory_module):
         monkeypatch.setattr(module, "PROC", tmp_path / "none")
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
@@ -143,7 +139,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) ->
     return found.sample()
 
 
-def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_sampled(monkeypatch):
     found, problem = gpus(monkeypatch, None)
     assert problem == ""
     assert found[1] == {
@@ -163,13 +159,11 @@ def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("MIG-x", [1]), ("", []), ("0,1", [0, 1])]
 )
-def test_only_the_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch, listed: str, indices: list[int]) -> None:
+def test_only_the_gpus_of_the_job(monkeypatch, listed, indices):
     assert [item["index"] for item in gpus(monkeypatch, listed)[0]] == indices
 
 
-def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(monkeypatch):
     found, problem = gpus(monkeypatch, "0", TotalEccErrors=NVMLError_NotSupported("no"))
     assert (found[0]["ecc_errors"], problem) == (None, "")
     found, problem = gpus(monkeypatch, "0", PowerUsage=NVMLError("GPU is lost"))
@@ -177,7 +171,7 @@ def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(
     said(problem)
 
 
-def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_are_no_gpus(monkeypatch):
     def init(nvml: FakeNvml) -> None:
         raise NVMLError("no driver")
 
@@ -185,7 +179,7 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpus(monkeypatch, None) == ([], "")
 
 
-def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_stays_bounded(tmp_path, monkeypatch):
     file = tmp_path / "n1.jsonl"
     file.write_text("".join(json.dumps({"time": number}) + "\n" for number in range(100)))
     thin_out(file)
@@ -205,9 +199,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert max(sizes) < 5000
 
 
-def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(tmp_path, monkeypatch, capfd):
     tries = []
 
     def full(path: Path, record: dict[str, Any]) -> None:
@@ -222,7 +214,7 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1
 
 
-def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_health_that_changed_are_read(tmp_path, monkeypatch):
     made = Watched(tmp_path / "run").job().health(20)
     files, opened = HealthFiles(made.run), []
     newest_sample = samples_module.newest_sample
@@ -243,7 +235,7 @@ def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch:
     assert files.newest["node002"].number("cpu_percent") == 50.0
 
 
-def test_of_many_samples_of_nodes_a_share_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_samples_of_nodes_a_share_is_read(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     (run.path / "health").mkdir()
     for host in ("a", "b"):

@@ -41,23 +41,23 @@ def refusal(tmp_path: Path, launcher: str, text: str, device: str = "cuda") -> s
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "accelerate", "lightning", "megatron"])
-def test_nothing_is_generated_for_keys_that_are_not_set(tmp_path: Path, launcher: str) -> None:
+def test_nothing_is_generated_for_keys_that_are_not_set(tmp_path, launcher):
     assert given(tmp_path, launcher, "name: mine") == LauncherInput()
 
 
-def test_values_of_a_shipped_config_are_not_the_users() -> None:
+def test_values_of_a_shipped_config_are_not_the_users():
     job = Job(load_config("quickstart", layers=False), 8, 2, 4, "cuda")
     assert launcher_input(job, ("train.py",), "accelerate") == LauncherInput()
     assert launcher_input(job, ("train.py",), "megatron") == LauncherInput()
     assert job.typed == ()
 
 
-def test_keys_set_by_user(tmp_path: Path) -> None:
+def test_keys_set_by_user(tmp_path):
     config = loaded(tmp_path, "train: {steps: 5}\nlaunch: {env: {A: b}}\nparallel: {zero: 2}")
     assert Job(config, 1, 1, 1, "cpu").typed == ("parallel.zero", "train.steps")
 
 
-def test_deepspeed_gets_a_file_only_where_the_command_asks(tmp_path: Path) -> None:
+def test_deepspeed_gets_a_file_only_where_the_command_asks(tmp_path):
     text = "train: {device_batch_size: 4}"
     assert given(tmp_path, "deepspeed", text, ("train.py",)) == LauncherInput()
     assert given(tmp_path, "deepspeed", text).files == {
@@ -65,7 +65,7 @@ def test_deepspeed_gets_a_file_only_where_the_command_asks(tmp_path: Path) -> No
     }
 
 
-def test_deepspeed(tmp_path: Path) -> None:
+def test_deepspeed(tmp_path):
     text = """
 train: {device_batch_size: 4, global_batch_size: 64, steps: 100, grad_clip: 0.5}
 optimizer: {lr: 1.0e-3, lr_scale: sqrt, lr_scale_base: 2}
@@ -97,7 +97,7 @@ precision: {dtype: fp16}
         ),
     ],
 )
-def test_zero_stages(tmp_path: Path, parallel: str, expected: dict[str, object]) -> None:
+def test_zero_stages(tmp_path, parallel, expected):
     text = f"train: {{global_batch_size: 64}}\nparallel: {{{parallel}}}"
     assert json.loads(given(tmp_path, "deepspeed", text).files[DS_CONFIG]) == {
         "train_batch_size": 64,
@@ -105,7 +105,7 @@ def test_zero_stages(tmp_path: Path, parallel: str, expected: dict[str, object])
     }
 
 
-def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_divide_is_refused(tmp_path):
     text = "train: {device_batch_size: 4, global_batch_size: 40}"
     for launcher in ("deepspeed", "accelerate", "megatron"):
         said(refusal(tmp_path, launcher, text))
@@ -120,11 +120,11 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
         "optimizer: {name: adamw_8bit}",
     ],
 )
-def test_deepspeed_refuses(tmp_path: Path, text: str) -> None:
+def test_deepspeed_refuses(tmp_path, text):
     said(refusal(tmp_path, "deepspeed", text))
 
 
-def test_accelerate_ddp(tmp_path: Path) -> None:
+def test_accelerate_ddp(tmp_path):
     text = "train: {device_batch_size: 4, global_batch_size: 64}\nprecision: {dtype: bf16}"
     found = given(tmp_path, "accelerate", text, device="cpu")
     said(found.files[ACCELERATE_CONFIG])
@@ -133,7 +133,7 @@ def test_accelerate_ddp(tmp_path: Path) -> None:
     assert alone == LauncherInput(), "accelerate has no word for a batch size alone"
 
 
-def test_the_config_comes_after_the_launcher(tmp_path: Path) -> None:
+def test_the_config_comes_after_the_launcher(tmp_path):
     name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     text = f"train: {{device_batch_size: 4, global_batch_size: 64}}\nlaunch: {{env: {{{name}: '9'}}}}"
     facts = Facts(Machine(2, 0, (), "no GPU"), LOCAL)
@@ -141,7 +141,7 @@ def test_the_config_comes_after_the_launcher(tmp_path: Path) -> None:
     assert plan.environment.variables == {name: "9"}
 
 
-def test_accelerate_fsdp(tmp_path: Path) -> None:
+def test_accelerate_fsdp(tmp_path):
     text = "parallel: {dp_shard: 4, dp_replicate: 2, zero: 2, offload: true, activation_checkpointing: full}"
     assert yaml.safe_load(given(tmp_path, "accelerate", text).files[ACCELERATE_CONFIG]) == {
         "compute_environment": "LOCAL_MACHINE",
@@ -161,7 +161,7 @@ def test_accelerate_fsdp(tmp_path: Path) -> None:
     said(refusal(tmp_path, "accelerate", "parallel: {pp: 2}"))
 
 
-def test_accelerate_reads_what_is_generated(tmp_path: Path) -> None:
+def test_accelerate_reads_what_is_generated(tmp_path):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     for text, device, expected in (
@@ -179,7 +179,7 @@ def test_accelerate_reads_what_is_generated(tmp_path: Path) -> None:
         assert reshards is None or args.fsdp_reshard_after_forward is reshards
 
 
-def test_lightning_fills_in_what_the_command_asks_for(tmp_path: Path) -> None:
+def test_lightning_fills_in_what_the_command_asks_for(tmp_path):
     names = ("num_nodes", "devices", "accelerator", "strategy", "precision", "max_steps", "batch_size")
     names = (*names, "accumulate_grad_batches", "gradient_clip_val", "lr")
     command = tuple(f"--{name}={{{name}}}" for name in names)
@@ -191,7 +191,7 @@ def test_lightning_fills_in_what_the_command_asks_for(tmp_path: Path) -> None:
     assert sharded.values == {"strategy": "fsdp"}
 
 
-def test_megatron(tmp_path: Path) -> None:
+def test_megatron(tmp_path):
     text = """
 seed: 1
 data: {seq_len: 2048}
@@ -221,12 +221,12 @@ precision: {dtype: bf16}
     ]
 
 
-def test_megatron_sequence_parallel_is_not_switched_on_by_a_default(tmp_path: Path) -> None:
+def test_megatron_sequence_parallel_is_not_switched_on_by_a_default(tmp_path):
     text = "parallel: {tp: 2}"
     assert given(tmp_path, "megatron", text).files == {MEGATRON_ARGS: "--tensor-model-parallel-size 2\n"}
 
 
-def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
+def test_megatron_refuses_a_flag_that_the_command_has(tmp_path):
     job = Job(loaded(tmp_path, "train: {steps: 5}"), 8, 2, 4, "cuda")
     for words in (("--train-iters", "9"), ("--train-iters=9",)):
         with pytest.raises(ConfigError, match="--train-iters is in the command, but a config key"):
@@ -261,15 +261,13 @@ UNUSED = [
     UNUSED,
     ids=lambda word: word if isinstance(word, str) else " ".join(word),
 )
-def test_a_key_without_effect_that_was_typed_is_warned_of(
-    launcher: str, command: str, typed: list[str]
-) -> None:
+def test_a_key_without_effect_that_was_typed_is_warned_of(launcher, command, typed):
     config = load_config(None, overrides=typed, environ={}, layers=False)
     plan = make_plan(config, FACTS, Workload(tuple(command.split()), launcher))
     said("\n".join(text for text in plan.warnings if "effect" in text))
 
 
-def test_a_key_without_effect_of_a_file_or_the_environment_is_not_warned_of(tmp_path: Path) -> None:
+def test_a_key_without_effect_of_a_file_or_the_environment_is_not_warned_of(tmp_path):
     (tmp_path / "run.yaml").write_text("seed: 3\ntrain: {steps: 5}")
     for overrides, flags, effect in [
         ((), {}, None),

@@ -28,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a;b 'c.yaml"
 
 
-def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(config, capsys):
     assert main(["plan", config, "--gpus", "8", "--gpu-type", "h100", "--limit", "2"]) == 0
     out, err = capsys.readouterr()
     header, *rows = out.splitlines()
@@ -42,13 +42,13 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     said(err)
 
 
-def test_what_was_typed_is_part_of_what_to_type(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_typed_is_part_of_what_to_type(config, capsys):
     args = ["--gpus", "2", "--gpu-type", "rtx4090", "--profile", "balanced", "--set", "seed=7"]
     assert main(["plan", config, *args]) == 0
     said(capsys.readouterr().err)
 
 
-def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(config, capsys):
     assert main(["plan", config, "--gpus", "16", "--gpu-type", "a100-40gb", "--limit", "3", "--json"]) == 0
     out, err = capsys.readouterr()
     value = json.loads(out)
@@ -74,7 +74,7 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert value["config"]["settings"] == {}
 
 
-def test_nothing_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits(config, capsys):
     args = ["plan", config, "--gpus", "2", "--gpu-type", "a100-40gb", "--set", "model.preset=13b"]
     assert main(args) == 1
     out, err = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_nothing_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert value["would_fit"][0]["num_gpus"] > 2
 
 
-def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_own_layout_that_cannot_be(config, capsys):
     assert main(["plan", config, "--gpus", "8", "--gpu-type", "h100", "--set", "parallel.tp=3"]) == 0
     out, err = capsys.readouterr()
     assert not any(line.startswith("*") for line in out.splitlines())
@@ -113,13 +113,7 @@ def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture
         ),
     ],
 )
-def test_refused(
-    args: list[str],
-    message: str,
-    config: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refused(args, message, config, capsys, monkeypatch):
     nothing = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
     monkeypatch.setattr(command, "detect_machine", lambda: nothing)
     assert main(["plan", config, *args]) == 2
@@ -128,7 +122,7 @@ def test_refused(
     assert err.startswith(f"error: {message}")
 
 
-def test_the_gpus_of_a_cluster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpus_of_a_cluster(config, capsys):
     args = ["plan", config, "--cluster", "example", "--nodes", "2", "--json", "--limit", "1"]
     assert main(args) == 0
     value = json.loads(capsys.readouterr().out)
@@ -136,7 +130,7 @@ def test_the_gpus_of_a_cluster(config: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("preset", "gpus"), [("7b", 8), ("70b", 8), ("70b", 512)])
-def test_fast_and_without_torch(preset: str, gpus: int, config: str) -> None:
+def test_fast_and_without_torch(preset, gpus, config):
     """Processor time is measured, because it does not depend on other load of the machine."""
     code = (
         "import sys; from trainkit.cli.main import main; main(sys.argv[1:])\n"
@@ -151,7 +145,7 @@ def test_fast_and_without_torch(preset: str, gpus: int, config: str) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_the_share_of_effective_time(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_share_of_effective_time(config, capsys):
     given = ["plan", config, "--gpus", "32", "--gpu-type", "h100", "--set", "train.steps=1000000"]
     rates = ["--failures-per-node-day", "0.5", "--restart-s", "600", "--save-s", "2"]
     assert main([*given, *rates]) == 0
