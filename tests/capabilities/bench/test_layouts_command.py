@@ -149,7 +149,6 @@ def test_ctrl_c_ends_the_one_that_runs(desk):
     assert (process.returncode, out) == (130, "")
     assert "--collect" in err
     entry = read_job(run).newest
-    assert entry is not None
     wait_for(lambda: entry.alive() is False)
     assert (
         read_end(run.attempt(1)) or AttemptEnd()

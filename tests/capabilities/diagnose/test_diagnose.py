@@ -100,7 +100,6 @@ def test_a_hang_says_which_ranks_wait(tmp_path):
 def test_evidence_is_the_line_of_the_file(tmp_path):
     _, found = diagnosis_of("shape-mismatch", tmp_path)
     first = found.evidence[0]
-    assert first.line is not None
     line = (tmp_path / first.file).read_text().splitlines()[first.line - 1]
     assert first.text.partition(": ")[2] in line
     assert f"  {first.file}:{first.line}\n    {first.text}" in "\n".join(diagnosis_lines(found))

@@ -127,7 +127,8 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     assert played.after(ASK_EVERY_S - 3) is None
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
     # 10 hours remain, and the start-up took 62 s.
-    grows = "grows to 4 nodes: 4 nodes are free: the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
+    saves = "the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
+    grows = f"grows to 4 nodes: 4 nodes are free: {saves}"
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4
     (size, reason), last = played.decisions()

@@ -86,7 +86,6 @@ def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(tmp_path,
     rank = "import sys, time; own = b'1' * (200 << 20); print(1, flush=True); time.sleep(60)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         found = health._Counters()._job_memory()
         for pid in (*descendants(child.pid), child.pid):

@@ -27,7 +27,6 @@ from trainkit.plan.layout_rules import layout_problems
 
 def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardware:
     gpu = find_gpu(gpu_type)
-    assert gpu is not None
     return Hardware(gpu, num_gpus, min(num_gpus, node_size))
 
 
@@ -126,7 +125,6 @@ def test_the_settings_of_a_choice_give_that_choice(preset: str, tmp_path: Path) 
     loaded = load_config(None, overrides=typed, environ={}, cwd=tmp_path)
     where = hardware(64)
     own, problems = configured_layout(loaded, llama(preset), where)  # type: ignore[arg-type]
-    assert own is not None
     assert problems == []
     for choice in choose(own.work, where, 256)[:5]:
         changes = [flag.removeprefix("--set ") for flag in set_flags(settings_of(choice, loaded.config))]

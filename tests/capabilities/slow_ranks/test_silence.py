@@ -220,7 +220,6 @@ def test_the_lock_file_of_a_process(tmp_path, start):
     lock.touch()
     pid = start("")
     found = find_lock(pid)
-    assert found is not None
     assert (found.path, found.is_certain) == (str(lock), False)
     assert find_lock(pid, COMPILES) is None, "it does not wait"
     assert find_lock(pid, BATON) == replace(found, is_certain=True)
@@ -255,7 +254,6 @@ def test_a_run_behind_a_lock_that_was_left(start_job, tmp_path):
 
     wait_for(lambda: "silent" in events())
     now = parse_time(utc_now())
-    assert now is not None
     status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
     assert f"and no output before; rank 0 on {os.uname().nodename} " in warning

@@ -49,7 +49,6 @@ def test_a_rank_that_stays_slow_makes_its_host_be_left(spare):
     assert spare.after(10) is None
     assert spare.after(299) is None
     stop = spare.after(2)
-    assert stop is not None
     assert stop == PlannedStop("slow_host", stop.why, "b")
     said(stop.why)
 
