@@ -113,6 +113,7 @@ def test_nodes_that_are_alike_are_counted_together():
         "all": (a100,),
         "odd": (NodeKind(1),),
     }
+    assert parse_accounts("") == ()
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,6 @@ def test_gpus(gres, gpus):
     assert parse_gpus(gres) == gpus
 
 
-def test_a_user_without_accounts():
-    assert parse_accounts("") == ()
-
-
 @pytest.mark.parametrize(
     ("storage", "sacctmgr"),
     [("(null)", ""), ("accounting_storage/none", ""), ("accounting_storage/slurmdbd", "echo no >&2; exit 1")],
@@ -149,20 +146,7 @@ def test_no_accounting(fake, storage, sacctmgr):
     assert ("sacctmgr" in fake.programs) == bool(sacctmgr)
 
 
-@pytest.mark.parametrize(
-    ("body", "answer"),
-    [
-        (None, False),
-        ("echo slurm 22.05.8", True),
-        (
-            "echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2;"
-            "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1",
-            False,
-        ),
-        ("echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1", True),
-    ],
-)
-def test_has_slurm(fake, body, answer):
-    if body is not None:
-        fake.add("sbatch", body)
-    assert has_slurm() is answer
+def test_a_cluster_whose_configuration_is_missing_exists(fake):
+    """The other answers of sbatch are in test_choose_backend.py."""
+    fake.add("sbatch", "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1")
+    assert has_slurm()

@@ -41,6 +41,9 @@ def test_visible_devices(chosen, names):
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path):
+    assert cgroup_cpu_quota(tmp_path, tmp_path / "missing") is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert cgroup_cpu_quota(tmp_path, tmp_path / "cgroup") is None
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/cpu.max").write_text("150000 100000\n")
     (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
@@ -49,12 +52,6 @@ def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path):
     assert cgroup_cpu_quota(tmp_path, membership) == 1.5
     (tmp_path / "a/b/cpu.max").write_text("50000 100000\n")
     assert cgroup_cpu_quota(tmp_path, membership) == 0.5
-
-
-def test_no_cgroup_no_quota(tmp_path):
-    assert cgroup_cpu_quota(tmp_path, tmp_path / "missing") is None
-    (tmp_path / "cgroup").write_text("0::/\n")
-    assert cgroup_cpu_quota(tmp_path, tmp_path / "cgroup") is None
 
 
 def test_this_machine():

@@ -99,7 +99,7 @@ WITHOUT = "You are not running a supported accounting_storage plugin"
     [
         ("west,esat", "echo west; echo east", None, "contains esat, which Slurm's accounting does", "east"),
         ("east", f"echo {WITHOUT} >&2; exit 1", None, f"other clusters: sacctmgr: {WITHOUT}", "remove"),
-        ("east", "echo east", "SLURM_CONF", "there is no slurm.conf that names this cluster", "SLURM_CONF"),
+        ("east", "echo east", "SLURM_CONF", "no slurm.conf contains the name of this cluster", "SLURM_CONF"),
         *(
             ("east", "echo east", name, "while the environment names several clusters: a,b", f"unset {both}")
             for both in ["SLURM_CLUSTERS SBATCH_CLUSTERS"]

@@ -51,7 +51,7 @@ def test_the_last_token_counts(tmp_path):
 @pytest.mark.parametrize("index", [-1, 12])
 def test_no_sample_outside_the_data(tmp_path, index):
     data = TokenShards(write_dataset(tmp_path / "d", [100]), "train", 8)
-    with pytest.raises(IndexError, match="of 12"):
+    with pytest.raises(IndexError, match="of size 12"):
         data.read([0, index])
 
 

@@ -11,9 +11,7 @@ from dataset_content import content_of, documents_of, rows
 from tests.capabilities.texts.test_prepare import made
 from tests.support.said import said
 from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs, read_column
-from trainkit.capabilities.texts.prepare import prepare
 from trainkit.capabilities.texts.tokenize import Tokenizer
-from trainkit.capabilities.texts.units import plan_units
 from trainkit.capabilities.texts.validate import LONG_ROW_BYTES, validate_texts
 from trainkit.data.checks import inspect_data
 from trainkit.errors import UsageError
@@ -88,24 +86,6 @@ def test_cuts_lose_nothing_and_workers_do_not_matter(tmp_path, write, form, unit
     assert documents_of(one) == whole
     assert content_of(one) == content_of(two)
     assert len(list(one.glob("train-*.bin"))) > 4
-
-
-def test_planning_opens_no_table(tmp_path):
-    with (tmp_path / "a.parquet").open("wb") as stream:
-        stream.truncate(20 << 30)  # the file is sparse, and is not Parquet
-    spec = DatasetSpec((str(tmp_path),), val_fraction=0.1)
-    assert len(plan_units(spec, find_inputs(spec))) == 20 * 16
-
-
-def test_changed_content_is_noticed(tmp_path, write):
-    source = write("parquet", ["abc", "d"])
-    made(tmp_path, source)
-    assert prepare(DatasetSpec((str(source),)), tmp_path / "out")[1]
-    size = source.stat().st_size
-    write("parquet", ["ab", "cd"])
-    assert source.stat().st_size == size
-    with pytest.raises(UsageError, match="files that have changed since"):
-        made(tmp_path, source)
 
 
 def test_folder_with_all_kinds(tmp_path, write, pa):
@@ -265,7 +245,7 @@ def test_validate_names_a_missing_column_and_a_damaged_file(tmp_path, write):
     said(message)
 
 
-def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
+def test_only_tables_need_pyarrow(data_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     expected = f"{tmp_path}/a.parquet cannot be read without pyarrow, which cannot be imported"
@@ -276,12 +256,9 @@ def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
     (found,) = inspect_data(data_config(source=str(tmp_path / "a.parquet"))).problems
     assert found[1].startswith(expected)
     said(found[2])
-
-
-def test_texts_do_not_import_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.jsonl").write_text(rows("x"))
-    assert documents_of(made(tmp_path, tmp_path / "a.jsonl"))["train"] == [b"x"]
+    assert documents_of(made(tmp_path, tmp_path / "a.jsonl", name="rows"))["train"] == [b"x"]
 
 
 def test_real_saved_dataset(tmp_path):

@@ -48,15 +48,9 @@ def test_text(tmp_path):
     assert [line for line, _ in problems] == [2, 4, 5]
     said("\n".join(message for _, message in problems))
     assert (summary.lines, summary.documents) == (5, 1)
-
-
-def test_characters_across_blocks_are_whole(tmp_path):
     summary, problems = validated(tmp_path / "a.txt", b"x" + "☃".encode() * 1_000_000)
     assert problems == []
     assert summary.tokens == 3_000_002
-
-
-def test_empty_text(tmp_path):
     summary, problems = validated(tmp_path / "a.txt", b"")
     assert (summary.documents, summary.empty, summary.tokens, problems) == (0, 1, 0, [])
 
