@@ -91,7 +91,7 @@ def test_discover_cluster(fake):
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
 
-def test_partitions():
+def test_partitions_and_nodes_that_are_alike():
     cpu, gpu = parse_partitions(PARTITIONS, parse_nodes(NODES))
     assert (cpu.is_default, cpu.is_up, cpu.max_time_s, cpu.default_time_s, cpu.max_nodes) == (
         *(False, False, None, None, None),
@@ -103,9 +103,6 @@ def test_partitions():
     assert gpu.allowed_qos == ("normal", "long")
     assert [kind.num_gpus() for kind in (*cpu.nodes, *gpu.nodes)] == [0, 8, 4]
     assert (cpu.num_nodes, gpu.num_nodes) == (2, 3)
-
-
-def test_nodes_that_are_alike_are_counted_together():
     a100 = NodeKind(1, 56, 500000, {"a100": 4}, ("ib",))
     assert parse_nodes(NODES) == {
         "cpu": (NodeKind(2, 30, 120000),),

@@ -65,9 +65,6 @@ def test_a_short_validation_split(data_config, tmp_path):
     said(found[2])
     assert inspect_data(data_config(**fractions, val_fraction=0.2)).problems == ()
     assert inspect_data(data_config(**fractions, val_fraction=0.0)).problems == ()
-
-
-def test_short_val_source(data_config, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n" * 200)
     (tmp_path / "v.txt").write_text("hello")
     found = only(data_config(source=str(tmp_path / "a.txt"), val_source=str(tmp_path / "v.txt")))

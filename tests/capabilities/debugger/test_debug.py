@@ -300,7 +300,9 @@ def test_what_is_refused(line, tmp_path, monkeypatch, capsys):
     assert not Path("runs").exists()
 
 
-def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsys):
+def test_a_rank_of_another_launcher_and_a_command_without_terminal_have_no_debugger(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -309,9 +311,6 @@ def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsy
     assert main(["run", "--debug"]) == 2
     said(capsys.readouterr().err)
     assert not Path("runs").exists()
-
-
-def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "--debug"]) == 2

@@ -77,23 +77,14 @@ def test_runs_that_are_broken_again(name, tmp_path):
     assert shown(found, expected) == expected, found
 
 
-def test_the_advice_has_the_values_of_the_run(tmp_path):
+def test_cause_and_advice_have_the_values_of_the_run(tmp_path):
     _, found = diagnosis_of("cuda-oom", tmp_path)
     change = "train.device_batch_size 16 -> 8 keeps the global batch of 256 with accumulation 4"
     resume = f"`trainkit resume {tmp_path} --set train.device_batch_size=8`"
     assert found.advice[0] == f"{change}: {resume}"
-    _, found = diagnosis_of("nccl-timeout", tmp_path / "timeout")
-    said(found.cause)
-    said(found.advice[0])
-    _, found = diagnosis_of("rank-late", tmp_path / "late")
-    said(found.cause)
-    said("\n".join(found.advice))
-
-
-def test_a_hang_says_which_ranks_wait(tmp_path):
-    _, found = diagnosis_of("hang", tmp_path)
-    said(found.cause)
-    said("\n".join(found.advice))
+    for name in ("nccl-timeout", "rank-late", "hang"):
+        _, found = diagnosis_of(name, tmp_path / name)
+        said("\n".join([found.cause, *found.advice]))
     assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
 
 

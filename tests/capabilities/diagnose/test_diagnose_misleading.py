@@ -41,7 +41,7 @@ def test_a_rank_that_fails_while_it_stops_is_not_why_it_stopped(tmp_path):
     assert (found.name, found.rank) == ("preempted", None)
 
 
-def test_lines_of_ten_megabytes_and_logs_that_are_empty_binary_or_cut_off(tmp_path):
+def test_logs_of_huge_lines_and_logs_that_are_empty_binary_or_cut_off(tmp_path):
     long = b"x" * 10_000_000 + b" CUDA out of memory"
     for number, log in enumerate((long, b"", b"\x00\xff\xfe" * 1000, b"\x1b[31mCUDA out of mem")):
         assert newest(failed(tmp_path / str(number), log)).name == "exit-code"
@@ -49,9 +49,6 @@ def test_lines_of_ten_megabytes_and_logs_that_are_empty_binary_or_cut_off(tmp_pa
     assert (found.name, found.confidence) == ("cuda-oom", "likely")
     assert found.evidence[0].line == 4
     assert newest(failed(tmp_path / "message", b"", "y" * 10_000_000, "ValueError")).name is None
-
-
-def test_binary_output(tmp_path):
     noise = random.Random(18).randbytes(300_000)
     found = newest(failed(tmp_path, noise + b"\n" + TRACEBACK + OOM))
     assert found.name == "cuda-oom"

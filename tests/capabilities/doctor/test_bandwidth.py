@@ -81,13 +81,10 @@ def test_bandwidth_is_compared_with_what_the_link_gives(speeds, links, state, va
     assert slowest.value.startswith(value)
 
 
-def test_one_slow_link_is_named():
+def test_a_slow_link_and_a_failed_measurement():
     *_, found = bandwidth_checks(THREE, measured(5.0, 9.0, 2.0, 9.0), [{}, {}, {}])
     assert found.state == "warning"
     said(found.hint)
-
-
-def test_failed_measurement_is_a_failure():
     (found,) = bandwidth_checks(TWO, Bandwidth("rank 1 on b: Connection refused"), [{}, {}])
     assert found.state == "failure"
     said(found.value)

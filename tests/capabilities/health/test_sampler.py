@@ -95,7 +95,7 @@ def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(tmp_path,
     assert 0.19 < grown < 0.35
 
 
-def test_the_memory_of_a_job_is_that_of_its_control_group(tmp_path, monkeypatch):
+def test_the_memory_of_a_job_is_that_of_its_control_group_if_it_can_be_read(tmp_path, monkeypatch):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text("0::/job_7/step_0\n")
     (tmp_path / "job_7").mkdir()
@@ -103,9 +103,6 @@ def test_the_memory_of_a_job_is_that_of_its_control_group(tmp_path, monkeypatch)
     for name in ("PROC", "CGROUPS"):
         monkeypatch.setattr(memory_module, name, tmp_path)
     assert health._Counters()._job_memory() == {"job_mem_gib": 2.5, "job_mem_by": "cgroup"}
-
-
-def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
     for module in (health, memory_module):
         monkeypatch.setattr(module, "PROC", tmp_path / "none")
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
@@ -138,7 +135,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) ->
     return found.sample()
 
 
-def test_gpus_are_sampled(monkeypatch):
+def test_gpus_are_sampled_where_there_is_a_driver(monkeypatch):
     found, problem = gpus(monkeypatch, None)
     assert problem == ""
     assert found[1] == {
@@ -154,6 +151,12 @@ def test_gpus_are_sampled(monkeypatch):
         "ecc_errors": 0,
     }
 
+    def init(nvml: FakeNvml) -> None:
+        raise NVMLError("no driver")
+
+    monkeypatch.setattr(FakeNvml, "nvmlInit", init)
+    assert gpus(monkeypatch, None) == ([], "")
+
 
 @pytest.mark.parametrize(
     ("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("MIG-x", [1]), ("", []), ("0,1", [0, 1])]
@@ -168,14 +171,6 @@ def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(monkeyp
     found, problem = gpus(monkeypatch, "0", PowerUsage=NVMLError("GPU is lost"))
     assert found[0]["power_w"] is None
     said(problem)
-
-
-def test_without_a_driver_there_are_no_gpus(monkeypatch):
-    def init(nvml: FakeNvml) -> None:
-        raise NVMLError("no driver")
-
-    monkeypatch.setattr(FakeNvml, "nvmlInit", init)
-    assert gpus(monkeypatch, None) == ([], "")
 
 
 def test_a_file_stays_bounded(tmp_path, monkeypatch):

@@ -59,12 +59,16 @@ def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, opt
     assert argv[-2:] == ("train.py", "--x"), "launchers bring their own interpreter"
 
 
-def test_deepspeed_gets_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_gets_the_gpus_of_the_run_and_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
     here = replace(PLAN, backend="local", device="cuda", workload=Workload(("train.py",), "deepspeed"))
     (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]
     nodes = json.loads(base64.urlsafe_b64decode(info.partition("=")[2]))
     assert nodes["node1"] == [4, "GPU-f", 6, 7]
+    plan = replace(PLAN, workload=Workload(("train.py", "--deepspeed_config={ds_config}"), "deepspeed"))
+    said(worker_argv(plan, PLACE, RUN)[-1])
+    plan = replace(plan, parts=given(files={"ds_config.json": "{}"}))
+    said(worker_argv(plan, PLACE, RUN)[-1])
 
 
 def test_script_of() -> None:
@@ -79,13 +83,6 @@ def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_fo
     plan = replace(plan, environment=WorkerEnvironment(python=("/venv/bin/python",)))
     assert worker_argv(plan, PLACE, RUN) == ("/venv/bin/python", "train.py", "--nodes=2", "{other}")
     assert not plan.workload.has_launcher
-
-
-def test_deepspeed_gets_the_path_of_its_file() -> None:
-    plan = replace(PLAN, workload=Workload(("train.py", "--deepspeed_config={ds_config}"), "deepspeed"))
-    said(worker_argv(plan, PLACE, RUN)[-1])
-    plan = replace(plan, parts=given(files={"ds_config.json": "{}"}))
-    said(worker_argv(plan, PLACE, RUN)[-1])
 
 
 def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:

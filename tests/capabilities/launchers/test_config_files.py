@@ -45,27 +45,21 @@ def test_nothing_is_generated_for_keys_that_are_not_set(tmp_path, launcher):
     assert given(tmp_path, launcher, "name: mine") == LauncherInput()
 
 
-def test_values_of_a_shipped_config_are_not_the_users():
+def test_the_keys_that_a_user_has_set(tmp_path):
     job = Job(load_config("quickstart", layers=False), 8, 2, 4, "cuda")
     assert launcher_input(job, ("train.py",), "accelerate") == LauncherInput()
     assert launcher_input(job, ("train.py",), "megatron") == LauncherInput()
     assert job.typed == ()
-
-
-def test_keys_set_by_user(tmp_path):
     config = loaded(tmp_path, "train: {steps: 5}\nlaunch: {env: {A: b}}\nparallel: {zero: 2}")
     assert Job(config, 1, 1, 1, "cpu").typed == ("parallel.zero", "train.steps")
 
 
-def test_deepspeed_gets_a_file_only_where_the_command_asks(tmp_path):
+def test_deepspeed(tmp_path):
     text = "train: {device_batch_size: 4}"
     assert given(tmp_path, "deepspeed", text, ("train.py",)) == LauncherInput()
     assert given(tmp_path, "deepspeed", text).files == {
         DS_CONFIG: '{\n  "train_micro_batch_size_per_gpu": 4\n}\n'
     }
-
-
-def test_deepspeed(tmp_path):
     text = """
 train: {device_batch_size: 4, global_batch_size: 64, steps: 100, grad_clip: 0.5}
 optimizer: {lr: 1.0e-3, lr_scale: sqrt, lr_scale_base: 2}
@@ -219,9 +213,6 @@ precision: {dtype: bf16}
         "--adam-beta1 0.9",
         "--adam-beta2 0.98",
     ]
-
-
-def test_megatron_sequence_parallel_is_not_switched_on_by_a_default(tmp_path):
     text = "parallel: {tp: 2}"
     assert given(tmp_path, "megatron", text).files == {MEGATRON_ARGS: "--tensor-model-parallel-size 2\n"}
 

@@ -78,26 +78,16 @@ def test_what_an_end_is_reported_as(end, event):
     assert (notification and notification.event) == event
 
 
-def test_a_failure_names_rank_host_and_what_to_do():
+def test_what_the_report_of_an_end_says():
     verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
     notification = end_notification(end_of("failed", "failed", "crash", verdict=verdict))
     said(notification.text)
     assert notification.command == "diagnose"
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
-
-
-@pytest.mark.parametrize(
-    ("action", "text"),
-    [("finished", "finished; diverged since step 15"), ("failed", "failed: diverged since step 15; why")],
-)
-def test_a_run_that_has_diverged(action, text):
-    assert end_notification(end_of(action, action), 15).text == text
-
-
-def test_a_restart_without_a_slow_host_is_said_once():
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
-    notification = end_notification(end)
-    said(notification.text)
+    said(end_notification(end).text)
+    diverged = [end_notification(end_of(action, action), 15).text for action in ("finished", "failed")]
+    assert diverged == ["finished; diverged since step 15", "failed: diverged since step 15; why"]
 
 
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one():
@@ -158,19 +148,13 @@ def test_what_is_no_url_is_said_without_it(url):
     assert url not in error.value.render()
 
 
-def test_a_redirect_is_not_followed(endpoint):
+def test_a_delivery_that_fails(endpoint):
     moved = webhook(status=307, headers={"Location": endpoint.url})
     with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 307"):
         post(first.url, "{}")
     assert endpoint.messages == []
-
-
-def test_a_certificate_of_nobody_is_refused(endpoint):
     with pytest.raises(DeliveryError, match="the server cannot be reached"):
         post(endpoint.url.replace("http:", "https:"), "{}")
-
-
-def test_a_server_that_never_answers():
     with webhook(is_silent=True) as silent, pytest.raises(DeliveryError, match="did not answer within"):
         post(silent.url, "{}", timeout_s=0.2)
 

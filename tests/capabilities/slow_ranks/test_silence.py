@@ -170,7 +170,7 @@ def test_a_lock_in_the_way_is_reported_after_the_first_line_too(attempt, monkeyp
     said(event["reason"])
 
 
-def test_a_rank_that_compiles_does_not_wait():
+def test_ranks_that_compile_wait_or_are_elsewhere():
     """The stack shows that a rank compiles. Without a stack, the rank may be the cause of the hang."""
     compiles = Reply(0, "a", 7, "py-spy", {"Main": ["communicate (subprocess.py:9)"]})
     said(explain_silence([compiles]).text)
@@ -180,9 +180,6 @@ def test_a_rank_that_compiles_does_not_wait():
         silence = explain_silence([compiles, reply])
         assert (silence.text, silence.lock) == (text, "/cache/op/lock")
     said(explain_silence([blind, Reply(1, "b", 8, "py-spy", lock=LOCK)]).text)
-
-
-def test_the_rank_that_is_elsewhere_is_shown():
     waits, reads = {"Main": ["wait (dist.py:1)"]}, {"Main": ["read (disk.py:3)"]}
     replies = [Reply(rank, "a", 7, "py-spy", reads if rank == 2 else waits) for rank in range(4)]
     said(explain_silence(replies).text)

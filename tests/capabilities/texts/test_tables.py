@@ -100,20 +100,17 @@ def test_folder_with_all_kinds(tmp_path, write, pa):
     assert documents == [b"text", b"line", b"parquet", b"arrow 1", b"arrow 2"]
 
 
-def test_dataset_dict_is_refused(tmp_path, pa):
+def test_folders_that_are_no_dataset(tmp_path, pa):
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(UsageError, match="does not list the files of a Hugging Face dataset"):
+        find_inputs(DatasetSpec((str(tmp_path),)))
     for split in ("train", "validation"):
         save_to_disk(pa, tmp_path / "saved" / split, [pa.table({"text": ["x"]})], 1)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
     with pytest.raises(UsageError, match="contains several splits of a Hugging Face DatasetDict"):
         find_inputs(DatasetSpec((str(tmp_path / "saved"),)))
     assert len(find_inputs(DatasetSpec((str(tmp_path / "saved" / "train"),)))) == 1
-
-
-def test_state_file_of_something_else(tmp_path):
-    (tmp_path / "state.json").write_text("{}")
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(UsageError, match="does not list the files of a Hugging Face dataset"):
-        find_inputs(DatasetSpec((str(tmp_path),)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -216,7 +213,7 @@ def validated(source, key="text"):
     return summaries, [(problem.line, problem.message) for problem in problems]
 
 
-def test_validate_a_parquet_file(tmp_path, write):
+def test_validate_tables(tmp_path, write):
     source = write("parquet", ["good", None, "", "x" * LONG_ROW_BYTES, *["more"] * 300, None], group=50)
     (summary,), problems = validated(source)
     assert (summary.lines, summary.documents, summary.empty, summary.long) == (305, 302, 1, 1)
@@ -224,9 +221,6 @@ def test_validate_a_parquet_file(tmp_path, write):
     assert summary.tokens == len("good") + LONG_ROW_BYTES + 4 * 300 + 302
     null = 'column "text" (data.text_key) is null, not a string'
     assert problems == [(2, null), (305, null)]
-
-
-def test_validate_a_saved_dataset(tmp_path, write):
     source = write("arrow", ["", "a", "b", None])
     summaries, problems = validated(source)
     assert [(one.lines, one.first_empty) for one in summaries] == [(2, [1]), (2, [])]

@@ -30,9 +30,6 @@ def test_rows(tmp_path):
     assert summary.tokens == len("good") + len("café".encode()) + len("last") + 3
     assert [line for line, _ in problems] == [5, 6, 7]
     said(problems[2][1])
-
-
-def test_empty_and_long_rows_are_counted_and_the_first_listed(tmp_path):
     long = "x" * LONG_ROW_BYTES
     content = rows("a", *[""] * 7, long, "b", long, long[1:]).encode() + b"\n"
     summary, problems = validated(tmp_path / "a.jsonl", content)

@@ -64,12 +64,9 @@ def test_the_time_to_send_is_limited(attempt, monkeypatch):
     assert time.monotonic() < started_s + 60
 
 
-def test_a_process_that_is_gone(attempt, monkeypatch):
+def test_a_process_that_is_gone_or_never_was(attempt, monkeypatch, capfd):
     process = sender(attempt, monkeypatch, "print('up')")
     process.end(is_finished=True)
-
-
-def test_an_interpreter_that_is_missing(attempt, monkeypatch, capfd):
     monkeypatch.setattr(trackers, "module_argv", lambda module, run: ("/no/such/python",))
     TrackerSender(attempt, LaunchPlan.from_dict(read_json(attempt.plan_file))).end(is_finished=True)
     assert "could not start sending the metrics" in capfd.readouterr().out
