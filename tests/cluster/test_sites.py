@@ -17,59 +17,30 @@ from trainkit.cli.main import main
 # The source of the row | Gres of a node | the GPUs that `init` writes
 GRES = """
 slurm docs            | gpu                                          | 1
-slurm docs            | gpu:2                                        | 2
 slurm docs            | gpu:4(S:0-1)                                 | 4
 slurm docs            | gpu:2,shard:64                               | 2
 slurm docs            | gpu:2,mps:200                                | 2
 slurm docs            | gpu:tesla:1,gpu:kepler:1,bandwidth:lustre:no_consume:4G | tesla: 1, kepler: 1
 slurm docs            | gpu:tesla:2,gpu:kepler:2,mps:400,bandwidth:lustre:no_consume:4G | tesla: 2, kepler: 2
-slurm docs            | gpu:nvidia_a100-pcie-40gb:2                  | nvidia_a100-pcie-40gb: 2
-slurm testsuite       | gpu:kepler:2                                 | kepler: 2
-slurm testsuite       | gpu:geforce_rtx_2060:1                       | geforce_rtx_2060: 1
 slurm testsuite       | gpu:a100:1,gpu:a100_3g.20gb:2                | a100: 1, a100_3g.20gb: 2
 ReFrame               | gpu_mem:16280,gpu:1                          | 1
-ReFrame               | gpu:1                                        | 1
 SkyPilot              | gpu:8                                        | 8
 SkyPilot              | gpu:H100:8                                   | H100: 8
-SkyPilot              | gpu:nvidia_h100_80gb_hbm3:8(S:0-1)           | nvidia_h100_80gb_hbm3: 8
-SkyPilot              | gpu:NVIDIA_H100_80GB_S:8                     | NVIDIA_H100_80GB_S: 8
-SkyPilot              | gpu:gh200:1                                  | gh200: 1
-SkyPilot              | gpu:a10g:8                                   | a10g: 8
-SkyPilot              | gpu:l4:1                                     | l4: 1
 SkyPilot              | (null)                                       |
 SkyPilot              | N/A                                          |
-snakemake             | gpu:tesla:2                                  | tesla: 2
-snakemake             | tmpspace:10G                                 |
-ParallelCluster       | gpu:a100:4                                   | a100: 4
-ParallelCluster       | gpu:rtxproserver6000:1                       | rtxproserver6000: 1
 clusterscope          | gpu:a100:2(S:0-1)(mem:40960M)                | a100: 2
-a benchmark installer | gpu:8,mib:100                                | 8
-a benchmark installer | gpu:8(S:0-1)                                 | 8
 a benchmark installer | gpu:a100_3g.20gb:2                           | a100_3g.20gb: 2
 a workflow manager    | gpu:2K(S:0-2023)                             | 2048
 a workflow manager    | gpu:p100:2(S:0-1),gpu:v100:2(S:0-1)          | p100: 2, v100: 2
-a metrics exporter    | gpu:A30:4(S:0-1),gpu:Q6K:40(S:0-1)           | A30: 4, Q6K: 40
 a metrics exporter    | gpu:(null):3(IDX:0-7)                        | 3
 a metrics exporter    | gpu:a40:0(IDX:N/A)                           |
 a job launcher        | gpu:modelA:6(S:0-1),gpu:1g.10gb:28(S:0-1)    | modelA: 6, 1g.10gb: 28
 a job launcher        | other:nameA:2,gpu:modelA:3,other:nameB:2     | modelA: 3
 a job launcher        | gpu:brand_model-pcie.10:2(S:0-1)             | brand_model-pcie.10: 2
 a node monitor        | gpu:v100:4(S:0-1),min-vram:no_consume:32G    | v100: 4
-a node monitor        | gpu:nvidia_b200:4,gpu:nvidia_b200_2g.45gb:8  | nvidia_b200: 4, nvidia_b200_2g.45gb: 8
 a biomedical site     | gpu:a100:4(S:0-3),lscratch:3200              | a100: 4
-a biomedical site     | gpu:k80:4,lscratch:800                       | k80: 4
-a physics site        | gpu:nvidia_a100_80gb_pcie:1(S:4-5),tmp:1500G | nvidia_a100_80gb_pcie: 1
-a physics site        | gpu:nvidia_a100-sxm4-40gb:4(S:2-3),tmp:5800G | nvidia_a100-sxm4-40gb: 4
-a physics site        | gpu:nvidia_l40s:2(S:0-7),tmp:2900G           | nvidia_l40s: 2
-a university          | gpu:V100-SXM2-32GB:4(S:0-1)                  | V100-SXM2-32GB: 4
 a university          | gpu:V100-PCIE-32GB:2(S:0-1),shard:V100-PCIE-32GB:40(S:0-1) | V100-PCIE-32GB: 2
-a university          | gpu:rtx3090:8(S:0-1),gpu:a6000:4             | rtx3090: 8, a6000: 4
-a university          | gpu:rtx_pro_6000_blackwell:8                 | rtx_pro_6000_blackwell: 8
-a university          | gpu:mi300x:8                                 | mi300x: 8
-a university          | gpu:mig-2g.20gb:3,gpu:mig-1g.10gb:1          | mig-2g.20gb: 3, mig-1g.10gb: 1
 a state's site        | pfsdir:scratch:1,pfsdir:ess:1,ime:1,gpfs:project:1 |
-others                | gpu:8(S:0-1),mps:800(S:0-1)                  | 8
-others                | gpu:2,nvme:1                                 | 2
 others                | nvme:1,gpu:v100:4                            | v100: 4
 others                | gpu:no_consume:4,craynetwork:4               | 4
 others                | craynetwork:4,gpu:a100:no_consume:4(S:0,1)   | a100: 4
