@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.cluster.limits import ResourceRequest, limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
 from trainkit.config.running import ResourcesConfig
@@ -99,48 +99,9 @@ OTHERS = {
     ),
     "profile": replace(WEST, out_of_date_hint="west.yaml says so"),
 }
-PROBLEMS = """\
-where: no default
-where: one hidden, partition: other
-where: account
-where: qos, qos: normal
-where: qos, qos: long, partition: cpu, gpus_per_node: null
-where: less CPUs
-where: several nodes
-where: less memory, mem: 100G
-where: memory per CPU, mem: 100G
-where: accounts
-where: denied, account: bio
-where: subaccount
-where: subaccount, partition: cpu, gpus_per_node: null
-where: reservation
-where: groups
-where: profile, time: 3-0
-partition: gqu
-time: 2-00:00:01
-time: '0'
-partition: debug
-partition: debug, time: '10', nodes: 3
-nodes: 5, workers_per_node: 8, gpus_per_node: 8, cpus_per_node: 64
-gpus_per_node: 16, workers_per_node: 16
-partition: cpu
-cpus_per_node: 80
-gpus_per_node: null, workers_per_node: 80, cpus_per_node: 80
-mem: 501G
-gpu_type: h10
-constraint: ibb
-gpu_type: h100, nodes: 5
-constraint: ib&a100, nodes: 9
-constraint: h100&a100
-constraint: h100, gpu_type: a100
-account: phisics
-qos: lang
-qos: long, account: teaching
-where: no accounts, qos: brief, time: '11', account: other
-""".splitlines()
 
 
-@pytest.mark.parametrize("changes", PROBLEMS)
+@pytest.mark.parametrize("changes", cases(__file__, "test_one_problem"))
 def test_one_problem(changes):
     values = yaml.safe_load(f"{{{changes}}}")
     cluster = OTHERS.get(values.pop("where", ""), WEST)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.programs import run_program
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.backends.slurm import group_parts
 from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.capabilities.bench import command as bench_command
@@ -69,20 +70,13 @@ def test_what_is_not_run_is_said(desk):
     names = [item["layout"] for item in value["layouts"]] + value["left_out"]
     assert len(names) == len(set(names)) > 20
     said(value["impossible"]["tp=16"])
-    assert f"{len(value['left_out'])} more possible layouts" in done.stderr
+    assert f"{len(value['left_out'])} other possible layouts" in done.stderr
     assert all(item["values"]["train.global_batch_size"] == 64 for item in value["layouts"])
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["--layout", "tp=zwei"], ["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], ["--steps", "5"]),
-        *(["--set", "data.source=nowhere.txt"], ["--backend", "submitit"], ["--out", " "], ["--out", "."]),
-    ],
-    ids=" ".join,
-)
-def test_what_was_typed_wrong(desk, args):
-    value = desk.refused("bench", "layouts", str(desk.config), *TWO, *args)
+@pytest.mark.parametrize("options", cases(__file__, "test_what_was_typed_wrong"))
+def test_what_was_typed_wrong(desk, options):
+    value = desk.refused("bench", "layouts", str(desk.config), *TWO, *shlex.split(options))
     said(f"{value['error']}\n\nhint: {value['hint']}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from steering import Desk
 
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.backends.slurm import group_parts
 from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
@@ -51,14 +51,7 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk):
     assert not (desk.folder / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *("", "--sweep train.stepz=1", "--sweep train.steps=10,20", "--sweep requeue.on=[],[crash]"),
-        *("--sweep profiler.ranks=[0],[1]", "--sweep train.device_batch_size=0,-1"),
-        "--sweep seed=1,2 --repeats 0",
-    ],
-)
+@pytest.mark.parametrize("options", cases(__file__, "test_what_was_typed_wrong"))
 def test_what_was_typed_wrong(desk, options):
     value = desk.refused("bench", "settings", str(desk.config), *options.split())
     said(f"{value['error']}\n\nhint: {value['hint']}")

@@ -13,7 +13,7 @@ import pytest
 from steering import wait_for
 
 from tests.support.runs import launch_plan, make_attempt
-from tests.support.said import said
+from tests.support.said import cases, said
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.capabilities.debugger import Debugger, DebugPlan, rank_debugger
 from trainkit.capabilities.debugger.command import attach
@@ -277,17 +277,7 @@ def test_debugpy(desk, tmp_path):
     assert log.count("an editor") == 3
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("--debug x.yaml", "--debug=debugpy --post-mortem", "--debug 2 -- python x.py"),
-        *(
-            "--post-mortem -- bash x.sh",
-            "--debug=debugpy -- python x.py",
-            "--debug=debugpy --yes -- python x.py",
-        ),
-    ],
-)
+@pytest.mark.parametrize("line", cases(__file__, "test_what_is_refused"))
 def test_what_is_refused(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.capabilities.launchers.config_files import Job, LauncherInput, launcher_input
 from trainkit.capabilities.launchers.launcher_plan import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
 from trainkit.cluster.machine import Machine
@@ -105,15 +105,7 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path):
         said(refusal(tmp_path, launcher, text))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "parallel: {tp: 2}",
-        "name: mine",
-        "parallel: {dp_shard: 4, dp_replicate: 2}",
-        "optimizer: {name: adamw_8bit}",
-    ],
-)
+@pytest.mark.parametrize("text", cases(__file__, "test_deepspeed_refuses"))
 def test_deepspeed_refuses(tmp_path, text):
     said(refusal(tmp_path, "deepspeed", text))
 
@@ -225,35 +217,11 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path):
     said(refusal(tmp_path, "megatron", "parallel: {offload: true}"))
 
 
-UNUSED = [
-    # Each case is a launcher, its command, and the typed settings.
-    ("python", "x.py", ["seed=3"]),
-    ("python", "x.py", ["train.steps=3", "model.preset=nano"]),
-    ("python", "x.py", ["task_args.size=3", "optimizer.betas.0=0.8"]),
-    ("python", "x.py", ["logging.tensorboard=false", "profiler.num_steps=2"]),
-    ("python", "x.py", ["checkpoint.keep_last=2", "schedule.warmup_steps=2"]),
-    ("python", "x.py", ["device=cpu", "note=a", "tags=[a]", "name=b", "logging.pattern=null"]),
-    ("python", "x.py", ["launch.env.A=1", "launch.secrets+=B", "resources.nodes=2", "requeue.max=2"]),
-    ("python", "x.py", ["notify.on=[failed]", "logging.health_every_s=5", "config_version=2"]),
-    ("torchrun", "x.py", ["seed=3"]),
-    ("megatron", "x.py", ["seed=3", "train.steps=3", "optimizer.lr=1", "optimizer.lr_scale=sqrt"]),
-    ("megatron", "x.py", ["parallel.dp_shard=-1", "train.deterministic=true"]),
-    ("accelerate", "x.py", ["precision.dtype=bf16"]),
-    ("accelerate", "x.py", ["seed=3", "train.steps=3"]),
-    ("lightning", "x.py {max_steps}", ["train.steps=3", "train.grad_clip=2"]),
-    ("lightning", "x.py {lr} {batch_size}", ["optimizer.lr=1", "train.device_batch_size=2"]),
-    ("deepspeed", "x.py {ds_config}", ["train.device_batch_size=2", "train.grad_clip=2"]),
-    ("deepspeed", "x.py", ["train.device_batch_size=2"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "command", "typed"),
-    UNUSED,
-    ids=lambda word: word if isinstance(word, str) else " ".join(word),
-)
-def test_a_key_without_effect_that_was_typed_is_warned_of(launcher, command, typed):
-    config = load_config(None, overrides=typed, environ={}, layers=False)
+@pytest.mark.parametrize("case", cases(__file__, "test_a_key_without_effect_that_was_typed_is_warned_of"))
+def test_a_key_without_effect_that_was_typed_is_warned_of(case):
+    """A case is a launcher, its command, and the settings that were typed."""
+    launcher, command, typed = case.split(" | ")
+    config = load_config(None, overrides=typed.split(), environ={}, layers=False)
     plan = make_plan(config, FACTS, Workload(tuple(command.split()), launcher))
     said("\n".join(text for text in plan.warnings if "effect" in text))
 
