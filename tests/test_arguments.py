@@ -143,46 +143,7 @@ def test_a_parameter_by_position_alone_has_no_name() -> None:
     assert not arguments.means("seed", is_used=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "hint"),
-    [
-        ("timeout_min", 60, 'write time="01:00:00"'),
-        ("slurm_timeout_min", 2880, 'write time="2-00:00:00"'),
-        ("slurm_time", 90, 'write time="01:30:00"'),
-        ("slurm_time", "1-0", 'write time="1-0"'),
-        ("mem_gb", 64, 'write resources={"mem": "64G"}'),
-        ("mem_gb", 3.5, 'write resources={"mem": "3584M"}'),
-        ("slurm_mem", "20GB", 'write resources={"mem": "20G"}'),
-        ("slurm_mem_per_gpu", "8G", 'write resources={"extra": {"mem-per-gpu": "8G"}}'),
-        ("cpus_per_task", 8, 'write resources={"cpus_per_gpu": 8}'),
-        ("tasks_per_node", 4, "write gpus_per_node=4"),
-        ("slurm_ntasks_per_node", 4, "write gpus_per_node=4"),
-        ("slurm_num_gpus", 4, "write gpus_per_node=4"),
-        ("slurm_partition", "gpu", 'write partition="gpu"'),
-        ("slurm_array_parallelism", 4, "write limit=4 in `map_array` or `sweep`"),
-        ("slurm_signal_delay_s", 90, 'write requeue={"grace_s": 90}'),
-        ("slurm_max_num_timeout", 3, 'write requeue={"max": 3}'),
-        ("slurm_job_name", "it's", 'write name="it\'s"'),
-        ("slurm_exclude", "n[1-3]", 'write resources={"exclude": "n[1-3]"}'),
-        (
-            "slurm_additional_parameters",
-            {"mail_type": "END"},
-            'write resources={"extra": {"mail-type": "END"}}',
-        ),
-        ("slurm_setup", "module load x", 'write launch={"setup": ["module load x"]}'),
-        (
-            "slurm_srun_args",
-            ["--mpi=pmix", "--exact"],
-            'write launch={"srun_extra": {"mpi": "pmix", "exact": True}}',
-        ),
-        ("slurm_exclusive", True, 'write resources={"extra": {"exclusive": True}}'),
-        ("visible_gpus", (0, 2), 'write launch={"env": {"CUDA_VISIBLE_DEVICES": "0,2"}}'),
-        ("folder", "logs", 'write run_dir="logs"'),
-        ("stderr_to_stdout", True, "omit stderr_to_stdout: the log of a rank contains both output streams"),
-        ("slurm_use_srun", False, "omit slurm_use_srun: each rank is a separate process"),
-        ("slurm_setup", None, "write setup=None"),
-        ("steps", 3, None),
-    ],
-)
-def test_what_to_write_for_a_parameter_of_submitit(name: str, value: object, hint: str | None) -> None:
-    assert meant_of_submitit(name, value) == hint
+@pytest.mark.parametrize("parameter", cases(__file__, "test_what_to_write_for_a_parameter_of_submitit"))
+def test_what_to_write_for_a_parameter_of_submitit(parameter: str) -> None:
+    [(name, value)] = eval(f"dict({parameter})").items()
+    said(meant_of_submitit(name, value) or "no hint")
