@@ -1,10 +1,8 @@
 """Tests the files for the tools of launchers, and the refusal of options that a tool does not have."""
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.said import cases, said
 from trainkit.capabilities.launchers.config_files import Job, LauncherInput, launcher_input
@@ -66,37 +64,13 @@ optimizer: {lr: 1.0e-3, lr_scale: sqrt, lr_scale_base: 2}
 parallel: {zero: 2, offload: true}
 precision: {dtype: fp16}
 """
-    assert json.loads(given(tmp_path, "deepspeed", text).files[DS_CONFIG]) == {
-        "train_micro_batch_size_per_gpu": 4,
-        "train_batch_size": 64,
-        "gradient_accumulation_steps": 2,
-        "fp16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 2.0e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-        },
-    }
+    said(given(tmp_path, "deepspeed", text).files[DS_CONFIG])
 
 
-@pytest.mark.parametrize(
-    ("parallel", "expected"),
-    [
-        ("dp_shard: -1", {"stage": 3}),
-        ("dp_shard: 1, dp_replicate: -1", {"stage": 0}),
-        (
-            "offload: true",
-            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-        ),
-    ],
-)
-def test_zero_stages(tmp_path, parallel, expected):
+@pytest.mark.parametrize("parallel", ["dp_shard: -1", "dp_shard: 1, dp_replicate: -1", "offload: true"])
+def test_zero_stages(tmp_path, parallel):
     text = f"train: {{global_batch_size: 64}}\nparallel: {{{parallel}}}"
-    assert json.loads(given(tmp_path, "deepspeed", text).files[DS_CONFIG]) == {
-        "train_batch_size": 64,
-        "zero_optimization": expected,
-    }
+    said(given(tmp_path, "deepspeed", text).files[DS_CONFIG])
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path):
@@ -129,20 +103,7 @@ def test_the_config_comes_after_the_launcher(tmp_path):
 
 def test_accelerate_fsdp(tmp_path):
     text = "parallel: {dp_shard: 4, dp_replicate: 2, zero: 2, offload: true, activation_checkpointing: full}"
-    assert yaml.safe_load(given(tmp_path, "accelerate", text).files[ACCELERATE_CONFIG]) == {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": False,
-            "fsdp_offload_params": True,
-            "fsdp_activation_checkpointing": True,
-        },
-        "parallelism_config": {
-            "parallelism_config_dp_replicate_size": 2,
-            "parallelism_config_dp_shard_size": 4,
-        },
-    }
+    said(given(tmp_path, "accelerate", text).files[ACCELERATE_CONFIG])
     said(refusal(tmp_path, "accelerate", "parallel: {dp_shard: -1}", device="cpu"))
     said(refusal(tmp_path, "accelerate", "parallel: {pp: 2}"))
 
@@ -186,25 +147,7 @@ train: {device_batch_size: 8, global_batch_size: 32, steps: 1000, grad_clip: nul
 optimizer: {lr: 1.0e-4, betas: [0.9, 0.98]}
 precision: {dtype: bf16}
 """
-    assert given(tmp_path, "megatron", text).files[MEGATRON_ARGS].splitlines() == [
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--sequence-parallel",
-        "--recompute-granularity full",
-        "--recompute-method uniform",
-        "--recompute-num-layers 1",
-        "--micro-batch-size 2",  # a device batch has 4 microbatches
-        "--global-batch-size 32",
-        "--bf16",
-        "--seed 1",
-        "--seq-length 2048",
-        "--max-position-embeddings 2048",
-        "--train-iters 1000",
-        "--clip-grad 0.0",
-        "--lr 0.0001",
-        "--adam-beta1 0.9",
-        "--adam-beta2 0.98",
-    ]
+    said(given(tmp_path, "megatron", text).files[MEGATRON_ARGS])  # a device batch has 4 microbatches
     text = "parallel: {tp: 2}"
     assert given(tmp_path, "megatron", text).files == {MEGATRON_ARGS: "--tensor-model-parallel-size 2\n"}
 
