@@ -38,24 +38,7 @@ def test_only_training_is_left(tmp_path):
     loaded = load(tmp_path, "train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7")
     found = changes_of(loaded, BenchLength(30, 5), 2, keep_name=False)
     values = {change.key: change.value for change in found}
-    assert values == {
-        "name": "mine-layouts",
-        "train.steps": 30,
-        "train.epochs": None,
-        "train.stop_at_step": None,
-        "train.log_every": 1,
-        "train.eval_every": None,
-        "notify.webhook": None,
-        "checkpoint.every_steps": None,
-        "checkpoint.every_minutes": None,
-        "checkpoint.best_metric": None,
-        "checkpoint.async": False,
-        "requeue.on": [],
-        "logging.tensorboard": False,
-        "profiler.start_step": 28,
-        "profiler.num_steps": 3,
-        "profiler.ranks": [0, 1],
-    }
+    said("\n".join(f"{key}: {value}" for key, value in values.items()))
     short = with_values(loaded, values, "trainkit bench")
     assert changes_of(short, BenchLength(30, 5), 2, keep_name=True) == []
 
@@ -199,32 +182,18 @@ def test_what_is_left_out_is_what_a_config_would_take(tmp_path):
     assert asked(tmp_path, "tp=2,sequence_parallel=false").settings["parallel.sequence_parallel"] is False
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tp", "--layout tp: 'tp' is not KEY=VALUE"),
-        ("tp=2,,pp=2", "--layout tp=2,,pp=2: '' is not KEY=VALUE"),
-        ("tq=2", "--layout tq=2: the section parallel has no key tq"),
-        ("tp=2,tp=4", "--layout tp=2,tp=4: tp appears twice"),
-        ("tp=[", "--layout tp=[: tp: "),
-    ],
-)
-def test_what_was_typed_wrong(text, message):
+@pytest.mark.parametrize("text", ["tp", "tp=2,,pp=2", "tq=2", "tp=2,tp=4", "tp=["])
+def test_what_was_typed_wrong(text):
     with pytest.raises(UsageError) as caught:
         parse_layout(text)
-    assert caught.value.message.startswith(message)
-    assert caught.value.hint
+    said(caught.value.render())
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "settings", "problem"),
-    [
-        ("tp=3", 4, (), "--layout tp=3: parallel.tp: is 3, which does not divide 4 processes"),
-        ("dp_shard=2", 4, (), "dp_shard=2: parallel.dp_shard: is 2: parallel.dp_replicate 1 x 2 = 2,"),
-        ("pp=8", 8, ("train.global_batch_size=4",), "parallel.pp_microbatches: is 4, fewer than the 8"),
-    ],
+    ("text", "ranks", "settings"),
+    [("tp=3", 4, ()), ("dp_shard=2", 4, ()), ("pp=8", 8, ("train.global_batch_size=4",))],
 )
-def test_an_impossible_layout_that_was_asked_for(text, ranks, settings, problem, tmp_path):
+def test_an_impossible_layout_that_was_asked_for(text, ranks, settings, tmp_path):
     with pytest.raises(ConfigError) as caught:
         asked(tmp_path, text, ranks, *settings)
-    assert problem in caught.value.problems[0].render()
+    said(caught.value.problems[0].render())

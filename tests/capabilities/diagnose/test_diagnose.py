@@ -337,22 +337,9 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_copy", "path", "advice"),
-    [
-        (
-            True,
-            "../data/x.txt",
-            "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
-        ),
-        (
-            True,
-            "nowhere.txt",
-            "relative paths are resolved against {run}/work/sub, the copy of {above}/code where",
-        ),
-        (False, "nowhere.txt", "relative paths are resolved against {above}/code"),
-    ],
+    ("has_copy", "path"), [(True, "../data/x.txt"), (True, "nowhere.txt"), (False, "nowhere.txt")]
 )
-def test_a_command_that_finds_no_file_learns_where_it_runs(tmp_path, has_copy, path, advice):
+def test_a_command_that_finds_no_file_learns_where_it_runs(tmp_path, has_copy, path):
     message = f"[Errno 2] No such file or directory: '{path}'"
     run = failed(tmp_path / "run", b"", message, "FileNotFoundError")
     (tmp_path / "data").mkdir()
@@ -365,7 +352,7 @@ def test_a_command_that_finds_no_file_learns_where_it_runs(tmp_path, has_copy, p
     write_json(run.config_file, {})
     found = diagnose(run.attempt(1), read_job(run))
     assert found.name == "missing-file"
-    assert any(one.startswith(advice.format(above=tmp_path, run=run.path)) for one in found.advice)
+    said("\n".join(found.advice))
     assert not any("run was submitted" in one for one in found.advice)
 
 
@@ -431,29 +418,19 @@ def test_a_save_that_the_end_cut_off(run):
 
 
 @pytest.mark.parametrize(
-    ("resources", "hint"),
+    "resources",
     [
-        (
-            "time: '2:00:00'",
-            "--time 04:00:00` continues with twice the time limit; resources.time is 2:00:00",
-        ),
-        ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the time limit;"),
-        (
-            "{time: 3-0, slice: 2-0}",
-            "--time 6-00:00:00` continues with twice the time limit; resources.time is",
-        ),
-        ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the time limit;"),
-        ("{time: null}", None),
+        *("time: '2:00:00'", "{time: 3-0, slice: '4:00:00'}", "{time: 3-0, slice: 2-0}", "{time: null}"),
+        "{time: '4:00:00', time_min: '30'}",
     ],
 )
-def test_the_limit_that_ended_the_job_is_the_one_to_raise(run, resources, hint):
+def test_the_limit_that_ended_the_job_is_the_one_to_raise(run, resources):
     resources = resources.removeprefix("{").removesuffix("}")
     run.attempt(1).config_file.write_text(f"name: x\nresources: {{{resources}}}\n")
     write_json(run.attempt(1).plan_file, {"backend": "sbatch"})
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
     found = [item for item in newest(run).advice if "twice" in item]
-    assert len(found) == (hint is not None)
-    assert hint is None or f"`trainkit resume {run.path} {hint}" in found[0]
+    said("\n".join(found) or "no limit")
 
 
 def test_a_slow_rank_is_named_with_the_time_limit(run):

@@ -41,6 +41,8 @@ from trainkit.run.rundir import RunDir
 
 HOUR = 3600.0
 RESTART_H = RESTART_S / HOUR
+OF_EACH = "of each job are spent on the restart"
+SLICES = ["resources.time=3:0:0", "resources.slice=1:0:0"]
 BATCH = ("data.seq_len=2048", "train.device_batch_size=2", "train.global_batch_size=64")
 NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
 H100, A100 = NodeKind(8, 64, 900_000, {"h100": 4}), NodeKind(12, 64, 500_000, {"a100": 4})
@@ -143,24 +145,20 @@ def offer(
         (
             offer(0, 2.5),
             ["requeue.on=[crash]"],
-            *(None, 1, "takes 2h30m, but requeue.on does not include timeout"),
+            None,
+            1,
+            "takes 2h30m, but requeue.on does not include timeout",
         ),
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, but about 5m00s of each job are spent on the restart"),
+            None,
+            1,
+            f"takes 1h00m, but about 5m00s {OF_EACH}",
         ),
-        (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
-        (
-            offer(0, 4),
-            ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(None, 1, "takes 4h00m, but resources.time is 3:0:0"),
-        ),
-        (
-            offer(0, 3),  # an offer of just enough time is too short because of the restarts
-            ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(3 + 3 * RESTART_H, 4, ""),
-        ),
+        (offer(0, 1.5), SLICES, 1.5 + RESTART_H, 2, ""),
+        (offer(0, 4), SLICES, None, 1, "takes 4h00m, but resources.time is 3:0:0"),
+        (offer(0, 3), SLICES, 3 + 3 * RESTART_H, 4, ""),  # the restarts need a fourth job
         (offer(0, 4, is_slice=True), ["resources.time=3:0:0"], 4 + 4 * RESTART_H, 5, ""),
         (offer(0, 99, limit_h=float("inf")), [], 99, 1, ""),
         (offer(None, 1), [], None, 1, "busy"),

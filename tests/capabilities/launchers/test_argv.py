@@ -30,33 +30,13 @@ def given(files: dict[str, str] | None = None, values: dict[str, str] | None = N
     return {"launchers": to_json(LauncherPlan(files or {}, values or {}))}
 
 
-@pytest.mark.parametrize(
-    ("launcher", "module", "options"),
-    [
-        (
-            "torchrun",
-            "torch.distributed.run",
-            "--nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=host0 --master-port=12345",
-        ),
-        (
-            "accelerate",
-            "accelerate.commands.launch",
-            "--num_machines=2 --num_processes=8 --machine_rank=1 --main_process_port=12345",
-        ),
-        (
-            "deepspeed",
-            "deepspeed.launcher.launch",
-            f"--world_info={WORLD_INFO} --node_rank=1 --master_addr=host0 --master_port=12345",
-        ),
-    ],
-)
-def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, options: str) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_a_launcher_starts_the_ranks_of_its_node(launcher: str) -> None:
+    """Launchers bring their own interpreter."""
     workload = Workload(("python", "train.py", "--x"), launcher)
     plan = replace(PLAN, workload=workload, environment=WorkerEnvironment(python=("/venv/bin/python",)))
-    argv = worker_argv(plan, PLACE, RUN)
-    assert argv[:3] == ("/venv/bin/python", "-m", module)
-    assert set(options.split()) <= set(argv)
-    assert argv[-2:] == ("train.py", "--x"), "launchers bring their own interpreter"
+    argv = [word.replace(WORLD_INFO, "WORLD_INFO") for word in worker_argv(plan, PLACE, RUN)]
+    said("\n".join(argv))
 
 
 def test_deepspeed_gets_the_gpus_of_the_run_and_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:

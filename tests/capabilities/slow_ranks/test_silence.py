@@ -121,30 +121,16 @@ STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/d
 
 
 @pytest.mark.parametrize(
-    ("stacks", "rank", "text"),
+    ("stacks", "rank"),
     [
-        (
-            [[WAITS, STEP]] * 3 + [[LOAD]],
-            3,
-            "does not take part, and ranks 0-2 wait in all_reduce at step (train.py:9);"
-            " it is in load (data.py:3)",
-        ),
-        (
-            [[WAITS, STEP]] * 3 + [[WAITS, LOG]],
-            None,
-            "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log"
-            " (train.py:30); the flight records do not show which rank is at fault",
-        ),
-        (
-            [[WAITS, STEP]] * 3 + [None],
-            3,
-            "does not respond, and ranks 0-2 wait in all_reduce at step (train.py:9)",
-        ),
-        ([[WAITS]] + [[LOAD]] * 3, 0, None),
-        ([[WAITS]] * 2 + [[LOAD], []], 0, None),
+        ([[WAITS, STEP]] * 3 + [[LOAD]], 3),
+        ([[WAITS, STEP]] * 3 + [[WAITS, LOG]], None),
+        ([[WAITS, STEP]] * 3 + [None], 3),
+        ([[WAITS]] + [[LOAD]] * 3, 0),
+        ([[WAITS]] * 2 + [[LOAD], []], 0),
     ],
 )
-def test_without_records_the_stacks_name_who_waits_for_nobody(attempt, monkeypatch, stacks, rank, text):
+def test_without_records_the_stacks_name_who_waits_for_nobody(attempt, monkeypatch, stacks, rank):
     watched = Watched(attempt, monkeypatch, silence_s=60.0)
     for number, stack in enumerate(stacks):
         stopped = STATE_PROBLEMS["T"] if stack is None else "no py-spy"
@@ -152,9 +138,8 @@ def test_without_records_the_stacks_name_who_waits_for_nobody(attempt, monkeypat
     found = watched.wait(120)
     failure = hang_failure(attempt, PLAN, found)
     assert failure.rank == rank
-    if text is not None:
-        assert failure.message == text
-        assert text in watched.events()[0]["reason"]
+    said(failure.message)
+    assert rank == 0 or failure.message in watched.events()[0]["reason"]
     assert (failure.host is None) is (rank != 3)
     # A rank can wait for its GPU in any function.
     assert hang_failure(attempt, replace(PLAN, device="cuda"), found).host is None or stacks[3] is None
