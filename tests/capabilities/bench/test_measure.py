@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -197,104 +198,44 @@ def test_plots_of_the_quantities_that_are_known(tmp_path, rows):
     assert heights[1] > 2 * heights[0]
 
 
-MAIN, GLOO = 7, 9
-"""The ids of two threads: the first thread of the process, and a thread of gloo."""
-
-
-def event(name: str, start_s: float, end_s: float, cat: str = "cpu_op", tid: int = MAIN) -> dict[str, Any]:
-    """Return a complete event of a trace; the arguments are seconds, and the trace has microseconds."""
-    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-    return {"ph": "X", "cat": cat, "name": name, "pid": MAIN, "tid": tid, **times}
-
-
-def kernel(name: str, start_s: float, end_s: float, stream: int = 7) -> dict[str, Any]:
-    return {**event(name, start_s, end_s, "kernel", stream), "pid": 0}
+def event(line: str) -> dict[str, Any]:
+    """Return a complete event of a trace: CATEGORY:THREAD NAME and seconds. The trace has microseconds."""
+    kind, name, start_s, end_s = line.split()
+    category, _, thread = kind.partition(":")
+    times = {"ts": float(start_s) * 1e6, "dur": (float(end_s) - float(start_s)) * 1e6}
+    pid = 0 if category == "kernel" else 7
+    return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": int(thread), **times}
 
 
 def trace(*events: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *events], "baseTimeNanoseconds": 0}
 
 
-@pytest.mark.parametrize(
-    ("device", "seconds", "events"),
-    [
-        pytest.param(
-            *("cuda", 1.0 + 0.5 + 1.0),
-            (
-                kernel("gemm", 0.0, 4.0),
-                kernel("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0, stream=20),
-                kernel("gemm", 5.0, 5.5),
-                kernel("ncclDevKernel_SendRecv", 8.0, 9.0, stream=24),
-                event("aten::mm", 0.0, 9.0),
-                event("cudaDeviceSynchronize", 6.0, 8.0, "cuda_runtime"),
-            ),
-            id="only what no other kernel covers counts",
-        ),
-        pytest.param(
-            *("cuda", 4.0),
-            (
-                kernel("gemm", 0.0, 1.0),
-                kernel("ncclDevKernel_AllReduce", 1.0, 4.0, stream=20),
-                kernel("ncclDevKernel_ReduceScatter", 2.0, 5.0, stream=24),
-            ),
-            id="two kernels of NCCL at a time are counted once",
-        ),
-        pytest.param(
-            *("cpu", 1.0),
-            (
-                event("aten::mm", 0.0, 3.0),
-                event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO),
-                # this thread performs the reduction, it does not train
-                event("aten::add_", 1.0, 5.0, tid=GLOO),
-                event("aten::mm", 4.0, 6.0),
-            ),
-            id="gloo during an operation is hidden",
-        ),
-        pytest.param(
-            *("cpu", 4.0),
-            (
-                # the communication of an operation on a split tensor happens inside the operation
-                event("aten::add", 0.0, 10.0),
-                event("_c10d_functional::wait_tensor", 2.0, 5.0),
-                event("c10d::allreduce_", 7.0, 8.0),
-                event("aten::copy_", 7.2, 7.8),  # this copy is part of the collective
-            ),
-            id="what waits inside an operation computes nothing",
-        ),
-        pytest.param(
-            *("cpu", 0.1 + 2.0),
-            (
-                event("c10d::recv_", 0.0, 0.1),
-                event("gloo:recv", 0.1, 5.0, "user_annotation"),
-                event("aten::mm", 0.1, 3.0),
-            ),
-            id="a receive posted early is exposed only when nothing else is done",
-        ),
-        pytest.param("cpu", 0.0, (event("aten::mm", 0.0, 3.0),), id="alone nothing is exposed"),
-        pytest.param("cpu", None, (), id="nothing is known"),
-        pytest.param(
-            *("cuda", None),
-            (event("aten::mm", 0.0, 3.0), event("nccl:all_reduce", 1.0, 2.0, "user_annotation")),
-            id="without kernels it is not known",
-        ),
-    ],
+TRACES = re.findall(
+    r"^(\S+) (\S+) (.*)\n((?: .*\n)*)", Path(__file__).with_name("traces.txt").read_text(), re.M
 )
-def test_exposed_communication(device, seconds, events):
-    assert trace_exposed_comm_s(trace(*events), device) == pytest.approx(seconds)
+"""Device, exposed seconds and name of each trace, and its events. Thread 7 trains, thread 9 is of gloo."""
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds", "name", "lines"), TRACES, ids=[name for _, _, name, _ in TRACES]
+)
+def test_exposed_communication(device, seconds, name, lines):
+    events = [event(line.partition("#")[0]) for line in lines.splitlines()]
+    expected = None if seconds == "unknown" else pytest.approx(float(seconds))
+    assert trace_exposed_comm_s(trace(*events), device) == expected
 
 
 def test_a_trace_is_read_without_what_takes_most_of_its_space():
-    waits = event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO)
     found = trace(
-        {**event("aten::mm", 0.0, 3.0), "args": {"Input Dims": [[1, 2], [3, 4]], "ph": "none"}},
-        {**waits, "args": {"Process Group Name": "0"}},
-        kernel("ncclDevKernel_AllReduce", 1.0, 2.0),
-        event("cudaLaunchKernel", 0.0, 1.0, "cuda_runtime"),
+        {**event("cpu_op:7 aten::mm 0 3"), "args": {"Input Dims": [[1, 2], [3, 4]], "ph": "none"}},
+        {**event("user_annotation:9 gloo:all_reduce 1 5"), "args": {"Process Group Name": "0"}},
+        event("kernel:7 ncclDevKernel_AllReduce 1 2"),
+        event("cuda_runtime:7 cudaLaunchKernel 0 1"),
     )
     read = json.loads(json.dumps(found), object_hook=keep_needed)
-    assert [trace_exposed_comm_s(read, device) for device in ("cpu", "cuda")] == [
-        trace_exposed_comm_s(found, device) for device in ("cpu", "cuda")
-    ]
+    for device in ("cpu", "cuda"):
+        assert trace_exposed_comm_s(read, device) == trace_exposed_comm_s(found, device)
     assert trace_exposed_comm_s(read, "cpu") == pytest.approx(2.0)
     assert "args" not in json.dumps(read)
     assert "cudaLaunchKernel" not in json.dumps(read)
