@@ -149,8 +149,8 @@ def test_what_is_no_url_is_said_without_it(url):
 
 
 def test_a_delivery_that_fails(endpoint):
-    moved = webhook(status=307, headers={"Location": endpoint.url})
-    with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 307"):
+    moved = webhook(status=302, headers={"Location": endpoint.url})
+    with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 302"):
         post(first.url, "{}")
     assert endpoint.messages == []
     with pytest.raises(DeliveryError, match="the server cannot be reached"):
