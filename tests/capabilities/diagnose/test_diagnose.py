@@ -421,7 +421,7 @@ def test_a_save_that_the_end_cut_off(run):
     "resources",
     [
         *("time: '2:00:00'", "{time: 3-0, slice: '4:00:00'}", "{time: 3-0, slice: 2-0}", "{time: null}"),
-        "{time: '4:00:00', time_min: '30'}",
+        *("{time: '4:00:00', time_min: '30'}", "{time: 3-0, slice: '2:00:00', time_min: '1:00:00'}"),
     ],
 )
 def test_the_limit_that_ended_the_job_is_the_one_to_raise(run, resources):
