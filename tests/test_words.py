@@ -66,7 +66,7 @@ PHRASES = {
     "is told": r"\b(?:is|are|was|were|be|been|being) told\b",
     "holds (a file)": (
         r"\b(?:file|folder|line|test|config|tree|text|directory|package|manifest|record|wheel)s? holds?\b"
-        r"|\balready holds\b|\bdoes not hold\b|\bholds no\b|\bholds at least\b"
+        r"|\balready holds\b|\bdoes not hold\b(?! the lock)|\bholds no\b|\bholds at least\b"
     ),
     "holds (a check)": r"\b(?:all|this|drill|verdict|scenario|all that) holds?\b(?! (?:the|a|its|no|one) )",
     "a look": r"\b(?:a|one|the|first|second) look\b",

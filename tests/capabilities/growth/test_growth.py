@@ -30,18 +30,13 @@ from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.submit import Answer
 
 HOUR = 3600.0
+SAVES = "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m00s for"
 
 
 @pytest.mark.parametrize(
     ("left_s", "restart_s", "waits", "num_nodes", "reason"),
     [
-        (
-            10 * HOUR,
-            600,
-            {4: 0},
-            4,
-            "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m00s for",
-        ),
+        (10 * HOUR, 600, {4: 0}, 4, SAVES),
         (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
