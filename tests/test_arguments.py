@@ -1,7 +1,5 @@
 """Tests which keyword arguments go to a function, its call, and submitit's names."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -15,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit import api
 from trainkit.arguments import Arguments, meant_of_submitit
 from trainkit.errors import UsageError
@@ -95,172 +93,9 @@ def accept(given: object) -> None:
 
 PARTIAL = functools.partial
 MODULES = (itertools, math, os, time)
-CALLS = r"""
-submit(seeded, seed=3)
-submit(seeded, 1, seed=3)
-submit(PARTIAL(seeded, seed=2), seed=3)
-submit(PARTIAL(PARTIAL(seeded)), seed=3)
-submit(Callables(), seed=3)
-submit(Callables().method, seed=3)
-submit(Callables.of_class, seed=3)
-submit(Callables.static, seed=3)
-submit(lambda train: None, train={"steps": 3})
-submit(without_gradients, 1, lr=2)
-submit(injected, seed=3)
-submit(torch.nn.Linear(1, 1), 1, seed=3)
-# The name of a run is also a parameter's name, until that parameter has a value.
-submit(named, 1, name="x")
-submit(named, 1, "b", name="x")
-submit(PARTIAL(named, name="b"), 1, name="x")
-submit(configured, config="quickstart")
-submit(configured, "mine", config="quickstart")
-submit(configured, run_dir="x")
-# A function that accepts any name gets no argument whose name has an effect on the run.
-submit(any_name, seed=3)
-submit(any_name, lr=3)
-submit(any_name, nodes=1, name="x", tags=["a"], launch={"env": {"A": "1"}})
-submit(any_name, timeout_min=60)
-submit(time.sleep, 1, seed=3)
-submit(os._exit, 1)
-submit(print, 1, sep="")
-# The name is misspelt.
-submit(seeded, sead=3)
-submit(seeded, nodez=3)
-submit(seeded, lr=3)
-submit(seeded, gpus_per_node=0)
-# The number of arguments is wrong.
-submit(named)
-submit(named, 1, 2, 3)
-submit(PARTIAL(named, 1, y=2))
-submit(PARTIAL(named, 1), 2, 3)
-submit(Callables())
-submit(without_gradients, 1, 2)
-submit(injected)
-submit(placed, seed=3)
-submit(coroutine)
-submit(generator)
-submit(AsyncCallable())
-submit(AsyncCallable)
-submit(AsyncCallable().method)
-submit(PARTIAL(coroutine))
-submit(lambda: (yield))
-# Everything callable is accepted.
-submit(Made, 1)
-submit(Made)
-submit(Made, 1, 2, 3)
-submit(Made, 1, scale=2)
-submit(Callables.method, 1)
-submit(keywords)
-submit(PARTIAL(keywords, a=1, b=2))
-submit(PARTIAL(keywords, a=1, bb=2))
-submit(PARTIAL(seeded, 1, seed=2))
-submit(PARTIAL(print, 1, sep=""))
-submit(len)
-submit(max, 1, 2)
-submit(dict, 1, 2, 3)
-submit("{}".format, 1)
-submit(secretive, "hf_" + "a" * 20, 2)
-submit(PARTIAL(nothing, api_token="hunter22"))
-submit(nothing, list(range(10**4)))
-submit(nothing, math.nan, "ü" * 3)
-# The same rules apply to the calls of a group.
-sweep(seeded, {"seed": [1, 2]}, name="x")
-sweep(seeded, {"seed": [1, 2]}, seed=4)
-sweep(named, {"x": [1, 2]}, name="z")
-sweep(seeded, {"lr": [1, 2]})
-sweep(seeded, {"sed": [1, 2]})
-sweep(named, {"name": ["a"]})
-map_array(seeded, [1, 2], seed=4)
-map_array(named, [1, 2], ["a", "b"], name="x")
-map_array(limited, [1], limit=1)
-sweep(limited, {}, limit=4)
-map_array(seeded, [1], [2])
-map_array(named, [[], [1]])
-map_array(keywords, [1])
-map_array("quickstart", [1])
-map_array(seeded, [], seed=4)
-map_array(seeded, 5)
-map_array(seeded, itertools.count())
-map_array(coroutine, [1])
-# These are the values of a sweep.
-sweep(seeded, {"seed": 5})
-sweep(seeded, {"seed": "12"})
-sweep(seeded, {"seed": {1: 2}})
-sweep(seeded, {"seed": []})
-sweep(seeded, {"seed": itertools.count()})
-sweep(seeded, {"seed": range(400), "other": range(400)})
-sweep(seeded, {5: [1]})
-sweep(seeded, [("seed", [1])])
-sweep("quickstart", {"optimizer.lrr": [1]})
-sweep("quickstart", {"name": ["a", "b"]})
-sweep("quickstart", {"seed": [1, 2, 1]})
-sweep("quickstart", {"seed": [object]})
-sweep("quickstart", {"train.steps": ["many"]})
-sweep("quickstart", {"seed": [1]}, command=["true"])
-sweep("quickstart", {"seed": [1]}, now=True)
-sweep("quickstart", {"seed": [1]}, limit=0)
-map_array(seeded, [1], limit=-1)
-map_array(seeded, [1], limit=True)
-map_array(seeded, [1], limit=2.0)
-map_array(seeded, [1], limit="2")
-submit(seeded, limit=2)
-# The command is a text instead of a list.
-submit(command="python train.py")
-submit(command="python train.py --name 'a b'")
-submit(command="python 'train.py")
-submit(command="")
-submit(command=b"true")
-submit(command={"true"})
-submit(command=Path("train.sh"))
-submit(command=["true", None])
-submit(command=[["true"]])
-submit(command=["true", True])
-submit(command=["true", b"x"])
-submit(command=["true", 0.1, 2, Path("a"), numpy.int64(3), numpy.float32(0.5)])
-submit(command=["python", "a.py"], launcher="torchrun")
-submit(command=["python3.11"], launcher="accelerate")
-submit(command=["/usr/bin/python3", "a.py"], launcher="torchrun")
-submit(command=["train.py"], launcher="torchrum")
-submit(command=["train.py"], launcher=None)
-# These options would have no effect.
-submit("quickstart", launcher="torchrun")
-submit(seeded, launcher="torchrun")
-submit("quickstart", config="other")
-submit("quickstart", nodes=2, resources={"nodes": 4})
-submit("quickstart", train={"steps": 1}, **{"train.steps": 1})
-submit(seeded, 1, time="1:00:00", **{"resources.time": "2:00:00"})
-submit("quickstart", train={"steps": 1}, **{"train.log_every": 1})
-submit({"train": {"steps": 3}}, train={"steps": 1})
-sweep("quickstart", {"seed": [1, 2]}, seed=5)
-sweep("quickstart", {"train.steps": [1]}, train={"steps": 5})
-submit("quickstart", command=["true"])
-submit({"seed": 1}, command=["true"])
-submit(seeded, command=["true"])
-submit(config="quickstart")
-submit(launcher="torchrun")
-submit("quickstart", 1)
-submit("quickstart", 1, 2)
-submit(["python", "a.py"])
-submit("quickstart", run_dir="")
-submit("quickstart", run_dir=5)
-submit(seeded, profile=5)
-submit("")
-submit(seeded, config=" ")
-submit("train.py")
-submit("python train.py")
-submit(seeded, config=Path("a/run.sh"))
-submit(seeded, after=5)
-submit(seeded, after=[None])
-submit(5)
-submit(None)
-submit(function=seeded)
-next(as_completed("abc"))
-next(as_completed(None))
-submit(seeded, after="x")
-"""
 
 
-@pytest.mark.parametrize("call", [line for line in CALLS.splitlines() if line and line[0] != "#"])
+@pytest.mark.parametrize("call", cases(__file__, "test_what_a_wrong_call_prints"))
 def test_what_a_wrong_call_prints(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_loaded", accept)
     try:
@@ -308,50 +143,7 @@ def test_a_parameter_by_position_alone_has_no_name() -> None:
     assert not arguments.means("seed", is_used=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "hint"),
-    [
-        ("timeout_min", 60, 'write time="01:00:00"'),
-        ("slurm_timeout_min", 2880, 'write time="2-00:00:00"'),
-        ("slurm_time", 90, 'write time="01:30:00"'),
-        ("slurm_time", "1-0", 'write time="1-0"'),
-        ("mem_gb", 64, 'write resources={"mem": "64G"}'),
-        ("mem_gb", 3.5, 'write resources={"mem": "3584M"}'),
-        ("slurm_mem", "20GB", 'write resources={"mem": "20G"}'),
-        ("slurm_mem_per_gpu", "8G", 'write resources={"extra": {"mem-per-gpu": "8G"}}'),
-        ("cpus_per_task", 8, 'write resources={"cpus_per_gpu": 8}'),
-        ("tasks_per_node", 4, "write gpus_per_node=4"),
-        ("slurm_ntasks_per_node", 4, "write gpus_per_node=4"),
-        ("slurm_num_gpus", 4, "write gpus_per_node=4"),
-        ("slurm_partition", "gpu", 'write partition="gpu"'),
-        ("slurm_array_parallelism", 4, "write limit=4 in `map_array` or `sweep`"),
-        ("slurm_signal_delay_s", 90, 'write requeue={"grace_s": 90}'),
-        ("slurm_max_num_timeout", 3, 'write requeue={"max": 3}'),
-        ("slurm_job_name", "it's", 'write name="it\'s"'),
-        ("slurm_exclude", "n[1-3]", 'write resources={"exclude": "n[1-3]"}'),
-        (
-            "slurm_additional_parameters",
-            {"mail_type": "END"},
-            'write resources={"extra": {"mail-type": "END"}}',
-        ),
-        ("slurm_setup", "module load x", 'write launch={"setup": ["module load x"]}'),
-        (
-            "slurm_srun_args",
-            ["--mpi=pmix", "--exact"],
-            'write launch={"srun_extra": {"mpi": "pmix", "exact": True}}',
-        ),
-        ("slurm_exclusive", True, 'write resources={"extra": {"exclusive": True}}'),
-        ("visible_gpus", (0, 2), 'write launch={"env": {"CUDA_VISIBLE_DEVICES": "0,2"}}'),
-        ("folder", "logs", 'write run_dir="logs"'),
-        (
-            "stderr_to_stdout",
-            True,
-            "omit stderr_to_stdout: the log of a rank contains both output streams",
-        ),
-        ("slurm_use_srun", False, "omit slurm_use_srun: each rank is a separate process"),
-        ("slurm_setup", None, "write setup=None"),
-        ("steps", 3, None),
-    ],
-)
-def test_what_to_write_for_a_parameter_of_submitit(name: str, value: object, hint: str | None) -> None:
-    assert meant_of_submitit(name, value) == hint
+@pytest.mark.parametrize("parameter", cases(__file__, "test_what_to_write_for_a_parameter_of_submitit"))
+def test_what_to_write_for_a_parameter_of_submitit(parameter: str) -> None:
+    [(name, value)] = eval(f"dict({parameter})").items()
+    said(meant_of_submitit(name, value) or "no hint")

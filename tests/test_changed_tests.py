@@ -39,7 +39,7 @@ TREE = {
         ("trainkit/gone.py", ""),
     ],
 )
-def test_tests_are_selected_by_what_they_import(changed: str, expected: str) -> None:
+def test_tests_are_selected_by_what_they_import(changed, expected):
     files = sorted(f"tests/{name}.py" for name in expected.split())
     assert select_tests([changed], TREE, [".", "tests/plan"]) == files
 
@@ -57,9 +57,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_new_test_runs_and_its_exit_code_counts(
-    repository: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_test_runs_and_its_exit_code_counts(repository, capfd):
     assert main([]) == 0
     assert ": 0; test files that import them: 0\n" in capfd.readouterr().out
     (repository / "tests/test_b.py").write_text("def test_b(): assert False\n")

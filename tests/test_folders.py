@@ -31,7 +31,7 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_dir", lambda path: False)
 
 
-def test_a_folder_that_exists_is_one_whatever_is_remembered_of_it(tmp_path: Path, stale: None) -> None:
+def test_a_folder_that_exists_is_one_whatever_is_remembered_of_it(tmp_path, stale):
     folder = tmp_path / "checkpoints" / "step"
     ensure_folder(folder, parents=True)
     ensure_folder(folder, parents=True)
@@ -39,7 +39,7 @@ def test_a_folder_that_exists_is_one_whatever_is_remembered_of_it(tmp_path: Path
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def test_what_a_folder_is_made_with(tmp_path: Path) -> None:
+def test_what_a_folder_is_made_with(tmp_path):
     with pytest.raises(FileNotFoundError):
         ensure_folder(tmp_path / "a" / "b")
     ensure_folder(tmp_path / "a" / "b", 0o700, parents=True)
@@ -52,7 +52,7 @@ def test_what_a_folder_is_made_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_user_without_name_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
+def test_a_user_without_name_and_home(tmp_path, monkeypatch, taken):
     """A container with ``--user 1234`` has such a user."""
 
     def nobody(*_: object) -> None:
@@ -75,9 +75,7 @@ def test_a_user_without_name_and_home(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_paths_are_shown_from_where_the_command_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_shown_from_where_the_command_was_typed(tmp_path, monkeypatch):
     typed_in, submitted_from = tmp_path / "typed", tmp_path / "typed/project"
     submitted_from.mkdir(parents=True)
     monkeypatch.chdir(typed_in)

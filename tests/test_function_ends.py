@@ -1,7 +1,5 @@
 """Tests the possible ends of a run's function, and its result, status and failure record."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

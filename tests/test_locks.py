@@ -1,7 +1,5 @@
 """Tests the wait for a lock: its holder, its duration, and the effect of a signal."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -58,9 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "STOP_S", 0.1)
 
 
-def test_who_asks_whether_a_lock_is_held_does_not_hold_it(
-    tmp_path: Path, holder: subprocess.Popen[bytes]
-) -> None:
+def test_who_asks_whether_a_lock_is_held_does_not_hold_it(tmp_path, holder):
     assert is_locked(tmp_path / "lock")
     assert not is_locked(tmp_path / "missing")
     with (tmp_path / "free").open("w") as another_asks:
@@ -68,9 +64,7 @@ def test_who_asks_whether_a_lock_is_held_does_not_hold_it(
         assert not is_locked(tmp_path / "free")
 
 
-def test_the_holder_is_named(
-    tmp_path: Path, holder: subprocess.Popen[bytes], quick: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_holder_is_named(tmp_path, holder, quick, capsys):
     with pytest.raises(
         LockBusy, match=f"lock is held by process {holder.pid} on {os.uname().nodename} since"
     ):
@@ -79,19 +73,19 @@ def test_the_holder_is_named(
     assert line.startswith(f"waiting for the lock {tmp_path / 'lock'}, ")
 
 
-def test_a_short_wait_is_not_worth_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_wait_is_not_worth_a_line(tmp_path, capsys):
     with file_lock(tmp_path / "lock"), pytest.raises(LockBusy):
         acquire_lock(tmp_path / "lock", 0.2)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"7", b'{"pid": 1}'])
-def test_an_unknown_holder(tmp_path: Path, content: bytes) -> None:
+def test_an_unknown_holder(tmp_path, content):
     (tmp_path / "lock").write_bytes(content)
     said(describe_holder(tmp_path / "lock"))
 
 
-def test_a_blocked_stop_signal_ends_the_wait_and_stays_pending(tmp_path: Path, quick: None) -> None:
+def test_a_blocked_stop_signal_ends_the_wait_and_stays_pending(tmp_path, quick):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         with file_lock(tmp_path / "lock"):
@@ -103,7 +97,7 @@ def test_a_blocked_stop_signal_ends_the_wait_and_stays_pending(tmp_path: Path, q
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait(tmp_path):
     with file_lock(tmp_path / "lock"):
         argv = [sys.executable, "-c", WAIT, str(tmp_path / "lock")]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -113,20 +107,20 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
     assert b"KeyboardInterrupt" in errors
 
 
-def test_a_lock_file_that_a_person_removed_is_free(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_a_lock_file_that_a_person_removed_is_free(tmp_path, holder):
     (tmp_path / "lock").unlink()
     with file_lock(tmp_path / "lock", 5.0), pytest.raises(LockBusy):
         acquire_lock(tmp_path / "lock", 0.0)
 
 
-def test_a_lock_that_becomes_free_is_taken(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_a_lock_that_becomes_free_is_taken(tmp_path, holder):
     holder.kill()
     started_s = time.monotonic()
     with file_lock(tmp_path / "lock"):
         assert time.monotonic() - started_s < 5.0
 
 
-def test_a_disk_that_is_full_does_not_prevent_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_does_not_prevent_a_lock(tmp_path, monkeypatch):
     def full(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
@@ -148,7 +142,7 @@ with file_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
     """A data worker, for example, outlives its killed rank."""
     with subprocess.Popen(
         [sys.executable, "-c", FORK, str(tmp_path / "lock")], stdout=subprocess.PIPE
@@ -162,7 +156,7 @@ def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) 
             os.kill(fork, signal.SIGKILL)
 
 
-def test_a_fork_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path) -> None:
+def test_a_fork_that_leaves_the_block_does_not_release_the_lock(tmp_path):
     lock = tmp_path / "lock"
     descriptor = acquire_lock(lock)
     try:
@@ -187,7 +181,7 @@ except LockBusy:
 """
 
 
-def test_a_file_system_without_locks_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_recognised(tmp_path, monkeypatch):
     assert unsupported(tmp_path) is None
     assert unsupported(tmp_path / "missing") is None
 
@@ -200,7 +194,7 @@ def test_a_file_system_without_locks_is_recognised(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe"])
-def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> None:
+def test_what_another_user_has_put_in_its_place(tmp_path, kind):
     run = RunDir(tmp_path)
     victim, lock = tmp_path / "thesis.tex", run.lock_file
     victim.write_text("chapter one")
@@ -220,7 +214,7 @@ def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> No
     assert victim.read_text() == "chapter one"
 
 
-def test_a_file_that_is_no_lock_keeps_its_content(tmp_path: Path) -> None:
+def test_a_file_that_is_no_lock_keeps_its_content(tmp_path):
     file = tmp_path / "lock"
     file.write_text("chapter one")
     with file_lock(file):
@@ -229,7 +223,7 @@ def test_a_file_that_is_no_lock_keeps_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-def test_the_lock_of_a_colleague(tmp_path: Path) -> None:
+def test_the_lock_of_a_colleague(tmp_path):
     """A released lock is no obstacle, although only its owner may write to the file."""
     tmp_path.chmod(0o755)
     with file_lock(tmp_path / "lock", mode=0o644):

@@ -3,8 +3,6 @@
 Both libraries run the same functions on this machine. on_slurm/test_python.py has the tests that need Slurm.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib

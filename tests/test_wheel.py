@@ -40,12 +40,7 @@ def command(*argv: object, cwd: Path, **env: str) -> str:
 def sources() -> Iterator[Path]:
     """Yield the files of the checkout that a build can need."""
     for name in (
-        "setup.cfg",
-        "pyproject.toml",
-        "trainkit_hpc.py",
-        "MANIFEST.in",
-        "README.md",
-        "LICENSE",
+        *("setup.cfg", "pyproject.toml", "trainkit_hpc.py", "MANIFEST.in", "README.md", "LICENSE"),
         "CHANGELOG.md",
     ):
         if (ROOT / name).exists():

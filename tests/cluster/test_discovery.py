@@ -69,7 +69,6 @@ def discovered(fake: FakeSlurm, storage: str = "accounting_storage/slurmdbd", sa
     )
     fake.add("srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE   [pyxis] the image'")
     cluster = discover_cluster()
-    assert cluster is not None
     return cluster
 
 
@@ -92,7 +91,7 @@ def test_discover_cluster(fake):
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
 
-def test_partitions():
+def test_partitions_and_nodes_that_are_alike():
     cpu, gpu = parse_partitions(PARTITIONS, parse_nodes(NODES))
     assert (cpu.is_default, cpu.is_up, cpu.max_time_s, cpu.default_time_s, cpu.max_nodes) == (
         *(False, False, None, None, None),
@@ -104,9 +103,6 @@ def test_partitions():
     assert gpu.allowed_qos == ("normal", "long")
     assert [kind.num_gpus() for kind in (*cpu.nodes, *gpu.nodes)] == [0, 8, 4]
     assert (cpu.num_nodes, gpu.num_nodes) == (2, 3)
-
-
-def test_nodes_that_are_alike_are_counted_together():
     a100 = NodeKind(1, 56, 500000, {"a100": 4}, ("ib",))
     assert parse_nodes(NODES) == {
         "cpu": (NodeKind(2, 30, 120000),),
@@ -114,6 +110,7 @@ def test_nodes_that_are_alike_are_counted_together():
         "all": (a100,),
         "odd": (NodeKind(1),),
     }
+    assert parse_accounts("") == ()
 
 
 @pytest.mark.parametrize(
@@ -136,10 +133,6 @@ def test_gpus(gres, gpus):
     assert parse_gpus(gres) == gpus
 
 
-def test_a_user_without_accounts():
-    assert parse_accounts("") == ()
-
-
 @pytest.mark.parametrize(
     ("storage", "sacctmgr"),
     [("(null)", ""), ("accounting_storage/none", ""), ("accounting_storage/slurmdbd", "echo no >&2; exit 1")],
@@ -150,20 +143,7 @@ def test_no_accounting(fake, storage, sacctmgr):
     assert ("sacctmgr" in fake.programs) == bool(sacctmgr)
 
 
-@pytest.mark.parametrize(
-    ("body", "answer"),
-    [
-        (None, False),
-        ("echo slurm 22.05.8", True),
-        (
-            "echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2;"
-            "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1",
-            False,
-        ),
-        ("echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1", True),
-    ],
-)
-def test_has_slurm(fake, body, answer):
-    if body is not None:
-        fake.add("sbatch", body)
-    assert has_slurm() is answer
+def test_a_cluster_whose_configuration_is_missing_exists(fake):
+    """The other answers of sbatch are in test_choose_backend.py."""
+    fake.add("sbatch", "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1")
+    assert has_slurm()

@@ -93,19 +93,16 @@ def test_two_of_one_cluster(place):
     assert place.taken() == "west"
 
 
-def test_the_named_one(place, monkeypatch):
+def test_a_named_one(place, monkeypatch):
+    place.profile("east", "name: east\n")
+    said(place.refused("launch.cluster=eats"))
+    said(place.refused("launch.cluster=../east"))
     place.profile("east", "name: east\ndefaults: {seed: 9}\n")
     found = place.find("launch.cluster=east")
     said(found.reason)
     assert place.taken("launch.cluster=example") == "example"
     monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
     assert place.load().config.seed == 9
-
-
-def test_a_named_one_that_is_not_there(place):
-    place.profile("east", "name: east\n")
-    said(place.refused("launch.cluster=eats"))
-    said(place.refused("launch.cluster=../east"))
 
 
 def test_a_broken_one_is_reported_only_where_it_is_taken(place):

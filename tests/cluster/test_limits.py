@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.cluster.limits import ResourceRequest, limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
 from trainkit.config.running import ResourcesConfig
@@ -99,48 +99,9 @@ OTHERS = {
     ),
     "profile": replace(WEST, out_of_date_hint="west.yaml says so"),
 }
-PROBLEMS = """\
-where: no default
-where: one hidden, partition: other
-where: account
-where: qos, qos: normal
-where: qos, qos: long, partition: cpu, gpus_per_node: null
-where: less CPUs
-where: several nodes
-where: less memory, mem: 100G
-where: memory per CPU, mem: 100G
-where: accounts
-where: denied, account: bio
-where: subaccount
-where: subaccount, partition: cpu, gpus_per_node: null
-where: reservation
-where: groups
-where: profile, time: 3-0
-partition: gqu
-time: 2-00:00:01
-time: '0'
-partition: debug
-partition: debug, time: '10', nodes: 3
-nodes: 5, workers_per_node: 8, gpus_per_node: 8, cpus_per_node: 64
-gpus_per_node: 16, workers_per_node: 16
-partition: cpu
-cpus_per_node: 80
-gpus_per_node: null, workers_per_node: 80, cpus_per_node: 80
-mem: 501G
-gpu_type: h10
-constraint: ibb
-gpu_type: h100, nodes: 5
-constraint: ib&a100, nodes: 9
-constraint: h100&a100
-constraint: h100, gpu_type: a100
-account: phisics
-qos: lang
-qos: long, account: teaching
-where: no accounts, qos: brief, time: '11', account: other
-""".splitlines()
 
 
-@pytest.mark.parametrize("changes", PROBLEMS)
+@pytest.mark.parametrize("changes", cases(__file__, "test_one_problem"))
 def test_one_problem(changes):
     values = yaml.safe_load(f"{{{changes}}}")
     cluster = OTHERS.get(values.pop("where", ""), WEST)
@@ -150,29 +111,26 @@ def test_one_problem(changes):
         assert found(cluster, **values | {"time": fits[1]}) == []
 
 
-def test_all_problems_at_once():
+def test_several_problems_and_partitions():
     keys = [key for key, _, _ in found(nodes=11, time="3-0", gpus_per_node=9, workers_per_node=9, mem="1T")]
     assert keys == [f"resources.{name}" for name in ("time", "nodes", "gpus_per_node", "mem")]
     # A misspelt type does not hide that there are too few GPUs.
     misspelt = found(gpu_type="h10", constraint="ibb", gpus_per_node=16, workers_per_node=16)
     names = ("constraint", "gpu_type", "gpus_per_node")
     assert [key for key, _, _ in misspelt] == [f"resources.{name}" for name in names]
-
-
-def test_one_of_several_partitions_has_to_fit():
     assert found(partition="debug,gpu") == []
     assert [key for key, _, _ in found(partition="debug,cpu")] == ["resources.time"]
     said("\n".join(message for _, message, _ in found(partition="gpu,nope")))
+    [(key, message, _)] = partition_problems(request(WEST), WEST, CPU)
+    assert key == "resources.gpus_per_node"
+    said(message)
 
 
-def test_a_qos_can_override_limits_of_the_partition():
+def test_overrides_of_a_qos():
     assert found(qos="long", time="30-0") == []
     lifted = replace(WEST, qos=(Qos("long", overrides=("nodes",)),))
     assert found(lifted, qos="long", nodes=11) == []
     assert [key for key, _, _ in found(lifted, qos="long", nodes=13)] == ["resources.nodes"]
-
-
-def test_unknown_overrides_of_a_qos():
     unknown = replace(WEST, qos=(Qos("brief", 600, overrides=None),), accounts=None)
     assert found(unknown, qos="brief", partition="debug", time="10", nodes=2) == []
     assert found(replace(WEST, qos=None, accounts=None), qos="any", time="30-0") == []
@@ -191,9 +149,3 @@ def test_unknown_overrides_of_a_qos():
 )
 def test_features_of_a_constraint(constraint, names):
     assert features_of(constraint) == names
-
-
-def test_the_reason_of_one_partition_for_the_table_of_all():
-    [(key, message, _)] = partition_problems(request(WEST), WEST, CPU)
-    assert key == "resources.gpus_per_node"
-    said(message)

@@ -41,6 +41,9 @@ def test_visible_devices(chosen, names):
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path):
+    assert cgroup_cpu_quota(tmp_path, tmp_path / "missing") is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert cgroup_cpu_quota(tmp_path, tmp_path / "cgroup") is None
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/cpu.max").write_text("150000 100000\n")
     (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
@@ -49,12 +52,6 @@ def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path):
     assert cgroup_cpu_quota(tmp_path, membership) == 1.5
     (tmp_path / "a/b/cpu.max").write_text("50000 100000\n")
     assert cgroup_cpu_quota(tmp_path, membership) == 0.5
-
-
-def test_no_cgroup_no_quota(tmp_path):
-    assert cgroup_cpu_quota(tmp_path, tmp_path / "missing") is None
-    (tmp_path / "cgroup").write_text("0::/\n")
-    assert cgroup_cpu_quota(tmp_path, tmp_path / "cgroup") is None
 
 
 def test_this_machine():
@@ -77,33 +74,27 @@ def test_memory_counts_what_can_be_swapped_out(tmp_path):
     assert host_memory(tmp_path / "none") is None
 
 
-USED = f"{3 << 29}\n"
+USED, NO_OOM = f"{3 << 29}\n", "oom_kill_disable 0\nunder_oom 0\n"
 
 
 @pytest.mark.parametrize(
     ("own", "file", "text", "memory_gib", "oom_kills"),
     [
-        (
-            "0::/system.slice/job_7/step_0/task_0",
-            "system.slice/job_7/memory.current",
-            f"{3 << 29}\n",
-            1.5,
-            None,
-        ),
+        ("0::/sys/job_7/step_0/task_0", "sys/job_7/memory.current", USED, 1.5, None),
         # The control group of a login counts the page cache of every file that its user has read.
         ("0::/user.slice", "user.slice/memory.current", USED, None, None),
         ("0::/user.slice/my_job_7", "user.slice/my_job_7/memory.current", USED, None, None),
         ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
         ("0::/a/job_7/b", "a/job_7/b/memory.events", "oom 3\noom_kill 2\noom_group_kill 0\n", None, 2),
         (
-            "9:name=systemd:/\n4:memory:/job_7\n3:cpu,cpuacct:/\n0::/",
+            "9:name=systemd:/\n4:memory:/job_7\n0::/",
             "memory/job_7/memory.oom_control",
-            "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+            f"{NO_OOM}oom_kill 5\n",
             None,
             5,
         ),
         # The kernel does not count kills, and the memory has no control group.
-        ("4:memory:/", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", None, None),
+        ("4:memory:/", "memory/memory.oom_control", NO_OOM, None, None),
         ("", None, "", None, None),
         ("0::/", None, "", None, None),
         ("1:cpu:/x", None, "", None, None),

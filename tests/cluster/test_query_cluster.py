@@ -114,12 +114,9 @@ def test_a_command_that_does_not_answer(fake, monkeypatch):
     assert time.monotonic() - begin < 7
 
 
-def test_an_empty_answer():
-    assert parse_assoc_mgr(ASSOCIATIONS.splitlines()[0], "me") == ((), ())
-
-
 def test_qos():
     text = "normal||\nlong|7-00:00:00|DenyOnLimit,PartitionTimeLimit\nwide||PartitionMaxNodes\n"
     assert parse_qos(text) == (Qos("normal"), Qos("long", 604800, ("time",)), Qos("wide", None, ("nodes",)))
     both = Qos("any", None, ("nodes", "min_nodes"))
     assert parse_qos("any||PartitionMinNodes,PartitionMaxNodes\n") == (both,)
+    assert parse_assoc_mgr(ASSOCIATIONS.splitlines()[0], "me") == ((), ())

@@ -14,69 +14,10 @@ import yaml
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.main import main
 
-# The source of the row | Gres of a node | the GPUs that `init` writes
-GRES = """
-slurm docs            | gpu                                          | 1
-slurm docs            | gpu:2                                        | 2
-slurm docs            | gpu:4(S:0-1)                                 | 4
-slurm docs            | gpu:2,shard:64                               | 2
-slurm docs            | gpu:2,mps:200                                | 2
-slurm docs            | gpu:tesla:1,gpu:kepler:1,bandwidth:lustre:no_consume:4G | tesla: 1, kepler: 1
-slurm docs            | gpu:tesla:2,gpu:kepler:2,mps:400,bandwidth:lustre:no_consume:4G | tesla: 2, kepler: 2
-slurm docs            | gpu:nvidia_a100-pcie-40gb:2                  | nvidia_a100-pcie-40gb: 2
-slurm testsuite       | gpu:kepler:2                                 | kepler: 2
-slurm testsuite       | gpu:geforce_rtx_2060:1                       | geforce_rtx_2060: 1
-slurm testsuite       | gpu:a100:1,gpu:a100_3g.20gb:2                | a100: 1, a100_3g.20gb: 2
-ReFrame               | gpu_mem:16280,gpu:1                          | 1
-ReFrame               | gpu:1                                        | 1
-SkyPilot              | gpu:8                                        | 8
-SkyPilot              | gpu:H100:8                                   | H100: 8
-SkyPilot              | gpu:nvidia_h100_80gb_hbm3:8(S:0-1)           | nvidia_h100_80gb_hbm3: 8
-SkyPilot              | gpu:NVIDIA_H100_80GB_S:8                     | NVIDIA_H100_80GB_S: 8
-SkyPilot              | gpu:gh200:1                                  | gh200: 1
-SkyPilot              | gpu:a10g:8                                   | a10g: 8
-SkyPilot              | gpu:l4:1                                     | l4: 1
-SkyPilot              | (null)                                       |
-SkyPilot              | N/A                                          |
-snakemake             | gpu:tesla:2                                  | tesla: 2
-snakemake             | tmpspace:10G                                 |
-ParallelCluster       | gpu:a100:4                                   | a100: 4
-ParallelCluster       | gpu:rtxproserver6000:1                       | rtxproserver6000: 1
-clusterscope          | gpu:a100:2(S:0-1)(mem:40960M)                | a100: 2
-a benchmark installer | gpu:8,mib:100                                | 8
-a benchmark installer | gpu:8(S:0-1)                                 | 8
-a benchmark installer | gpu:a100_3g.20gb:2                           | a100_3g.20gb: 2
-a workflow manager    | gpu:2K(S:0-2023)                             | 2048
-a workflow manager    | gpu:p100:2(S:0-1),gpu:v100:2(S:0-1)          | p100: 2, v100: 2
-a metrics exporter    | gpu:A30:4(S:0-1),gpu:Q6K:40(S:0-1)           | A30: 4, Q6K: 40
-a metrics exporter    | gpu:(null):3(IDX:0-7)                        | 3
-a metrics exporter    | gpu:a40:0(IDX:N/A)                           |
-a job launcher        | gpu:modelA:6(S:0-1),gpu:1g.10gb:28(S:0-1)    | modelA: 6, 1g.10gb: 28
-a job launcher        | other:nameA:2,gpu:modelA:3,other:nameB:2     | modelA: 3
-a job launcher        | gpu:brand_model-pcie.10:2(S:0-1)             | brand_model-pcie.10: 2
-a node monitor        | gpu:v100:4(S:0-1),min-vram:no_consume:32G    | v100: 4
-a node monitor        | gpu:nvidia_b200:4,gpu:nvidia_b200_2g.45gb:8  | nvidia_b200: 4, nvidia_b200_2g.45gb: 8
-a biomedical site     | gpu:a100:4(S:0-3),lscratch:3200              | a100: 4
-a biomedical site     | gpu:k80:4,lscratch:800                       | k80: 4
-a physics site        | gpu:nvidia_a100_80gb_pcie:1(S:4-5),tmp:1500G | nvidia_a100_80gb_pcie: 1
-a physics site        | gpu:nvidia_a100-sxm4-40gb:4(S:2-3),tmp:5800G | nvidia_a100-sxm4-40gb: 4
-a physics site        | gpu:nvidia_l40s:2(S:0-7),tmp:2900G           | nvidia_l40s: 2
-a university          | gpu:V100-SXM2-32GB:4(S:0-1)                  | V100-SXM2-32GB: 4
-a university          | gpu:V100-PCIE-32GB:2(S:0-1),shard:V100-PCIE-32GB:40(S:0-1) | V100-PCIE-32GB: 2
-a university          | gpu:rtx3090:8(S:0-1),gpu:a6000:4             | rtx3090: 8, a6000: 4
-a university          | gpu:rtx_pro_6000_blackwell:8                 | rtx_pro_6000_blackwell: 8
-a university          | gpu:mi300x:8                                 | mi300x: 8
-a university          | gpu:mig-2g.20gb:3,gpu:mig-1g.10gb:1          | mig-2g.20gb: 3, mig-1g.10gb: 1
-a state's site        | pfsdir:scratch:1,pfsdir:ess:1,ime:1,gpfs:project:1 |
-others                | gpu:8(S:0-1),mps:800(S:0-1)                  | 8
-others                | gpu:2,nvme:1                                 | 2
-others                | nvme:1,gpu:v100:4                            | v100: 4
-others                | gpu:no_consume:4,craynetwork:4               | 4
-others                | craynetwork:4,gpu:a100:no_consume:4(S:0,1)   | a100: 4
-others                | gpu:1080ti:4,gpu_mem:11178                   | 1080ti: 4
-others                | gpu:a100:2(S:0),gpu:a100:2(S:1),gpu:1        | a100: 4, '': 1
-others                | fpgagpu:3,mps:gpu:400                        |
-others                | gpu:a100:4,gpu:h100:0                        | a100: 4
+GRES, PARTITIONS = Path(__file__).with_name("sites.txt").read_text().split("\n\n")
+"""
+GRES: the source of a row | Gres of a node | the GPUs that `init` writes.
+PARTITIONS: the fields of a partition; the profile that `init` writes; options, and the answer of `check`.
 """
 NODES = [{"count": 4, "cpus": 64, "memory": "500G", "gpus": {"a100": 8}, "features": ["ib", "gpu"]}]
 ROWS = [[cell.strip() for cell in line.split("|")] for line in GRES.strip().splitlines()]
@@ -86,49 +27,6 @@ FULL = (
     "PreemptMode=OFF SelectTypeParameters=NONE JobDefaults=DefMemPerGPU=29440 "
     "TRES=cpu=64,mem=250G,node=1,gres/gpu=4 TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=9.0"
 )
-# The fields of a partition | the profile that `init` writes | options, and the answer of `check`
-PARTITIONS = """
-Default=YES MaxTime=6-00:00:00 DefaultTime=01:00:00 MaxNodes=1 MinNodes=0 MaxMemPerNode=UNLIMITED State=UP
-    default: true, max_time: '6-00:00:00', default_time: '01:00:00', max_nodes: 1
-    --time 7-0: resources.time is 7-00:00:00, but partition p0 allows at most 6-00:00:00
-    --nodes 2: resources.nodes is 2, but a job in partition p0 can have at most 1 node
-MaxTime=UNLIMITED DefaultTime=NONE MaxNodes=UNLIMITED MaxCPUsPerNode=UNLIMITED MaxMemPerCPU=UNLIMITED State=UP
-    max_time: null
-    --time 30-0:
-MaxTime=INFINITE DefaultTime=UNLIMITED DenyAccounts=none DenyQos=none AllowGroups=ALL State=UP
-    max_time: null, denied_qos: [none], denied_accounts: [none]
-    --account none: resources.account is none, which partition p2 does not accept
-MaxTime=365-00:00:00 DefaultTime=00:05:00 MinNodes=2 MaxNodes=4 State=UP
-    max_time: '365-00:00:00', default_time: '00:05:00', min_nodes: 2, max_nodes: 4
-    --nodes 1: resources.nodes is 1, but a job in partition p3 needs at least 2 nodes
-    --nodes 2:
-MaxTime=00:15:00 DefMemPerCPU=920 MaxMemPerCPU=1840 Nodes=nid[001008-001011,001020-001023]-ib State=UP
-    max_time: '00:15:00', max_memory_per_cpu: 1840M
-    --time 20: resources.time is 00:20:00, but partition p4 allows at most 00:15:00
-    --time 15 --set resources.mem=1T: resources.mem is 1T, but a job in partition p4 can use at most 115G
-MaxTime=UNLIMITED MaxMemPerNode=64000 MaxCPUsPerNode=24 OverSubscribe=FORCE:1 State=UP
-    max_time: null, max_cpus_per_node: 24, max_memory_per_node: 64000M
-    --set resources.mem=63GB: resources.mem is 63G, but a job in partition p5 can use at most 64000M
-    --set resources.mem=62.5GB:
-MaxTime=UNLIMITED Hidden=YES State=UP
-    hidden: true, max_time: null
-    :
-MaxTime=UNLIMITED AllowGroups=admins,otherlab AllowAccounts=priority AllowQos=normal,scavenge State=UP
-    max_time: null, qos: [normal, scavenge], accounts: [priority], groups: [admins, otherlab]
-    : resources.partition is p7, which only members of admins or otherlab may use
-    --account pi_lab01: resources.account is pi_lab01, which partition p7 does not accept
-    --qos long: resources.qos is long, which partition p7 does not accept
-MaxTime=UNLIMITED RootOnly=YES State=UP
-    max_time: null, groups: [root]
-    : resources.partition is p8, which only members of root may use
-MaxTime=UNLIMITED ReqResv=YES State=UP
-    max_time: null, needs_reservation: true
-    : resources.reservation is not set, but partition p9 accepts only jobs with a reservation
-    --set resources.reservation=course:
-MaxTime=UNLIMITED State=DRAIN
-    max_time: null
-    :
-"""
 
 
 def table() -> list[tuple[str, str, list[tuple[str, str]]]]:

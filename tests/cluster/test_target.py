@@ -185,7 +185,7 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm):
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
 
 
-def test_nothing_is_overwritten(tmp_path):
+def test_a_new_file_replaces_nothing(tmp_path):
     path = tmp_path / "deep" / "a b.yaml"
     assert write_new(path, "one\n")
     assert not write_new(path, "two\n")
@@ -194,9 +194,6 @@ def test_nothing_is_overwritten(tmp_path):
     link.symlink_to(tmp_path / "nowhere")
     assert not write_new(link, "three\n")
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
         write_new(tmp_path / "file" / "x.yaml", "")

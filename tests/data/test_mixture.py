@@ -70,15 +70,12 @@ def test_positions_go_through_epochs_of_every_source(data_config, texts):
         assert np.array_equal(own, part.read(index))
 
 
-def test_without_shuffle_every_source_is_read_in_order(data_config, texts):
+def test_the_order_of_one_and_of_two_sources(data_config, texts):
     config = data_config(source={texts[0]: 1, texts[1]: 1}, val_fraction=0.0)
     data = open_dataset(config, 16, "train")
     num_first = data.parts[0].num_samples
     index = data.sample_index(np.arange(6), 3, shuffle=False)
     assert index.tolist() == [0, num_first, 1, num_first + 1, 2, num_first + 2]
-
-
-def test_one_source_has_the_order_of_the_source_alone(data_config, texts):
     mixture = open_dataset(data_config(source={texts[1]: 3.0}), 16, "train")
     alone = open_dataset(data_config(source=texts[1]), 16, "train")
     positions = np.arange(3 * alone.num_samples)

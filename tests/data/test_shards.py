@@ -43,15 +43,23 @@ def test_samples_step_by_seq_len_and_overlap_by_one(tmp_path, dtype, shard_sizes
     assert data.read([]).shape == (0, 9)
 
 
-def test_the_last_token_counts(tmp_path):
+def test_the_number_of_samples(tmp_path):
     assert TokenShards(write_dataset(tmp_path / "a", [17]), "train", 8).num_samples == 2
     assert TokenShards(write_dataset(tmp_path / "b", [16]), "train", 8).num_samples == 1
+    folder = write_dataset(tmp_path / "d", [10])
+    with pytest.raises(UsageError, match=r"10 tokens, fewer than one sample of data\.seq_len 10") as caught:
+        TokenShards(folder, "train", 10)
+    said(caught.value.hint)
+    assert TokenShards(folder, "train", 9).num_samples == 1
+    with pytest.raises(UsageError, match=r"val split .* has 0 tokens") as caught:
+        TokenShards(folder, "val", 8)
+    assert "data.val_fraction" in caught.value.hint
 
 
 @pytest.mark.parametrize("index", [-1, 12])
 def test_no_sample_outside_the_data(tmp_path, index):
     data = TokenShards(write_dataset(tmp_path / "d", [100]), "train", 8)
-    with pytest.raises(IndexError, match="size 12"):
+    with pytest.raises(IndexError, match="of size 12"):
         data.read([0, index])
 
 
@@ -86,17 +94,6 @@ def test_a_damaged_shard_is_named_at_the_start_or_at_its_first_use(tmp_path, num
         with pytest.raises(UsageError, match=rf"train-00001\.bin {what}") as caught:
             use()
         assert caught.value.hint
-
-
-def test_split_shorter_than_a_sample(tmp_path):
-    folder = write_dataset(tmp_path / "d", [10])
-    with pytest.raises(UsageError, match=r"10 tokens, fewer than one sample of data\.seq_len 10") as caught:
-        TokenShards(folder, "train", 10)
-    said(caught.value.hint)
-    assert TokenShards(folder, "train", 9).num_samples == 1
-    with pytest.raises(UsageError, match=r"val split .* has 0 tokens") as caught:
-        TokenShards(folder, "val", 8)
-    assert "data.val_fraction" in caught.value.hint
 
 
 @pytest.mark.parametrize(

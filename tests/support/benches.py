@@ -1,7 +1,5 @@
 """Provides folders of benches with made-up runs, with curves, ends and profiles like a trainer's."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -52,16 +50,9 @@ def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: 
         # step 1 allocates memory, and steps after 7 are profiled
         seconds = step_s * (100 if step == 1 else 7 if step > 7 else 1)
         record = {
-            "step": step,
-            "time": stamp(step),
-            "attempt": 1,
-            "loss": 5.0 - step / 10,
-            "tokens_per_s": 1024 / seconds,
-            "tokens_per_s_per_gpu": 512 / seconds,
-            "mfu": None,
-            "step_s": seconds,
-            "data_wait_s": 0.01 * step,
-            "mem_gib_peak": 1.0 + step / 100,
+            **{"step": step, "time": stamp(step), "attempt": 1, "loss": 5.0 - step / 10},
+            **{"tokens_per_s": 1024 / seconds, "tokens_per_s_per_gpu": 512 / seconds, "mfu": None},
+            **{"step_s": seconds, "data_wait_s": 0.01 * step, "mem_gib_peak": 1.0 + step / 100},
             "samples_seen": 16 * step,
         }
         append_jsonl(run.metrics_file, record)

@@ -4,8 +4,6 @@
 tests/capabilities/diagnose/broken_runs, with the names of this machine and its folders replaced.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -67,124 +65,8 @@ def scripts(table: str) -> Iterator[tuple[list[Any], str, str]]:
         yield [None if word == "-" else word for word in shlex.split(head)], about, code
 
 
-TABLE = """
-killed killed 1 certain
-    if rank != 1: signal.pause()
-    os.kill(os.getpid(), signal.SIGKILL)
-segfault killed 1 certain
-    if rank != 1: signal.pause()
-    os.kill(os.getpid(), signal.SIGSEGV)
-import-error import-error 1 certain
-    if rank != 1: signal.pause()
-    import a_package_that_is_not_there
-syntax-error syntax-error - certain
-    def broken(:
-disk-full disk-full 1 certain
-    if rank != 1: signal.pause()
-    open('/dev/full', 'w').write('x' * 10**6)
-quota quota 1 certain
-    # A rank raises the error of a quota itself.
-    if rank != 1: signal.pause()
-    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/scratch/user/model.pt')
-memory-limit host-oom 1 certain
-    if rank != 1: signal.pause()
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
-    bytearray(2**32)
-port-in-use port-in-use 0 certain
-    import torch, torch.distributed as dist
-    if rank: signal.pause()
-    busy = socket.create_server(('127.0.0.1', 0))
-    dist.TCPStore('127.0.0.1', busy.getsockname()[1], 2, True)
-rendezvous rendezvous 1 certain
-    import torch, torch.distributed as dist
-    if rank: signal.pause()
-    dist.TCPStore('127.0.0.1', 0, 2, True, datetime.timedelta(seconds=1), wait_for_workers=True)
-wrong-interface wrong-interface - certain
-    import torch, torch.distributed as dist
-    os.environ['GLOO_SOCKET_IFNAME'] = 'nope0'
-    dist.init_process_group('gloo')
-own-exception exception 1 certain
-    import torch, torch.distributed as dist
-    dist.init_process_group('gloo')
-    dist.barrier()
-    if rank == 1: raise ValueError('the table of labels has 10 classes, not 12')
-    dist.barrier()
-shape-mismatch shape-mismatch 1 certain
-    import torch, torch.distributed as dist
-    if rank != 1: signal.pause()
-    torch.nn.Linear(4, 8).load_state_dict(torch.nn.Linear(4, 16).state_dict())
-loss-is-nan diverged 1 certain
-    # A rank raises the error itself.
-    if rank != 1: signal.pause()
-    raise FloatingPointError(f'loss is {float("nan")} at step 12')
-bad-arguments bad-config - likely -- --learning-rate 3
-    import argparse
-    parser = argparse.ArgumentParser()
-    parser.add_argument('--lr')
-    parser.parse_args()
-hf-gated hf-login 1 certain
-    # The client of the Hub, against a server that answers as the Hub does for a gated model.
-    if rank != 1: signal.pause()
-    import http.server, threading
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(403)
-            self.send_header("X-Error-Code", "GatedRepo")
-            self.send_header("X-Error-Message", "Access to this model is restricted")
-            self.end_headers()
-    server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
-    from huggingface_hub import hf_hub_download
-    hf_hub_download("organization/model", "config.json")
-wandb-no-key wandb-login 1 certain
-    # The client of Weights & Biases without a key.
-    if rank != 1: signal.pause()
-    os.environ['HOME'] = os.getcwd()
-    import wandb
-    wandb.init(project='x')
-exit-code exit-code 1 likely
-    if rank != 1: signal.pause()
-    print('giving up'); sys.exit(5)
-caught-oom killed 1 certain
-    if rank != 1: signal.pause()
-    print('RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB; skipping this batch')
-    for step in range(3): print(f'step {step} loss 2.1')
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-torchrun-oom cuda-oom 1 certain --launcher torchrun
-    # A rank raises the error of a GPU itself.
-    import torch, torch.distributed as dist
-    dist.init_process_group('gloo')
-    dist.barrier()
-    capacity = 'GPU 1 has a total capacity of 79.11 GiB of which 1.03 GiB is free.'
-    if rank == 1: raise torch.OutOfMemoryError(f'CUDA out of memory. Tried to allocate 2.00 GiB. {capacity}')
-    dist.barrier()
-torchrun-killed killed 1 certain --launcher torchrun
-    if rank != 1: signal.pause()
-    os.kill(os.getpid(), signal.SIGKILL)
-diverged diverged - certain --set optimizer.lr=1e30 --set train.steps=100 --set precision.dtype=fp32
-hang hang 1 certain --set train.steps=100000 --set requeue.hang_min_s=5 --set requeue.hang_factor=2 \
---set checkpoint.every_steps=null
-fails-when-stopped stop-signal - likely
-    import json
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
-    with open(os.environ["TRAINKIT_JOB_RUN_DIR"] + "/job.json") as file:
-        supervisor = json.load(file)["attempts"][-1]["pid"]
-    time.sleep(1)
-    if rank == 1: os.kill(supervisor, signal.SIGTERM)
-    signal.pause()
-supervisor-killed - - unknown
-    import json
-    with open(os.environ["TRAINKIT_JOB_RUN_DIR"] + "/job.json") as file:
-        supervisor = json.load(file)["attempts"][-1]["pid"]
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
-    time.sleep(1)
-    if rank == 1: os.kill(supervisor, signal.SIGKILL)
-    signal.pause()
-"""
-"""Each row has name, signature, rank, confidence and options, and after -- the script's arguments."""
+TABLE = Path(__file__).with_suffix(".txt").read_text()
+"""The runs: name, signature, rank, confidence, options, the script's arguments after --, and the script."""
 
 
 def _broken() -> Iterator[tuple[str, Broken]]:

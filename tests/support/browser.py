@@ -3,8 +3,6 @@
 It is driven through the DevTools protocol over two pipes, so no port is open.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

@@ -4,8 +4,6 @@ The value of a condition on a CPU is followed through names, keyword arguments a
 statement that a CPU never reaches is under a CUDA condition.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

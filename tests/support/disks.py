@@ -1,7 +1,5 @@
 """Provides full disks: small file systems, which only root can mount."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

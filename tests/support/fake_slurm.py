@@ -1,7 +1,5 @@
 """Provides fake commands of Slurm for failures that are rare with the real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs a rank where one bit of one activation's gradient flips in one step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

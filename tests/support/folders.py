@@ -1,7 +1,5 @@
 """Provides helpers for the content of a folder, and for git in a folder."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Defines a user's architecture: GPT-2 in one file (learned positions, LayerNorm with biases, GELU)."""
 
-from __future__ import annotations
-
 from typing import ClassVar, cast
 
 import torch.nn.functional as F

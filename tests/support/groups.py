@@ -1,7 +1,5 @@
 """Provides groups of runs as `trainkit submit --sweep` creates them, without a cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

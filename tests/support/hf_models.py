@@ -1,7 +1,5 @@
 """Provides small models of transformers on disk, with the tests' tokenizer."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from pathlib import Path
@@ -15,21 +13,12 @@ from trainkit.capabilities.export.command import chosen_checkpoint
 from trainkit.run.rundir import RunDir
 
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "vocab_size": 320, "max_position_embeddings": 128},
 }
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
 }
 
 

@@ -1,7 +1,5 @@
 """Provides small models and a world of one process for tests of single components."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ acdirmax=60). The clients are FUSE file systems in separate processes, and only 
 python -m tests.support.nfs FOLDER DESCRIPTOR
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -383,28 +381,11 @@ def _type_of(entry: os.DirEntry[str]) -> int:
 
 
 HANDLERS: dict[int, Callable[[Server, int, bytes, int], bytes | None]] = {
-    1: Server.lookup,
-    3: Server.getattr,
-    4: Server.setattr,
-    5: Server.readlink,
-    6: Server.symlink,
-    9: Server.mkdir,
-    10: Server.unlink,
-    11: Server.rmdir,
-    12: Server.rename,
-    13: Server.link,
-    14: Server.open,
-    15: Server.read,
-    16: Server.write,
-    17: Server.statfs,
-    18: Server.release,
-    26: Server.init,
-    27: Server.opendir,
-    28: Server.readdir,
-    32: Server.setlk,
-    33: Server.setlkw,
-    35: Server.create,
-    36: Server.interrupt,
+    **{1: Server.lookup, 3: Server.getattr, 4: Server.setattr, 5: Server.readlink, 6: Server.symlink},
+    **{9: Server.mkdir, 10: Server.unlink, 11: Server.rmdir, 12: Server.rename, 13: Server.link},
+    **{14: Server.open, 15: Server.read, 16: Server.write, 17: Server.statfs, 18: Server.release},
+    **{26: Server.init, 27: Server.opendir, 28: Server.readdir, 32: Server.setlk, 33: Server.setlkw},
+    **{35: Server.create, 36: Server.interrupt},
 }
 """Maps an opcode of FUSE to its handler, which returns the answer, or None to answer later.
 

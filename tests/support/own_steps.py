@@ -1,7 +1,5 @@
 """Provides a task that customizes all of a step: optimizers in turns, a schedule, an EMA and a state."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 All cases with the same number of ranks run in one set of processes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

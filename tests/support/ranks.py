@@ -1,7 +1,5 @@
 """Forks processes from one that has imported torch, so that they start at once instead of in seconds."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Keeps recorded files short: JSON with filled lines, and a text as the changes of another text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Provides the options of the runs in tests of replays, and functions that call the commands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

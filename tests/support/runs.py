@@ -1,7 +1,5 @@
 """Provides run folders and worker processes for tests that really train."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -30,16 +28,9 @@ from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FAST = (
-    "model.preset=nano",
-    "data.seq_len=64",
-    "train.device_batch_size=4",
-    "train.global_batch_size=16",
-    "train.log_every=1",
-    "train.eval_every=null",
-    "checkpoint.every_steps=null",
-    "precision.dtype=fp32",
-    "logging.tensorboard=false",
-    "device=cpu",
+    *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=16"),
+    *("train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null", "precision.dtype=fp32"),
+    *("logging.tensorboard=false", "device=cpu"),
 )
 """Options for steps of a few milliseconds, for tests that do not depend on what is learned."""
 

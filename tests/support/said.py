@@ -1,9 +1,8 @@
 """Compares what the tests of a folder make trainkit say with the table ``said.txt`` in that folder.
 
 ``REWRITE_SAID=1 python -m pytest FILES`` writes the sentences of the tests that pass again: review the diff.
+A test whose inputs are `cases` of its table gets another case from another head, without a sentence below it.
 """
-
-from __future__ import annotations
 
 import atexit
 import difflib
@@ -98,6 +97,12 @@ def _neutral(text: str, test: pytest.Item) -> str:
                 rf"(?<![\w.-]){re.escape(own)}(?![\w-])" if own[0] != "/" else re.escape(own), name, text
             )
     return "\n".join(line.rstrip() for line in text.rstrip("\n").split("\n"))
+
+
+def cases(file: str, test: str) -> list[str]:
+    """Return the inputs of a parametrized test, which its table names in brackets."""
+    names, head = read_table(Path(file).parent / NAME), f"{Path(file).name}::{test}["
+    return [name[len(head) : -1] for name in names if name.startswith(head) and name.endswith("]")]
 
 
 @cache

@@ -1,7 +1,5 @@
 """Provides a small user-written transformer that declares how tensor parallelism splits it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

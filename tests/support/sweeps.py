@@ -1,7 +1,5 @@
 """Provides folders of sweeps with made-up runs, with curves, events and ends like a trainer's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -69,14 +67,9 @@ def train_made_up_point(
     run.events_file.write_text("".join(json.dumps(item) + "\n" for item in events))
     records = [
         {
-            "step": step,
-            "time": stamp(STARTUP_S + STEP_S * step),
-            "attempt": 1,
-            "loss": 2.0 + away / 10 + 3 * math.exp(-step / num_steps * 4),
-            "grad_norm": 1.0 + step % 3,
-            "lr": 1e-3 * step,
-            "tokens_per_s": 1000.0 + 10 * index + step,
-            "step_s": STEP_S,
+            **{"step": step, "time": stamp(STARTUP_S + STEP_S * step), "attempt": 1},
+            **{"loss": 2.0 + away / 10 + 3 * math.exp(-step / num_steps * 4), "grad_norm": 1.0 + step % 3},
+            **{"lr": 1e-3 * step, "tokens_per_s": 1000.0 + 10 * index + step, "step_s": STEP_S},
             "data_wait_s": 0.5,
         }
         for step in range(1, num_steps + 1)

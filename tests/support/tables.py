@@ -1,7 +1,5 @@
 """Parses tables of messages: a typed line and, indented below it, the expected message."""
 
-from __future__ import annotations
-
 
 def messages(text: str) -> list[tuple[str, str]]:
     """Return each unindented line with its message.

@@ -1,7 +1,5 @@
 """Provides tasks as a user would write them."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Provides packages called torch that can be found but not imported, built for CUDA or for CPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 VERSION = """from typing import Optional

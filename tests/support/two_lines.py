@@ -3,8 +3,6 @@
 Before the last step, the first attempt of a drill waits for its interruption, which may take some time.
 """
 
-from __future__ import annotations
-
 _CODE = """
 import json, os, signal, sys, time
 from pathlib import Path

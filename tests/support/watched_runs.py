@@ -84,24 +84,13 @@ class Watched:
     def record(self, step: int, age_s: float, attempt: int) -> dict[str, Any]:
         wave = math.sin(step)
         return {
-            "step": step,
-            "time": ago(age_s),
-            "attempt": attempt,
-            "loss": 2 + 8 / (1 + step / 50) + wave / 20,
-            "grad_norm": 0.6 + wave / 5,
-            "lr": 3e-4 * min(1.0, step / 100),
-            "tokens": step * 65_536,
-            "tokens_per_s": 32_768 + 900 * wave,
-            "tokens_per_s_per_gpu": 4096.0,
-            "mfu": 0.412,
-            "step_s": STEP_S * (0.95 + wave / 50),
-            "data_wait_s": 0.012,
-            "mem_gib_peak": 61.25,
-            "samples_seen": step * 32,
-            "slowest_rank": 6,
-            "slowest_host": "node002",
-            "slowest_rank_s": 0.3217,
-            "other_ranks_s": 0.3189,
+            **{"step": step, "time": ago(age_s), "attempt": attempt},
+            **{"loss": 2 + 8 / (1 + step / 50) + wave / 20, "grad_norm": 0.6 + wave / 5},
+            **{"lr": 3e-4 * min(1.0, step / 100), "tokens": step * 65_536},
+            **{"tokens_per_s": 32_768 + 900 * wave, "tokens_per_s_per_gpu": 4096.0, "mfu": 0.412},
+            **{"step_s": STEP_S * (0.95 + wave / 50), "data_wait_s": 0.012, "mem_gib_peak": 61.25},
+            **{"samples_seen": step * 32, "slowest_rank": 6, "slowest_host": "node002"},
+            **{"slowest_rank_s": 0.3217, "other_ranks_s": 0.3189},
         }
 
     def health(self, age_s: float = 4.0, **changed: Mapping[str, Any]) -> Watched:

@@ -1,7 +1,5 @@
 """Provides a webhook on this machine that records the requests."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

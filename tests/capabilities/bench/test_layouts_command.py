@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.programs import run_program
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.backends.slurm import group_parts
 from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.capabilities.bench import command as bench_command
@@ -45,7 +46,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_a_dry_run_lists_what_would_be_run(desk: Desk) -> None:
+def test_a_dry_run_lists_what_would_be_run(desk):
     done = bench(desk, str(desk.config), *TWO, "--dry-run")
     assert done.returncode == 0, done.stderr
     heading, *rows = [line.split() for line in done.stdout.splitlines()]
@@ -60,7 +61,7 @@ def test_a_dry_run_lists_what_would_be_run(desk: Desk) -> None:
     assert not (desk.folder / "runs").exists()
 
 
-def test_what_is_not_run_is_said(desk: Desk) -> None:
+def test_what_is_not_run_is_said(desk):
     done = bench(desk, str(desk.config), "--gpus-per-node", "16", "--set", "train.global_batch_size=64",
                  "--set", "model.num_layers=16", "--dry-run", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -73,29 +74,22 @@ def test_what_is_not_run_is_said(desk: Desk) -> None:
     assert all(item["values"]["train.global_batch_size"] == 64 for item in value["layouts"])
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["--layout", "tp=zwei"], ["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], ["--steps", "5"]),
-        *(["--set", "data.source=nowhere.txt"], ["--backend", "submitit"], ["--out", " "], ["--out", "."]),
-    ],
-    ids=" ".join,
-)
-def test_what_was_typed_wrong(desk: Desk, args: list[str]) -> None:
-    value = desk.refused("bench", "layouts", str(desk.config), *TWO, *args)
+@pytest.mark.parametrize("options", cases(__file__, "test_what_was_typed_wrong"))
+def test_what_was_typed_wrong(desk, options):
+    value = desk.refused("bench", "layouts", str(desk.config), *TWO, *shlex.split(options))
     said(f"{value['error']}\n\nhint: {value['hint']}")
 
 
 @pytest.mark.parametrize(
     "args", [["nowhere"], [""], ["x", "small.yaml", "--steps", "9"]], ids=["nowhere", "empty", "more"]
 )
-def test_collect_takes_a_bench_and_nothing_else(desk: Desk, args: list[str]) -> None:
+def test_collect_takes_a_bench_and_nothing_else(desk, args):
     done = bench(desk, "--collect", *args)
     assert (done.returncode, "config: " in done.stderr) == (2, False)
     said(done.stderr)
 
 
-def test_the_summary_of_runs_that_were_made_elsewhere(desk: Desk) -> None:
+def test_the_summary_of_runs_that_were_made_elsewhere(desk):
     made = made_up_bench(desk.folder / "bench")
     first, second = (made.run_dir(item) for item in made.runs)
     train_made_up(first)
@@ -119,7 +113,7 @@ def test_the_summary_of_runs_that_were_made_elsewhere(desk: Desk) -> None:
     said(shown.stdout.splitlines()[-1])
 
 
-def test_without_matplotlib_only_the_csv_is_written(desk: Desk) -> None:
+def test_without_matplotlib_only_the_csv_is_written(desk):
     made = made_up_bench(desk.folder / "bench")
     hidden = desk.folder / "hidden"
     hidden.mkdir()
@@ -140,7 +134,7 @@ def test_without_matplotlib_only_the_csv_is_written(desk: Desk) -> None:
     assert len(rows_of(made.folder)) == 2
 
 
-def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
+def test_ctrl_c_ends_the_one_that_runs(desk):
     process = desk.start("bench", "layouts", str(desk.config), *TWO, "--out", "mine")
     run = RunDir(desk.folder / "mine" / "0")
     desk.wait_for_log(run, "attempt 1 rank 0")
@@ -149,7 +143,6 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
     assert (process.returncode, out) == (130, "")
     assert "--collect" in err
     entry = read_job(run).newest
-    assert entry is not None
     wait_for(lambda: entry.alive() is False)
     assert (
         read_end(run.attempt(1)) or AttemptEnd()
@@ -158,7 +151,7 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_it_starts(is_here, tmp_path, monkeypatch):
     def start_group(group: object) -> str:
         raise KeyboardInterrupt
 
@@ -179,7 +172,7 @@ def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_two_processes_on_two_layouts(tmp_path: Path) -> None:
+def test_two_processes_on_two_layouts(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(1500)))
     (tmp_path / "small.yaml").write_text(
         "name: small\ndevice: cpu\nmodel: {preset: nano, num_layers: 2}\nprecision: {dtype: fp32}\n"
@@ -254,7 +247,7 @@ def ended(group: RunGroup, index: int, step_s: float, **end: Any) -> None:
     write_json(run.attempt(1).end_file, {**END, **end})
 
 
-def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_layouts_are_one_array(place, capsys):
     assert main([*TYPED, *LENGTH, "--at-once", "3", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value == {"folder": str(place / "out"), "job_id": "77", "array": "0-3%3"}
@@ -272,7 +265,7 @@ def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[st
     assert "steps: 10" in run.config_file.read_text()
 
 
-def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_of_an_array(place, capsys):
     assert main([*TYPED, *LENGTH]) == 0
     group = RunGroup(place / "out")
     ended(group, 0, step_s=1.0)
@@ -294,9 +287,7 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
     assert [path for index in (0, 2, 3) for path in group.run(index).checkpoints_dir.iterdir()] == []
 
 
-def test_an_end_that_this_host_sees_late_is_waited_for(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_end_that_this_host_sees_late_is_waited_for(place, monkeypatch, capsys):
     group, looks = RunGroup(place / "out"), []
 
     def ask(ids: list[str], warn: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +35,6 @@ from trainkit.errors import UsageError
 from trainkit.run.events import steps_of, training_curve
 from trainkit.run.files import read_json, write_json
 
-ONE = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1}
-
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
@@ -46,25 +45,14 @@ def point_of(bench: Bench, item: BenchRun, status: str = "finished", failure: st
     return trial_row([row_of(bench, item, status, failure)[0]])
 
 
-def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> None:
+def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench):
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
     row = measured(training_curve(run), bench.length.measured)
-    assert row == {
-        "steps": 5,
-        "samples_per_s": 32.0,
-        "tokens_per_s": 2048.0,
-        "tokens_per_s_per_gpu": 1024.0,
-        "mfu": None,
-        "step_s": 0.5,
-        "step_s_p10": 0.5,
-        "step_s_p90": 0.5,
-        "data_wait_s": 0.05,  # the values of steps 3 to 7
-        "mem_gib_peak": 1.07,
-    }
+    said("\n".join(f"{key}: {value}" for key, value in row.items()))  # data_wait_s is of the steps 3 to 7
 
 
-def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(bench: Bench) -> None:
+def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(bench):
     item = bench.runs[0]
     run = bench.run_dir(item)
     train_made_up(run)
@@ -82,7 +70,7 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     said(missing)
 
 
-def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench: Bench) -> None:
+def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench):
     item = bench.runs[0]
     run = bench.run_dir(item)
     train_made_up(run, num_steps=9)
@@ -93,7 +81,7 @@ def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communicatio
     said(missing)
 
 
-def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> None:
+def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench):
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
     lines = run.metrics_file.read_text().splitlines(keepends=True)
@@ -102,7 +90,7 @@ def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> N
     assert (row["steps"], row["samples_per_s"]) == (2, None)
 
 
-def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench) -> None:
+def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench):
     item = bench.runs[0]
     train_made_up(bench.run_dir(item), step_s=1 / 3)
     text = csv_text(["layout"], [point_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')])
@@ -114,7 +102,7 @@ def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench
     assert row["mfu"] == row["exposed_comm_s"] == row["pp_microbatches"] == ""
 
 
-def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
+def test_the_table_says_below_why_one_failed(bench):
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
     rows = [point_of(bench, item), point_of(bench, bench.runs[1], "failed", "no\nmemory")]
@@ -125,7 +113,7 @@ def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
     assert why == "tp=2: no memory"
 
 
-def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -> None:
+def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path):
     bench = made_up_bench(tmp_path / "repeated", repeats=3)
     for item, step_s in zip(bench.runs, (0.5, 0.4, 0.25, 0.8, 1.0, 0.2), strict=True):
         train_made_up(bench.run_dir(item), step_s=step_s)
@@ -141,7 +129,7 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -
     said(str(fastest))
 
 
-def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
+def test_a_repeat_that_failed_marks_its_point(bench):
     rows = []
     for item, state in zip(bench.runs, ("finished", "failed"), strict=True):
         train_made_up(bench.run_dir(item), 10 if state == "finished" else 1)
@@ -151,7 +139,7 @@ def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
     assert (row["tokens_per_s"], row["tokens_per_s_min"]) == (2048.0, None)
 
 
-def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
+def test_steps_that_vary_have_a_spread(bench):
     records = [
         {"step": step, "step_s": float(step), "samples_seen": step, "data_wait_s": 0.0}
         for step in range(1, 12)
@@ -161,21 +149,16 @@ def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
     assert row["tokens_per_s"] is None  # the task counts no tokens
 
 
-def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
-    write_json(tmp_path / "bench.json", {"version": 1})
-    with pytest.raises(UsageError, match="version is 1, but this version of trainkit supports 2"):
-        read_bench(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"repeats": 0}, "at least one run has no value for a swept key"),
         ({"keys": ["tp"]}, "at least one run has no value for a swept key"),
+        ({"version": 1}, "version is 1, but this version of trainkit supports 2"),
         ({"runs": []}, "its list of runs differs from the list in sweep.json"),
     ],
 )
-def test_a_bench_whose_parts_do_not_fit_is_refused(bench: Bench, changes: Any, message: str) -> None:
+def test_a_bench_whose_parts_do_not_fit_is_refused(bench, changes, message):
     file = bench.folder / "bench.json"
     write_json(file, {**read_json(file), **changes})
     with pytest.raises(UsageError, match=message):
@@ -193,7 +176,7 @@ def rows(tmp_path: Path) -> list[Row]:
     ]
 
 
-def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row]) -> None:
+def test_plots_of_the_quantities_that_are_known(tmp_path, rows):
     folder = tmp_path / "plots"
     folder.mkdir()
     (folder / "mfu.png").write_bytes(b"old")  # the plot is deleted, because the value is no longer known
@@ -207,9 +190,6 @@ def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row])
         width, height = struct.unpack(">II", head[16:])
         assert width > 500
         assert height > 100
-
-
-def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> None:
     heights = []
     for count in (1, 10):
         many = [{**rows[0], "layout": f"layout {index}"} for index in range(count)]
@@ -218,113 +198,51 @@ def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> Non
     assert heights[1] > 2 * heights[0]
 
 
-MAIN, GLOO = 7, 9
-"""The ids of two threads: the first thread of the process, and a thread of gloo."""
-
-
-def event(name: str, start_s: float, end_s: float, cat: str = "cpu_op", tid: int = MAIN) -> dict[str, Any]:
-    """Return a complete event of a trace; the arguments are seconds, and the trace has microseconds."""
-    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-    return {"ph": "X", "cat": cat, "name": name, "pid": MAIN, "tid": tid, **times}
-
-
-def kernel(name: str, start_s: float, end_s: float, stream: int = 7) -> dict[str, Any]:
-    return {**event(name, start_s, end_s, "kernel", stream), "pid": 0}
+def event(line: str) -> dict[str, Any]:
+    """Return a complete event of a trace: CATEGORY:THREAD NAME and seconds. The trace has microseconds."""
+    kind, name, start_s, end_s = line.split()
+    category, _, thread = kind.partition(":")
+    times = {"ts": float(start_s) * 1e6, "dur": (float(end_s) - float(start_s)) * 1e6}
+    pid = 0 if category == "kernel" else 7
+    return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": int(thread), **times}
 
 
 def trace(*events: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *events], "baseTimeNanoseconds": 0}
 
 
-@pytest.mark.parametrize(
-    ("device", "seconds", "events"),
-    [
-        pytest.param(
-            *("cuda", 1.0 + 0.5 + 1.0),
-            (
-                kernel("gemm", 0.0, 4.0),
-                kernel("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0, stream=20),
-                kernel("gemm", 5.0, 5.5),
-                kernel("ncclDevKernel_SendRecv", 8.0, 9.0, stream=24),
-                event("aten::mm", 0.0, 9.0),
-                event("cudaDeviceSynchronize", 6.0, 8.0, "cuda_runtime"),
-            ),
-            id="only what no other kernel covers counts",
-        ),
-        pytest.param(
-            *("cuda", 4.0),
-            (
-                kernel("gemm", 0.0, 1.0),
-                kernel("ncclDevKernel_AllReduce", 1.0, 4.0, stream=20),
-                kernel("ncclDevKernel_ReduceScatter", 2.0, 5.0, stream=24),
-            ),
-            id="two kernels of NCCL at a time are counted once",
-        ),
-        pytest.param(
-            *("cpu", 1.0),
-            (
-                event("aten::mm", 0.0, 3.0),
-                event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO),
-                # this thread performs the reduction, it does not train
-                event("aten::add_", 1.0, 5.0, tid=GLOO),
-                event("aten::mm", 4.0, 6.0),
-            ),
-            id="gloo during an operation is hidden",
-        ),
-        pytest.param(
-            *("cpu", 4.0),
-            (
-                # the communication of an operation on a split tensor happens inside the operation
-                event("aten::add", 0.0, 10.0),
-                event("_c10d_functional::wait_tensor", 2.0, 5.0),
-                event("c10d::allreduce_", 7.0, 8.0),
-                event("aten::copy_", 7.2, 7.8),  # this copy is part of the collective
-            ),
-            id="what waits inside an operation computes nothing",
-        ),
-        pytest.param(
-            *("cpu", 0.1 + 2.0),
-            (
-                event("c10d::recv_", 0.0, 0.1),
-                event("gloo:recv", 0.1, 5.0, "user_annotation"),
-                event("aten::mm", 0.1, 3.0),
-            ),
-            id="a receive posted early is exposed only when nothing else is done",
-        ),
-        pytest.param("cpu", 0.0, (event("aten::mm", 0.0, 3.0),), id="alone nothing is exposed"),
-        pytest.param("cpu", None, (), id="nothing is known"),
-        pytest.param(
-            *("cuda", None),
-            (event("aten::mm", 0.0, 3.0), event("nccl:all_reduce", 1.0, 2.0, "user_annotation")),
-            id="without kernels it is not known",
-        ),
-    ],
+TRACES = re.findall(
+    r"^(\S+) (\S+) (.*)\n((?: .*\n)*)", Path(__file__).with_name("traces.txt").read_text(), re.M
 )
-def test_exposed_communication(
-    device: str, seconds: float | None, events: tuple[dict[str, Any], ...]
-) -> None:
-    assert trace_exposed_comm_s(trace(*events), device) == pytest.approx(seconds)
+"""Device, exposed seconds and name of each trace, and its events. Thread 7 trains, thread 9 is of gloo."""
 
 
-def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
-    waits = event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO)
+@pytest.mark.parametrize(
+    ("device", "seconds", "name", "lines"), TRACES, ids=[name for _, _, name, _ in TRACES]
+)
+def test_exposed_communication(device, seconds, name, lines):
+    events = [event(line.partition("#")[0]) for line in lines.splitlines()]
+    expected = None if seconds == "unknown" else pytest.approx(float(seconds))
+    assert trace_exposed_comm_s(trace(*events), device) == expected
+
+
+def test_a_trace_is_read_without_what_takes_most_of_its_space():
     found = trace(
-        {**event("aten::mm", 0.0, 3.0), "args": {"Input Dims": [[1, 2], [3, 4]], "ph": "none"}},
-        {**waits, "args": {"Process Group Name": "0"}},
-        kernel("ncclDevKernel_AllReduce", 1.0, 2.0),
-        event("cudaLaunchKernel", 0.0, 1.0, "cuda_runtime"),
+        {**event("cpu_op:7 aten::mm 0 3"), "args": {"Input Dims": [[1, 2], [3, 4]], "ph": "none"}},
+        {**event("user_annotation:9 gloo:all_reduce 1 5"), "args": {"Process Group Name": "0"}},
+        event("kernel:7 ncclDevKernel_AllReduce 1 2"),
+        event("cuda_runtime:7 cudaLaunchKernel 0 1"),
     )
     read = json.loads(json.dumps(found), object_hook=keep_needed)
-    assert [trace_exposed_comm_s(read, device) for device in ("cpu", "cuda")] == [
-        trace_exposed_comm_s(found, device) for device in ("cpu", "cuda")
-    ]
+    for device in ("cpu", "cuda"):
+        assert trace_exposed_comm_s(read, device) == trace_exposed_comm_s(found, device)
     assert trace_exposed_comm_s(read, "cpu") == pytest.approx(2.0)
     assert "args" not in json.dumps(read)
     assert "cudaLaunchKernel" not in json.dumps(read)
 
 
 @pytest.mark.slow
-def test_a_trace_of_torch_is_understood() -> None:
+def test_a_trace_of_torch_is_understood():
     from tests.support.runs import run_ranks
 
     run_ranks(late_all_reduce, 2)

@@ -34,40 +34,23 @@ def changes_of(loaded: LoadedConfig, length: BenchLength, world_size: int, keep_
     return with_changes(loaded, {**made, **profiler_values(length, world_size)}, "trainkit bench")[1]
 
 
-def test_only_training_is_left(tmp_path: Path) -> None:
+def test_only_training_is_left(tmp_path):
     loaded = load(tmp_path, "train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7")
     found = changes_of(loaded, BenchLength(30, 5), 2, keep_name=False)
     values = {change.key: change.value for change in found}
-    assert values == {
-        "name": "mine-layouts",
-        "train.steps": 30,
-        "train.epochs": None,
-        "train.stop_at_step": None,
-        "train.log_every": 1,
-        "train.eval_every": None,
-        "notify.webhook": None,
-        "checkpoint.every_steps": None,
-        "checkpoint.every_minutes": None,
-        "checkpoint.best_metric": None,
-        "checkpoint.async": False,
-        "requeue.on": [],
-        "logging.tensorboard": False,
-        "profiler.start_step": 28,
-        "profiler.num_steps": 3,
-        "profiler.ranks": [0, 1],
-    }
+    said("\n".join(f"{key}: {value}" for key, value in values.items()))
     short = with_values(loaded, values, "trainkit bench")
     assert changes_of(short, BenchLength(30, 5), 2, keep_name=True) == []
 
 
-def test_what_stays_as_it_was_typed(tmp_path: Path) -> None:
+def test_what_stays_as_it_was_typed(tmp_path):
     wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
     for steps, changed in ((30, {"schedule.decay_steps"}), (60, set())):
         found = changes_of(load(tmp_path, *wsd), BenchLength(steps, 5), 1, keep_name=True)
         assert {change.key for change in found} & {"name", "schedule.decay_steps"} == changed
 
 
-def test_every_step_is_of_one_kind_and_one_has_to_be_measured() -> None:
+def test_every_step_is_of_one_kind_and_one_has_to_be_measured():
     length = BenchLength(30, 5)
     assert list(length.measured) == list(range(6, 28))
     assert length.first_profiled == 28
@@ -78,11 +61,11 @@ def test_every_step_is_of_one_kind_and_one_has_to_be_measured() -> None:
 @pytest.mark.parametrize(
     ("world_size", "ranks"), [(1, (0,)), (4, (0, 1, 2, 3)), (8, (0, 2, 4, 7)), (64, (0, 21, 42, 63))]
 )
-def test_the_ranks_that_are_profiled(world_size: int, ranks: tuple[int, ...]) -> None:
+def test_the_ranks_that_are_profiled(world_size, ranks):
     assert profiled_ranks(world_size) == ranks
 
 
-def test_a_bench_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_ends_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 3)
     found = planned(tmp_path, 4)
     assert names(found) == ["dp_shard=4", "dp_replicate=4", "tp=4"]
@@ -101,9 +84,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, **degrees: int) -> None:
     monkeypatch.setattr(plan_bench, "plan_run", plan)
 
 
-def test_one_that_cannot_be_planned_makes_room_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_be_planned_makes_room_for_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 2)
     refuse(monkeypatch, dp_replicate=4)
     found = planned(tmp_path, 4)
@@ -111,9 +92,7 @@ def test_one_that_cannot_be_planned_makes_room_for_the_next(
     said(found.impossible["dp_replicate=4"])
 
 
-def test_when_none_can_be_planned_the_config_is_to_blame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_none_can_be_planned_the_config_is_to_blame(tmp_path, monkeypatch):
     refuse(monkeypatch)
     with pytest.raises(ConfigError, match=r"parallel\.dp_shard: is 1: too large for a GPU"):
         planned(tmp_path, 4).submission(1)
@@ -144,7 +123,7 @@ def names(found: PlannedBench) -> list[str]:
     return [trial.name for trial in found.trials]
 
 
-def test_every_way_to_split_four_processes(tmp_path: Path) -> None:
+def test_every_way_to_split_four_processes(tmp_path):
     assert names(planned(tmp_path, 4)) == [
         *("dp_shard=4", "dp_replicate=4", "tp=4", "pp=4"),
         *("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2", "dp_shard=2,pp=2"),
@@ -153,12 +132,12 @@ def test_every_way_to_split_four_processes(tmp_path: Path) -> None:
     assert names(planned(tmp_path, 1)) == ["dp_shard=1"]
 
 
-def test_sequences_are_split_when_they_are_long_or_the_config_does_it(tmp_path: Path) -> None:
+def test_sequences_are_split_when_they_are_long_or_the_config_does_it(tmp_path):
     for settings in ((), ("parallel.cp=2",), (f"data.seq_len={LONG_SEQUENCE}",)):
         assert ("cp=4" in names(planned(tmp_path, 4, (), *settings))) == bool(settings)
 
 
-def test_what_is_not_possible_has_a_reason(tmp_path: Path) -> None:
+def test_what_is_not_possible_has_a_reason(tmp_path):
     found = planned(tmp_path, 4, (), "model.num_layers=2", "model.num_kv_heads=2")
     assert "tp=4" not in names(found)
     assert found.impossible.keys() == {"tp=4", "pp=4"}
@@ -169,7 +148,7 @@ def test_what_is_not_possible_has_a_reason(tmp_path: Path) -> None:
     said(three.impossible["dp_shard=3"])
 
 
-def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> None:
+def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path):
     for ranks in (2, 4, 8):
         for trial in planned(tmp_path, ranks).trials:
             assert trial.plan.batch.global_batch_size == trial.settings["train.global_batch_size"] == 16
@@ -189,15 +168,13 @@ def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> N
         ("pp=2,pp_microbatches=4", 2, (), (4, 4)),
     ],
 )
-def test_the_batch_is_adapted_to_the_layout(
-    text: str, ranks: int, settings: tuple[str, ...], batch: tuple[int, int | None], tmp_path: Path
-) -> None:
+def test_the_batch_is_adapted_to_the_layout(text, ranks, settings, batch, tmp_path):
     trial = asked(tmp_path, text, ranks, *settings)
     assert (trial.plan.batch.device_batch_size, trial.plan.batch.pp_microbatches) == batch
     said("\n".join(trial.notes))
 
 
-def test_what_is_left_out_is_what_a_config_would_take(tmp_path: Path) -> None:
+def test_what_is_left_out_is_what_a_config_would_take(tmp_path):
     assert asked(tmp_path, "tp=2").plan.layout == Layout(1, 2, tp=2)
     assert asked(tmp_path, "dp_replicate=2,tp=2").plan.layout == Layout(2, 1, tp=2)
     assert asked(tmp_path, "dp_replicate=-1").plan.layout == Layout(4, 1)
@@ -205,34 +182,18 @@ def test_what_is_left_out_is_what_a_config_would_take(tmp_path: Path) -> None:
     assert asked(tmp_path, "tp=2,sequence_parallel=false").settings["parallel.sequence_parallel"] is False
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tp", "--layout tp: 'tp' is not KEY=VALUE"),
-        ("tp=2,,pp=2", "--layout tp=2,,pp=2: '' is not KEY=VALUE"),
-        ("tq=2", "--layout tq=2: the section parallel has no key tq"),
-        ("tp=2,tp=4", "--layout tp=2,tp=4: tp appears twice"),
-        ("tp=[", "--layout tp=[: tp: "),
-    ],
-)
-def test_what_was_typed_wrong(text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["tp", "tp=2,,pp=2", "tq=2", "tp=2,tp=4", "tp=["])
+def test_what_was_typed_wrong(text):
     with pytest.raises(UsageError) as caught:
         parse_layout(text)
-    assert caught.value.message.startswith(message)
-    assert caught.value.hint
+    said(caught.value.render())
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "settings", "problem"),
-    [
-        ("tp=3", 4, (), "--layout tp=3: parallel.tp: is 3, which does not divide 4 processes"),
-        ("dp_shard=2", 4, (), "dp_shard=2: parallel.dp_shard: is 2: parallel.dp_replicate 1 x 2 = 2,"),
-        ("pp=8", 8, ("train.global_batch_size=4",), "parallel.pp_microbatches: is 4, fewer than the 8"),
-    ],
+    ("text", "ranks", "settings"),
+    [("tp=3", 4, ()), ("dp_shard=2", 4, ()), ("pp=8", 8, ("train.global_batch_size=4",))],
 )
-def test_an_impossible_layout_that_was_asked_for(
-    text: str, ranks: int, settings: tuple[str, ...], problem: str, tmp_path: Path
-) -> None:
+def test_an_impossible_layout_that_was_asked_for(text, ranks, settings, tmp_path):
     with pytest.raises(ConfigError) as caught:
         asked(tmp_path, text, ranks, *settings)
-    assert problem in caught.value.problems[0].render()
+    said(caught.value.problems[0].render())

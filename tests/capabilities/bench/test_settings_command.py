@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from steering import Desk
 
-from tests.support.said import said
+from tests.support.said import cases, said
 from trainkit.backends.slurm import group_parts
 from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
@@ -38,7 +38,7 @@ def bench(desk: Desk, *args: str):
     return desk.typed("bench", "settings", *args)
 
 
-def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> None:
+def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk):
     done = bench(desk, str(desk.config), *BATCHES, "--sweep", "seed=1,2", "--dry-run")
     assert done.returncode == 0, done.stderr
     heading, *rows = [line.split() for line in done.stdout.splitlines()]
@@ -51,20 +51,13 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
     assert not (desk.folder / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *("", "--sweep train.stepz=1", "--sweep train.steps=10,20", "--sweep requeue.on=[],[crash]"),
-        *("--sweep profiler.ranks=[0],[1]", "--sweep train.device_batch_size=0,-1"),
-        "--sweep seed=1,2 --repeats 0",
-    ],
-)
-def test_what_was_typed_wrong(desk: Desk, options: str) -> None:
+@pytest.mark.parametrize("options", cases(__file__, "test_what_was_typed_wrong"))
+def test_what_was_typed_wrong(desk, options):
     value = desk.refused("bench", "settings", str(desk.config), *options.split())
     said(f"{value['error']}\n\nhint: {value['hint']}")
 
 
-def test_the_kind_of_bench_may_be_left_out(desk: Desk) -> None:
+def test_the_kind_of_bench_may_be_left_out(desk):
     typed = [str(desk.config), "--dry-run"]
     for kind, more in (
         ("settings", ["--sweep", "seed=1,2"]),
@@ -80,7 +73,7 @@ def test_the_kind_of_bench_may_be_left_out(desk: Desk) -> None:
 
 
 @pytest.mark.slow
-def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) -> None:
+def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk):
     desk.works(CURVE)
     args = ["--steps", "10", "--warmup", "2", "--repeats", "2", "--out", "runs/mine", "--json"]
     done = desk.trainkit("bench", "settings", str(desk.config), *BATCHES, *args)
@@ -155,7 +148,7 @@ def submit(*args: str) -> int:
     return main([*typed, *args])
 
 
-def test_on_slurm_the_rounds_are_one_array(tmp_path: Path, sbatch: Sbatch) -> None:
+def test_on_slurm_the_rounds_are_one_array(tmp_path, sbatch):
     assert submit("--sweep", f"{BATCH}=2,4", "--repeats", "2") == 0
     group = RunGroup(tmp_path / "out")
     assert group.record.array == "0-3%1"
@@ -171,9 +164,7 @@ def test_on_slurm_the_rounds_are_one_array(tmp_path: Path, sbatch: Sbatch) -> No
     assert sbatch.taken == [["out"]]
 
 
-def test_points_that_need_different_jobs_are_refused(
-    tmp_path: Path, sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_that_need_different_jobs_are_refused(tmp_path, sbatch, capsys):
     for more in ((), ("--dry-run",)):
         assert submit(*SIZES, *more) == 2
         said(capsys.readouterr().err)
@@ -181,9 +172,7 @@ def test_points_that_need_different_jobs_are_refused(
 
 
 @pytest.mark.parametrize("key", ["launch.backend=sbatch,local", "launch.cluster=example"])
-def test_all_points_of_a_bench_run_in_one_place(
-    sbatch: Sbatch, capsys: pytest.CaptureFixture[str], key: str
-) -> None:
+def test_all_points_of_a_bench_run_in_one_place(sbatch, capsys, key):
     assert submit("--sweep", key) == 2
     said(capsys.readouterr().err)
     assert sbatch.taken == []

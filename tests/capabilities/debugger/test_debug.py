@@ -1,7 +1,5 @@
 """Tests `trainkit run --debug`, `--post-mortem` and `trainkit debug` in a real terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -15,7 +13,7 @@ import pytest
 from steering import wait_for
 
 from tests.support.runs import launch_plan, make_attempt
-from tests.support.said import said
+from tests.support.said import cases, said
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.capabilities.debugger import Debugger, DebugPlan, rank_debugger
 from trainkit.capabilities.debugger.command import attach
@@ -279,17 +277,7 @@ def test_debugpy(desk, tmp_path):
     assert log.count("an editor") == 3
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("--debug x.yaml", "--debug=debugpy --post-mortem", "--debug 2 -- python x.py"),
-        *(
-            "--post-mortem -- bash x.sh",
-            "--debug=debugpy -- python x.py",
-            "--debug=debugpy --yes -- python x.py",
-        ),
-    ],
-)
+@pytest.mark.parametrize("line", cases(__file__, "test_what_is_refused"))
 def test_what_is_refused(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
@@ -302,7 +290,9 @@ def test_what_is_refused(line, tmp_path, monkeypatch, capsys):
     assert not Path("runs").exists()
 
 
-def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsys):
+def test_a_rank_of_another_launcher_and_a_command_without_terminal_have_no_debugger(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -311,9 +301,6 @@ def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsy
     assert main(["run", "--debug"]) == 2
     said(capsys.readouterr().err)
     assert not Path("runs").exists()
-
-
-def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "--debug"]) == 2

@@ -1,7 +1,5 @@
 """Tests `diagnose` on broken runs: recorded runs, runs that are built again, and misleading files."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal
@@ -56,53 +54,43 @@ def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
+def test_names_the_first_rank_and_the_cause(name, tmp_path):
     expected, found = diagnosis_of(name, tmp_path)
     assert shown(found, expected) == expected, found
 
 
-def test_the_set_covers_the_causes() -> None:
+def test_the_set_covers_the_causes():
     contents = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in RECORDED]
     assert len({content["expect"].get("name") for content in contents if is_real(content)}) >= 24
 
 
-def test_what_can_be_broken_again_is_recorded() -> None:
+def test_what_can_be_broken_again_is_recorded():
     assert not BROKEN.keys() & on_slurm.BROKEN.keys()
     assert BROKEN.keys() | on_slurm.BROKEN.keys() <= set(RECORDED)
 
 
 @pytest.mark.slow(seconds=40)
 @pytest.mark.parametrize("name", random.Random(18).sample(sorted(MADE_ANYWHERE), 4))
-def test_runs_that_are_broken_again(name: str, tmp_path: Path) -> None:
+def test_runs_that_are_broken_again(name, tmp_path):
     found = newest(RunDir(make(name, tmp_path)))
     expected = {key: value for key, value in BROKEN[name].expect.items() if key != "host"}
     assert shown(found, expected) == expected, found
 
 
-def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
+def test_cause_and_advice_have_the_values_of_the_run(tmp_path):
     _, found = diagnosis_of("cuda-oom", tmp_path)
     change = "train.device_batch_size 16 -> 8 keeps the global batch of 256 with accumulation 4"
     resume = f"`trainkit resume {tmp_path} --set train.device_batch_size=8`"
     assert found.advice[0] == f"{change}: {resume}"
-    _, found = diagnosis_of("nccl-timeout", tmp_path / "timeout")
-    said(found.cause)
-    said(found.advice[0])
-    _, found = diagnosis_of("rank-late", tmp_path / "late")
-    said(found.cause)
-    said("\n".join(found.advice))
-
-
-def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
-    _, found = diagnosis_of("hang", tmp_path)
-    said(found.cause)
-    said("\n".join(found.advice))
+    for name in ("nccl-timeout", "rank-late", "hang"):
+        _, found = diagnosis_of(name, tmp_path / name)
+        said("\n".join([found.cause, *found.advice]))
     assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
 
 
-def test_evidence_is_the_line_of_the_file(tmp_path: Path) -> None:
+def test_evidence_is_the_line_of_the_file(tmp_path):
     _, found = diagnosis_of("shape-mismatch", tmp_path)
     first = found.evidence[0]
-    assert first.line is not None
     line = (tmp_path / first.file).read_text().splitlines()[first.line - 1]
     assert first.text.partition(": ")[2] in line
     assert f"  {first.file}:{first.line}\n    {first.text}" in "\n".join(diagnosis_lines(found))
@@ -133,7 +121,7 @@ def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", ki
         ("CUDA error: uncorrectable ECC error encountered", "gpu-hardware", "resources.exclude"),
     ],
 )
-def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: str, advice: str) -> None:
+def test_errors_of_a_gpu_and_of_its_program(tmp_path, error, name, advice):
     message = f"{error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
     # the error is raised in Python, or by NCCL's watchdog, which aborts the process
     for kind in ("AcceleratorError", "exit"):
@@ -143,7 +131,7 @@ def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: st
         assert name == "cuda-oom" or any(advice in item for item in found.advice)
 
 
-def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
+def test_ranks_that_met_and_cannot_connect(tmp_path):
     message = "no progress for 241 s, in connect; no rank is behind the others"
     run = failed(tmp_path, b"", message, "Hang")
     write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
@@ -153,7 +141,7 @@ def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
         assert any(expected in item for item in found.advice)
 
 
-def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: Path) -> None:
+def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path):
     noticed = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:29400"
     run = failed(tmp_path, b"", noticed, "RuntimeError")
     create_job(run, backend="local", name="run", cwd="/home/me", code=None)
@@ -166,7 +154,7 @@ def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: P
     assert "code: train.py:3\n    f(x)\n" in "\n".join(diagnosis_lines(found))
 
 
-def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
+def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path):
     log = b"No space left on device, cleaning up\nTraceback (most recent call last):\nKeyError: 'x'\n"
     found = newest(failed(tmp_path, log, "'x'", "KeyError"))
     assert (found.name, found.confidence, found.title) == (None, "unknown", "unknown")
@@ -174,7 +162,7 @@ def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["exit", "KeyError"])
-def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_path: Path, kind: str) -> None:
+def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_path, kind):
     message = "ended with exit code 1"
     run = failed(tmp_path, b"step 311 loss nan\n", message, kind)
     for step, loss in ((300, 2.5), (305, None), (306, 2.0), (310, None), (311, None)):
@@ -186,7 +174,7 @@ def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_pa
     assert newest(run).name != "loss-not-finite"
 
 
-def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
+def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path):
     run = failed(tmp_path, b"", "boom", "ValueError")
     write_json(run.attempt(1).plan_file, {"command": ["python", "train.py"]})
     append_jsonl(run.metrics_file, {"step": 310, "attempt": 1, "loss": None})
@@ -197,7 +185,7 @@ def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
     assert found.evidence[-1].file == "metrics.jsonl"
 
 
-def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> None:
+def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path):
     """All ranks were killed, and one of them recorded a lost connection before."""
     run = failed(tmp_path, b"", "Connection closed by peer", "RuntimeError")
     run.attempt(1).end_file.unlink()
@@ -222,14 +210,14 @@ def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> N
     said("\n".join(found.advice))
 
 
-def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:
+def test_an_error_long_before_the_end_was_handled(tmp_path):
     log = b"CUDA out of memory\n" + b"step 1 loss 2\n" * 21
     assert newest(failed(tmp_path / "handled", log)).name == "exit-code"
     found = newest(failed(tmp_path / "last", log + b"CUDA out of memory\n"))
     assert (found.name, found.confidence) == ("cuda-oom", "likely")
 
 
-def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_log_is_read_at_its_end(tmp_path, monkeypatch):
     path = tmp_path / "rank-0000.log"
     with path.open("wb") as stream:
         stream.seek(2**30)  # the file is sparse and takes no disk space
@@ -243,7 +231,7 @@ def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(text.lines) == logs.MAX_LAST_LINES
 
 
-def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None:
+def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path):
     run = failed(tmp_path, b"", "CUDA out of memory", "OutOfMemoryError")
     second = run.attempt(2)
     second.create()
@@ -257,7 +245,7 @@ def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None
     assert diagnose(run.attempt(1), read_job(run)).name == "cuda-oom"
 
 
-def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
+def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path):
     run = failed(tmp_path, b"", "killed by SIGKILL")
     file = health_file(run, HOST)
     file.parent.mkdir()
@@ -281,20 +269,20 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def test_a_running_attempt_has_no_failure(run: RunDir) -> None:
+def test_a_running_attempt_has_no_failure(run):
     assert diagnose(run.attempt(1), read_job(run), alive=True).state == "nothing failed"
     assert diagnose(run.attempt(1), read_job(run), alive=None).state == "unknown"
     assert diagnose(run.attempt(1), read_job(run), alive=False).name is None
 
 
-def test_an_attempt_that_slurm_ended_without_a_record(run: RunDir) -> None:
+def test_an_attempt_that_slurm_ended_without_a_record(run):
     job = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
     found = diagnose(run.attempt(1), read_job(run), alive=True, slurm_job=job)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
     assert "`sacct -j 7 --duplicates" in found.advice[0]
 
 
-def test_an_attempt_that_never_started(run: RunDir) -> None:
+def test_an_attempt_that_never_started(run):
     create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
@@ -309,7 +297,7 @@ def test_an_attempt_that_never_started(run: RunDir) -> None:
     assert newest(run, job=job).cause == cause
 
 
-def test_a_start_that_failed(run: RunDir) -> None:
+def test_a_start_that_failed(run):
     """Slurm names the node if the batch script recorded none.
 
     If the script recorded it, Slurm is not queried.
@@ -349,20 +337,9 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_copy", "path", "advice"),
-    [
-        (
-            True,
-            "../data/x.txt",
-            "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
-        ),
-        (True, "nowhere.txt", "relative paths are resolved against {run}/work/sub, the copy of {above}/code"),
-        (False, "nowhere.txt", "relative paths are resolved against {above}/code"),
-    ],
+    ("has_copy", "path"), [(True, "../data/x.txt"), (True, "nowhere.txt"), (False, "nowhere.txt")]
 )
-def test_a_command_that_finds_no_file_learns_where_it_runs(
-    tmp_path: Path, has_copy: bool, path: str, advice: str
-) -> None:
+def test_a_command_that_finds_no_file_learns_where_it_runs(tmp_path, has_copy, path):
     message = f"[Errno 2] No such file or directory: '{path}'"
     run = failed(tmp_path / "run", b"", message, "FileNotFoundError")
     (tmp_path / "data").mkdir()
@@ -375,11 +352,11 @@ def test_a_command_that_finds_no_file_learns_where_it_runs(
     write_json(run.config_file, {})
     found = diagnose(run.attempt(1), read_job(run))
     assert found.name == "missing-file"
-    assert any(one.startswith(advice.format(above=tmp_path, run=run.path)) for one in found.advice)
+    said("\n".join(found.advice))
     assert not any("run was submitted" in one for one in found.advice)
 
 
-def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
+def test_a_signal_explains_only_what_follows_it(tmp_path):
     run = failed(tmp_path, b"")
     record = {"rank": 0, "host": HOST, "type": "exit", "message": "ended with exit code 1"}
     write_json(run.attempt(1).end_file, {"state": "failed", "verdict": {**record, "time": TEN}})
@@ -404,7 +381,7 @@ TEN = "2026-01-01T00:00:10.000Z"
     "reason",
     ["ended by SIGINT, and no worker reported a save", "exited with 0 after SIGTERM without reporting"],
 )
-def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> None:
+def test_a_stop_that_was_recorded_is_no_failure(run, reason):
     add_events(run, ("01", "signal", {"signal": "SIGTERM"}))
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": None, "reason": reason})
     found = newest(run)
@@ -415,7 +392,7 @@ def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> Non
     assert newest(run).cause == f"the run stopped: {reason}"
 
 
-def test_a_node_that_is_drained(run: RunDir) -> None:
+def test_a_node_that_is_drained(run):
     reason = "ended by SIGTERM, and no worker reported a save while n3 is drained; resumes (restart 1)"
     end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
     write_json(run.attempt(1).end_file, end)
@@ -424,7 +401,7 @@ def test_a_node_that_is_drained(run: RunDir) -> None:
     assert (found.name, found.cause) == ("drained", cause)
 
 
-def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
+def test_a_save_that_the_end_cut_off(run):
     add_events(run, ("01", "checkpoint_begin", {"step": 40}), ("02", "checkpoint_commit", {"step": 40}))
     said("\n".join(newest(run).advice))
     add_events(run, ("03", "checkpoint_begin", {"step": 50}))
@@ -441,26 +418,22 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resources", "hint"),
+    "resources",
     [
-        ("time: '2:00:00'", "--time 04:00:00` continues with twice the time limit; resources.time is"),
-        ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the time limit;"),
-        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the time limit; resources"),
-        ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the time limit;"),
-        ("{time: null}", None),
+        *("time: '2:00:00'", "{time: 3-0, slice: '4:00:00'}", "{time: 3-0, slice: 2-0}", "{time: null}"),
+        *("{time: '4:00:00', time_min: '30'}", "{time: 3-0, slice: '2:00:00', time_min: '1:00:00'}"),
     ],
 )
-def test_the_limit_that_ended_the_job_is_the_one_to_raise(run: RunDir, resources: str, hint: str) -> None:
+def test_the_limit_that_ended_the_job_is_the_one_to_raise(run, resources):
     resources = resources.removeprefix("{").removesuffix("}")
     run.attempt(1).config_file.write_text(f"name: x\nresources: {{{resources}}}\n")
     write_json(run.attempt(1).plan_file, {"backend": "sbatch"})
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
     found = [item for item in newest(run).advice if "twice" in item]
-    assert len(found) == (hint is not None)
-    assert hint is None or f"`trainkit resume {run.path} {hint}" in found[0]
+    said("\n".join(found) or "no limit")
 
 
-def test_a_slow_rank_is_named_with_the_time_limit(run: RunDir) -> None:
+def test_a_slow_rank_is_named_with_the_time_limit(run):
     slow = {"rank": 3, "host": "n2", "since_step": 7, "phase": "compute", "own_s": 0.2, "usual_s": 0.1}
     add_events(run, ("01", "slow_rank", slow))
     write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})

@@ -1,7 +1,5 @@
 """Tests `diagnose` on runs whose files mention other failures or are damaged, and the rank that it names."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\
 TRACEBACK = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
 
 
-def test_an_error_in_the_data_that_a_script_prints_is_no_cause(tmp_path: Path) -> None:
+def test_an_error_in_the_data_that_a_script_prints_is_no_cause(tmp_path):
     samples = (
         b'{"prompt": "why does my run end with CUDA out of memory?", "answer": "lower the batch size"}\n',
         b'sample 3: "RuntimeError: CUDA error: uncorrectable ECC error encountered" -> label 1\n',
@@ -35,7 +33,7 @@ def test_an_error_in_the_data_that_a_script_prints_is_no_cause(tmp_path: Path) -
         assert found.name == "exit-code", found
 
 
-def test_a_rank_that_fails_while_it_stops_is_not_why_it_stopped(tmp_path: Path) -> None:
+def test_a_rank_that_fails_while_it_stops_is_not_why_it_stopped(tmp_path):
     run = failed(tmp_path, TRACEBACK + OOM, "CUDA out of memory", "OutOfMemoryError")
     end = {"state": "failed", "cause": "preempted", "reason": "rank 0 failed after SIGTERM", "verdict": None}
     write_json(run.attempt(1).end_file, end)
@@ -43,7 +41,7 @@ def test_a_rank_that_fails_while_it_stops_is_not_why_it_stopped(tmp_path: Path) 
     assert (found.name, found.rank) == ("preempted", None)
 
 
-def test_lines_of_ten_megabytes_and_logs_that_are_empty_binary_or_cut_off(tmp_path: Path) -> None:
+def test_logs_of_huge_lines_and_logs_that_are_empty_binary_or_cut_off(tmp_path):
     long = b"x" * 10_000_000 + b" CUDA out of memory"
     for number, log in enumerate((long, b"", b"\x00\xff\xfe" * 1000, b"\x1b[31mCUDA out of mem")):
         assert newest(failed(tmp_path / str(number), log)).name == "exit-code"
@@ -51,9 +49,6 @@ def test_lines_of_ten_megabytes_and_logs_that_are_empty_binary_or_cut_off(tmp_pa
     assert (found.name, found.confidence) == ("cuda-oom", "likely")
     assert found.evidence[0].line == 4
     assert newest(failed(tmp_path / "message", b"", "y" * 10_000_000, "ValueError")).name is None
-
-
-def test_binary_output(tmp_path: Path) -> None:
     noise = random.Random(18).randbytes(300_000)
     found = newest(failed(tmp_path, noise + b"\n" + TRACEBACK + OOM))
     assert found.name == "cuda-oom"
@@ -62,7 +57,7 @@ def test_binary_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) -> None:
+def test_files_that_are_cut_off_or_of_another_form(tmp_path, seed):
     chance = random.Random(seed)
     for name in chance.sample(RECORDED, 12):
         run = RunDir(tmp_path / name)
@@ -120,9 +115,7 @@ def diagnosed(folder: Path, output: str, *records: dict[str, Any], num_ranks: in
         ("deepspeed-second-node", 247, 2, None),
     ],
 )
-def test_in_a_folder_of_an_older_version(
-    tmp_path: Path, name: str, code: int, num_ranks: int, rank: int | None
-) -> None:
+def test_in_a_folder_of_an_older_version(tmp_path, name, code, num_ranks, rank):
     record = {**OLD, "rank": num_ranks, "exit_code": code}
     record |= {"type": "exit", "message": f"ended with exit code {code}"}
     for number, records in enumerate(((record, LOST), (LOST, record))):
@@ -132,7 +125,7 @@ def test_in_a_folder_of_an_older_version(
         assert f"exit code {code}" not in "\n".join(diagnosis_lines(found)).partition("evidence")[0]
 
 
-def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
+def test_the_agent_has_recorded_which_rank_it_was(tmp_path):
     record = {**OLD, "rank": 3, "type": "RankKilled", "message": "killed by SIGKILL", "exit_code": 137}
     report = OUTPUT["deepspeed-second-node"]
     cases = [(report, (LOST, record)), (report, (record, LOST)), ("… return code = 1", (record, LOST))]
@@ -160,8 +153,8 @@ def torchrun(rank: int, raised: str, second: int, code: int = 1) -> str:
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("has_end", [False, True])
 def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_failure(
-    tmp_path: Path, killed: bool, has_end: bool
-) -> None:
+    tmp_path, killed, has_end
+):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     write_json(attempt.plan_file, {"command": ["x.py"], "num_nodes": 2, "workers_per_node": 2})
@@ -185,7 +178,7 @@ def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_fai
     assert diagnose(attempt, read_job(attempt.run)).rank == 1
 
 
-def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:
+def test_the_first_failure_is_that_of_the_verdict(tmp_path):
     run = failed(tmp_path, b"", "boom", "ValueError")
     attempt = run.attempt(1)
     for times in (("01", "01", "01"), ("00", "01", "01"), (None, None, None), (None, None, "01")):
@@ -197,7 +190,7 @@ def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:
         assert newest(run).rank == 2
 
 
-def test_the_output_of_a_rank_is_in_the_log_of_its_launcher(tmp_path: Path) -> None:
+def test_the_output_of_a_rank_is_in_the_log_of_its_launcher(tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     plan = {"num_nodes": 2, "node_sizes": [2, 3], "workers_per_node": 3}
@@ -221,9 +214,7 @@ STORE = "Timed out after 6 seconds waiting for clients. {}/8 clients joined."
         (STORE.format(6), (3,), "the ranks did not all connect to rank 0 in time"),
     ],
 )
-def test_the_ranks_that_did_not_reach_rank_0(
-    tmp_path: Path, message: str, silent: tuple[int, ...], cause: str
-) -> None:
+def test_the_ranks_that_did_not_reach_rank_0(tmp_path, message, silent, cause):
     run = failed(tmp_path, b"starts\n", message, "DistStoreError")
     attempt = run.attempt(1)
     write_json(attempt.plan_file, {"num_nodes": 2, "workers_per_node": 4})

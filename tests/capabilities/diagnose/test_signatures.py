@@ -1,7 +1,5 @@
 """Tests that the signatures are sound and fast, and which of their sentences are shown."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import fields

@@ -3,8 +3,6 @@
 A requeued job appends to the log of an earlier attempt.
 """
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -70,7 +68,7 @@ def found_in(run: RunDir, attempt: int) -> Diagnosis:
 
 
 @pytest.mark.parametrize("why", ["", *REASONS])
-def test_the_later_end_of_a_job_does_not_explain_an_attempt_that_had_ended(tmp_path: Path, why: str) -> None:
+def test_the_later_end_of_a_job_does_not_explain_an_attempt_that_had_ended(tmp_path, why):
     run = job_of(tmp_path, CRASH, {})
     append_to_log(run, 1, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.")
     append_to_log(run, 1, ended_by_slurm(why, 90))
@@ -78,7 +76,7 @@ def test_the_later_end_of_a_job_does_not_explain_an_attempt_that_had_ended(tmp_p
     assert named(run, 2) == REASONS.get(why), "it explains the one that ran"
 
 
-def test_a_requeue_in_the_second_of_the_end_is_a_consequence(tmp_path: Path) -> None:
+def test_a_requeue_in_the_second_of_the_end_is_a_consequence(tmp_path):
     run = job_of(tmp_path, CRASH)
     append_to_log(run, 1, ended_by_slurm("JOB REQUEUE", 10))
     assert named(run, 1) == "killed"
@@ -89,9 +87,7 @@ def test_a_requeue_in_the_second_of_the_end_is_a_consequence(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("end", [{}, NOT_RECORDED], ids=["no end", "a later start wrote the end"])
-def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_while_it_ran(
-    tmp_path: Path, end: dict[str, Any]
-) -> None:
+def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_while_it_ran(tmp_path, end):
     run = job_of(tmp_path, end, CRASH, end, end)
     append_to_log(run, 1, ended_by_slurm("PREEMPTION", 50))
     append_to_log(run, 1, ended_by_slurm("TIME LIMIT", 170))
@@ -106,14 +102,14 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     assert found.name == "preempted", "accounting has no reason"
 
 
-def test_a_message_about_the_step_is_in_the_log_of_its_own_attempt(tmp_path: Path) -> None:
+def test_a_message_about_the_step_is_in_the_log_of_its_own_attempt(tmp_path):
     run = job_of(tmp_path, {}, {})
     append_to_log(run, 1, ended_by_slurm("NODE FAILURE", 30, kind="STEP 7.0"))
     append_to_log(run, 2, ended_by_slurm("TIME LIMIT", 90, kind="STEP 7.1"))
     assert [named(run, number) for number in (1, 2)] == ["node-failure", "time-limit"]
 
 
-def test_the_step_that_watches_the_first_host_outlives_attempts(tmp_path: Path) -> None:
+def test_the_step_that_watches_the_first_host_outlives_attempts(tmp_path):
     run = job_of(tmp_path, CRASH, {})
     log = run.attempt(1).batch_host_log
     preempted = ended_by_slurm("PREEMPTION", 90, "STEP 7.0")
@@ -121,7 +117,7 @@ def test_the_step_that_watches_the_first_host_outlives_attempts(tmp_path: Path) 
     assert named(run, 1) == "killed"
 
 
-def test_every_action_ends_an_attempt() -> None:
+def test_every_action_ends_an_attempt():
     assert all(is_end_line(end_line(1, action, "…"), 1) for action in get_args(Action))
     assert not is_end_line(end_line(12, "failed", "…"), 1)
     assert not is_end_line("attempt 1: restarts without n2: slow", 1), "it still runs"

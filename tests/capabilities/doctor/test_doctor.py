@@ -1,11 +1,7 @@
 """Tests the checks of `trainkit doctor` on this machine, and their output."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-
-import pytest
 
 from tests.support.said import said
 from trainkit.capabilities.doctor import NodeReport, Request, from_json, node, to_json
@@ -14,7 +10,7 @@ from trainkit.cli.main import main
 from trainkit.job.preflight import Finding
 
 
-def test_healthy_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_healthy_machine_passes(tmp_path, capsys):
     assert main(["doctor", "--quick", "--json", "--run-dir", str(tmp_path)]) == 0
     found = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
     assert {"Python", "CPU", "GPU", "name", "interface", "port"} <= found
@@ -22,9 +18,7 @@ def test_healthy_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_config_of_the_folder_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_of_the_folder_is_read(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.yaml").write_text("launch: {network: none0}\n")
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--quick"]) == 1
@@ -34,7 +28,7 @@ def test_config_of_the_folder_is_read(
     assert ", 1 failure\n" in printed.err
 
 
-def test_values_of_nodes_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_nodes_are_merged(capsys):
     def values(*texts: str) -> str:
         cli_doctor._echo_nodes(
             [Finding("CPU", "ok", text, host=f"n{index}") for index, text in enumerate(texts, 1)]
@@ -45,7 +39,7 @@ def test_values_of_nodes_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
     said(values("8 cores, load 0.5", "8 cores, load 12.0", "8 cores, load 3.1"))
 
 
-def test_request_and_report_survive_json() -> None:
+def test_request_and_report_survive_json():
     request = Request(Path("/r"), "ib", ("b",), True, ("python", "-u"), (("PYTHONPATH", "/x"),), ("/f", "a"))
     assert from_json(Request, to_json(request)) == request
     assert from_json(Request, to_json(Request(Path("/r")))) == Request(Path("/r"))
@@ -53,9 +47,7 @@ def test_request_and_report_survive_json() -> None:
     assert from_json(NodeReport, to_json(report)) == report
 
 
-def test_messages_of_hosts_survive_being_mixed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_of_hosts_survive_being_mixed(capsys, monkeypatch):
     sent, lines = [], []
     for host in ("a", "b"):
         monkeypatch.setattr(node, "own_host", lambda host=host: host)

@@ -1,11 +1,8 @@
 """Tests the checks of the interpreter and the packages of a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +20,7 @@ def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[st
     return {check["name"]: (check["state"], check["value"]) for check in checks}
 
 
-def test_environment_of_the_config_is_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_of_the_config_is_checked(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "python3"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
@@ -39,9 +34,7 @@ def test_environment_of_the_config_is_checked(
     said(found["Python"][1])
 
 
-def test_environment_that_only_the_job_knows_is_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_that_only_the_job_knows_is_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: True)
     monkeypatch.setattr("trainkit.capabilities.doctor.nodes.slurm_checks", lambda: iter(()))
@@ -54,7 +47,7 @@ def test_environment_that_only_the_job_knows_is_a_warning(
 
 
 @pytest.mark.slow
-def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_cannot_be_imported_fails(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     check = environment.check_torch(Request(tmp_path))
@@ -62,7 +55,7 @@ def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest
     assert "libcudnn.so.9" in check.value
 
 
-def test_other_trainkit_of_an_interpreter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_trainkit_of_an_interpreter_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "__version__", "99.0")
     check = environment.check_python(Request(tmp_path))
     assert check.state == "failure"

@@ -1,7 +1,5 @@
 """Tests the checks of one node with a made-up GPU driver, and with names, interfaces, ports and folders."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,14 +31,14 @@ def used_by(*pids: int) -> dict[str, Any]:
         ({"TotalEccErrors": 3}, "failure", "`nvidia-smi -q -d ECC"),
     ],
 )
-def test_gpu(changes: dict[str, Any], state: str, hint: str) -> None:
+def test_gpu(changes, state, hint):
     check = node.gpu_finding(FakeNvml({**WELL, **changes}), "0")
     assert (check.name, check.state) == ("GPU 0", state)
     assert check.hint.startswith(hint)
     assert check.value.startswith("has had 3 " if state == "failure" else "H100, ")
 
 
-def test_mig_slice_whose_temperature_and_processes_are_unknown() -> None:
+def test_mig_slice_whose_temperature_and_processes_are_unknown():
     known = {name: WELL[name] for name in ("Name", "MemoryInfo")}
     found = node.gpu_finding(FakeNvml(known), "0")
     assert found == Finding("GPU 0", "ok", found.value)
@@ -50,9 +48,7 @@ def test_mig_slice_whose_temperature_and_processes_are_unknown() -> None:
 @pytest.mark.parametrize(
     ("listed", "names"), [("2,0", ["2", "0"]), (None, ["0", "1"]), ("MIG-x", ["0", "1"])]
 )
-def test_the_gpus_that_this_task_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, names: list[str]
-) -> None:
+def test_the_gpus_that_this_task_sees(tmp_path, monkeypatch, listed, names):
     monkeypatch.setattr(node, "NVIDIA_DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL, WELL))
     monkeypatch.setattr(node, "driver_version", lambda: "580.1")
@@ -72,32 +68,27 @@ def test_the_gpus_that_this_task_sees(
         (node.check_interface, {"network": "none0"}, "launch.network is none0"),
     ],
 )
-def test_host_or_interface_that_cannot_be_used(
-    check: Any, asked: dict[str, Any], value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_or_interface_that_cannot_be_used(check, asked, value, monkeypatch):
     monkeypatch.setattr(node, "node_addr", lambda name, **_: name)
     found = check(Request(Path("/tmp"), **asked))
     assert found.state == "failure"
     assert found.value.startswith(value)
 
 
-def test_full_disk(tmp_path: Path) -> None:
+def test_a_disk_with_little_space(tmp_path):
     with small_disk(tmp_path / "disk", "2m") as full:
         fill(full)
         *_, check = node.check_folder(Request(full))
     assert (check.name, check.state) == ("disk", "failure")
     said(check.value)
     assert "ckpt prune" in check.hint
-
-
-def test_disk_with_little_space_fails_before_it_is_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "64m") as small:
+    with small_disk(tmp_path / "larger", "64m") as small:
         first = next(iter(node.check_folder(Request(small, quick=True))))
     assert (first.name, first.state) == ("disk", "failure")
     assert first.value.startswith("0.1 GiB free in ")
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -116,14 +107,14 @@ def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         ("/proc/runs", "no files can be created in /proc"),
     ],
 )
-def test_folder_below_what_is_no_folder(name: str, value: str, tmp_path: Path) -> None:
+def test_folder_below_what_is_no_folder(name, value, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (check,) = node.check_folder(Request(tmp_path / name, quick=True))
     assert (check.state, check.value) == ("failure", value.format(tmp_path))
 
 
-def test_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_not_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(node, "VISIBLE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(node, "own_host", lambda: "node2")
     with node.shared_file(tmp_path / "runs") as shared:
@@ -138,7 +129,7 @@ def test_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_task_leaves_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_task_leaves_is_removed(tmp_path):
     with node.shared_file(tmp_path / "runs") as shared:
         assert not isinstance(shared, Finding)
         for name in (f"{Path(shared[0]).name}-abc", ".doctor-of-another"):

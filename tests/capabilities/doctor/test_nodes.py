@@ -1,7 +1,5 @@
 """Tests the findings of `trainkit doctor` about nodes that differ and about Slurm's settings."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.said import said

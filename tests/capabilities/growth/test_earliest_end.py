@@ -1,7 +1,5 @@
 """Tests ``--nodes auto``: the data of the decision, the decision, and the resulting job."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace
@@ -35,7 +33,7 @@ from trainkit.plan.gpus import RESTART_S
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.workload import Workload
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl
 from trainkit.run.registry import register
@@ -43,6 +41,8 @@ from trainkit.run.rundir import RunDir
 
 HOUR = 3600.0
 RESTART_H = RESTART_S / HOUR
+OF_EACH = "of each job are spent on the restart"
+SLICES = ["resources.time=3:0:0", "resources.slice=1:0:0"]
 BATCH = ("data.seq_len=2048", "train.device_batch_size=2", "train.global_batch_size=64")
 NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
 H100, A100 = NodeKind(8, 64, 900_000, {"h100": 4}), NodeKind(12, 64, 500_000, {"a100": 4})
@@ -68,37 +68,49 @@ echo "sbatch: Job 9 to start at $(($(/bin/date +%s) + start)) using 64 processor
 REFUSES = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
 
 
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = FakeSlurm(tmp_path / "slurm")
-    (fake.folder / "bin").mkdir(parents=True)
-    monkeypatch.setenv("PATH", fake.environ["PATH"])
-    monkeypatch.chdir(tmp_path)
-    fake.add("scontrol", "echo g1")
-    return fake
-
-
 def config(*overrides: str) -> LoadedConfig:
     given = ["model.preset=1b", *BATCH, "train.steps=1000", *overrides]
     return load_config(None, overrides=given, environ={}, cwd=Path.cwd())
 
 
-def choose(
-    monkeypatch: pytest.MonkeyPatch, *overrides: str, facts: Facts = FACTS, left: float = 1.0
-) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-    monkeypatch.setattr(earliest_end, "gather", lambda *args, **kwargs: facts)
-    return choose_nodes(config(*overrides), left=left)
+class Slurm(FakeSlurm):
+    """A cluster that answers when a request would start."""
+
+    def choose(
+        self,
+        cases: str,
+        *overrides: str,
+        facts: Facts = FACTS,
+        workload: Workload = TRAINER,
+        left: float = 1.0,
+    ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
+        """Choose nodes; `cases` maps nodes/partition/limit to answers of sbatch, or is a script."""
+        is_script = cases.startswith(("echo", "/bin"))
+        self.add("sbatch", cases if is_script else ANSWERS.format(cases=cases))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(earliest_end, "gather", lambda *args, **kwargs: facts)
+            return choose_nodes(config(*overrides), workload, left=left)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    slurm = Slurm(tmp_path / "slurm")
+    (slurm.folder / "bin").mkdir(parents=True)
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    monkeypatch.chdir(tmp_path)
+    slurm.add("scontrol", "echo g1")
+    return slurm
 
 
 @pytest.mark.parametrize(
     ("own", "most", "sizes"),
     [(1, 8, [1, 2, 4, 8]), (1, 1, [1]), (6, 30, [3, 6, 12, 24]), (4, 7, [1, 2, 4]), (5, 0, [5])],
 )
-def test_sizes_around(own: int, most: int, sizes: list[int]) -> None:
+def test_sizes_around(own, most, sizes):
     assert sizes_around(own, most) == sizes
 
 
-def test_what_was_not_measured_is_in_proportion_to_what_was() -> None:
+def test_what_was_not_measured_is_in_proportion_to_what_was():
     base = {
         (n, gpu): Work(800 / n * slow, "planned") for n in (1, 2, 8) for gpu, slow in (("h", 1), ("a", 2))
     }
@@ -133,39 +145,34 @@ def offer(
         (
             offer(0, 2.5),
             ["requeue.on=[crash]"],
-            *(None, 1, "takes 2h30m, but requeue.on does not include timeout"),
+            None,
+            1,
+            "takes 2h30m, but requeue.on does not include timeout",
         ),
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, but about 5m00s of each job are spent on the restart"),
+            None,
+            1,
+            f"takes 1h00m, but about 5m00s {OF_EACH}",
         ),
-        (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
-        (
-            offer(0, 4),
-            ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(None, 1, "takes 4h00m, but resources.time is 3:0:0"),
-        ),
-        (
-            offer(0, 3),  # an offer of just enough time is too short because of the restarts
-            ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(3 + 3 * RESTART_H, 4, ""),
-        ),
+        (offer(0, 1.5), SLICES, 1.5 + RESTART_H, 2, ""),
+        (offer(0, 4), SLICES, None, 1, "takes 4h00m, but resources.time is 3:0:0"),
+        (offer(0, 3), SLICES, 3 + 3 * RESTART_H, 4, ""),  # the restarts need a fourth job
         (offer(0, 4, is_slice=True), ["resources.time=3:0:0"], 4 + 4 * RESTART_H, 5, ""),
         (offer(0, 99, limit_h=float("inf")), [], 99, 1, ""),
         (offer(None, 1), [], None, 1, "busy"),
     ],
 )
-def test_the_end(given: Offer, overrides: list[str], end_h: float | None, num_jobs: int, remark: str) -> None:
+def test_the_end(given, overrides, end_h, num_jobs, remark):
     found = with_end(given, config(*overrides).config, NOW)
     assert found.end_time == (None if end_h is None else NOW + timedelta(hours=end_h))
     assert (found.num_jobs, found.remark) == (num_jobs, remark)
 
 
-def test_a_gap_is_used_once() -> None:
+def test_a_gap_is_used_once():
     def end_h(whole_h: float, work_h: float = 1.5) -> float:
         found = with_end(offer(0, work_h), config().config, NOW, NOW + timedelta(hours=whole_h))
-        assert found.end_time is not None
         return (found.end_time - NOW).total_seconds() / HOUR
 
     assert end_h(whole_h=0.5) == pytest.approx(1.5 + RESTART_H)
@@ -173,7 +180,7 @@ def test_a_gap_is_used_once() -> None:
     assert end_h(whole_h=10, work_h=1) == 1
 
 
-def test_the_earliest_end_with_the_fewest_nodes() -> None:
+def test_the_earliest_end_with_the_fewest_nodes():
     offers = [
         with_end(one, config().config, NOW)
         for one in (offer(None, 0.1), offer(HOUR, 0.5, 4), offer(0, 1, 2), offer(0, 1, 1))
@@ -199,22 +206,12 @@ def test_the_earliest_end_with_the_fewest_nodes() -> None:
         (["resources.partition=few", "resources.nodes='1,2,4'"], "1/*) start=60", 2, "few"),
     ],
 )
-def test_a_choice(
-    fake: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    cases: str,
-    nodes: int,
-    partition: str,
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases=cases))
+def test_a_choice(slurm, overrides, cases, nodes, partition):
     given = ["optimizer.lr_scale=linear", *overrides]
-    loaded, plan, choice = choose(monkeypatch, *given)
-    assert choice.taken is not None
+    loaded, plan, choice = slurm.choose(cases, *given)
     assert (
         (choice.taken.num_nodes, choice.taken.partition) == (plan.num_nodes, partition) == (nodes, partition)
     )
-    assert plan.slurm is not None
     assert (plan.slurm.sbatch["nodes"], plan.slurm.sbatch["partition"]) == (nodes, partition)
     assert plan.may_lose_nodes == ("no-kill" in plan.slurm.sbatch) == bool(plan.sizes)
     assert all(int(size) < nodes for size in plan.sizes)
@@ -223,7 +220,7 @@ def test_a_choice(
     own = plan_nodes(config(*given), FACTS)
     assert (plan.batch.global_batch_size, plan.lr) == (own.batch.global_batch_size, own.lr)
     assert own.num_nodes in loaded.config.resources.node_counts
-    assert len([call for call in fake.calls if call[0] == "sbatch"]) <= 12
+    assert len([call for call in slurm.calls if call[0] == "sbatch"]) <= 12
     assert {item.work.source for item in choice.offers} == {"planned"}
 
 
@@ -246,20 +243,11 @@ def test_a_choice(
         (["resources.partition=a", "resources.slice=2:0:0"], "*/02:*) start=90000", "a", "2:0:0"),
     ],
 )
-def test_a_slice(
-    fake: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    cases: str,
-    partition: str,
-    slice_: str | None,
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases=cases))
+def test_a_slice(slurm, overrides, cases, partition, slice_):
     given = ["resources.time=1-00:00:00", "train.steps=300000", *overrides]
-    loaded, plan, choice = choose(monkeypatch, *given)
-    assert choice.taken is not None, list(choice.lines(plan))
+    loaded, plan, choice = slurm.choose(cases, *given)
     assert (choice.taken.partition, loaded.config.resources.slice) == (partition, slice_)
-    assert len([call for call in fake.calls if call[0] == "sbatch"]) <= earliest_end.MOST_ASKED
+    assert len([call for call in slurm.calls if call[0] == "sbatch"]) <= earliest_end.MOST_ASKED
     assert choice.taken.is_slice == (slice_ is not None and slice_ not in str(given))
     assert ("slice" in plan.reasons) == choice.taken.is_slice
     if choice.taken.is_slice:
@@ -269,8 +257,6 @@ def test_a_slice(
         typed = plan_nodes(
             config(*given, f"resources.slice={slice_}", f"resources.partition={partition}"), FACTS
         )
-        assert plan.slurm is not None
-        assert typed.slurm is not None
         options = ("time", "signal")
         assert [plan.slurm.sbatch[one] for one in options] == [typed.slurm.sbatch[one] for one in options]
         assert plan.requeue == typed.requeue
@@ -280,57 +266,46 @@ def test_a_slice(
         assert (again.requeue, again.lr) == (plan.requeue, plan.lr)
 
 
-def test_a_partition_that_takes_only_slices_changes_nothing_of_another(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="*/1-* | */04:*) start=90000"))
+def test_a_partition_that_takes_only_slices_changes_nothing_of_another(slurm):
     tiny = Partition("tiny", max_time_s=2 * 3600, nodes=(NodeKind(12, 64, 500_000, {"a100": 2}),))
     facts = replace(
         FACTS, target=Target("sbatch", "a test", replace(WEST, partitions=(WEST.partitions[1], tiny)))
     )
     given = ("resources.partition='a,tiny'", "resources.time=1-00:00:00", "train.steps=99000")
-    loaded, plan, choice = choose(monkeypatch, *given, facts=facts)
-    assert choice.taken is not None
+    loaded, plan, choice = slurm.choose("*/1-* | */04:*) start=90000", *given, facts=facts)
     assert (choice.taken.partition, loaded.config.resources.slice) == ("a", "01:00:00")
     assert (plan.workers_per_node, loaded.config.resources.gpus_per_node) == (4, 4)
     assert plan_nodes(with_values(loaded, {}, "again"), facts, before=plan).workers_per_node == 4
 
 
-def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
+def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(slurm):
     # the speed of these sizes is not known
     cpus = ("device=cpu", "resources.gpus_per_node=1", "resources.nodes='4,8'")
-    loaded, plan, choice = choose(monkeypatch, "resources.partition=a", "resources.time=1-00:00:00", *cpus)
-    assert choice.taken is not None
+    loaded, plan, choice = slurm.choose(
+        "*/1-*) start=90000", "resources.partition=a", "resources.time=1-00:00:00", *cpus
+    )
     assert (choice.taken.work.source.partition(":")[0], choice.taken.num_jobs) == ("assumed", 7)
     assert (loaded.config.resources.slice, loaded.config.resources.time) == ("04:00:00", "1-00:35:00")
     assert plan.requeue.total_s == 24 * HOUR + 7 * RESTART_S
     said(plan.reasons["slice"])
 
 
-def test_what_fits_only_in_slices_is_refused_without_an_answer(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.add("sbatch", REFUSES)
+def test_what_fits_only_in_slices_is_refused_without_an_answer(slurm):
     with pytest.raises(ConfigError, match="is 1-00:00:00, but partition h allows at most 12:00:00"):
-        choose(monkeypatch, "resources.time=1-00:00:00", "train.steps=500000")
+        slurm.choose(REFUSES, "resources.time=1-00:00:00", "train.steps=500000")
 
 
-def test_a_command_is_not_cut(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
-    monkeypatch.setattr(earliest_end, "gather", lambda *args, **kwargs: replace(FACTS, data=None))
+def test_a_command_is_not_cut(slurm):
     given = ("resources.partition=a", "resources.time=1-00:00:00", "resources.gpus_per_node=4")
-    loaded, _, choice = choose_nodes(config(*given), Workload((sys.executable,)))
+    workload = Workload((sys.executable,))
+    loaded, _, choice = slurm.choose(
+        "*/1-*) start=90000", *given, facts=replace(FACTS, data=None), workload=workload
+    )
     assert {offer.limit_s for offer in choice.offers} == {24 * HOUR}
     assert loaded.config.resources.slice is None
 
 
-def test_of_too_many_questions_slices_are_left_out_first(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+def test_of_too_many_questions_slices_are_left_out_first(slurm):
 
     def asked(num_partitions: int, *overrides: str) -> tuple[int, int, int]:
         """Return the numbers of queries, of sizes and of time limits."""
@@ -338,7 +313,7 @@ def test_of_too_many_questions_slices_are_left_out_first(
         parts = tuple(Partition(name, max_time_s=24 * 3600, nodes=(H100,)) for name in names)
         facts = replace(FACTS, target=Target("sbatch", "a test", replace(WEST, partitions=parts)))
         given = (f"resources.partition='{','.join(names)}'", "resources.time=1-0", *overrides)
-        offers = choose(monkeypatch, *given, facts=facts)[2].offers
+        offers = slurm.choose("8/*) start=0", *given, facts=facts)[2].offers
         # partial offers are queried last
         assert [one.is_slice for one in offers] == sorted(one.is_slice for one in offers)
         return len(offers), len({one.num_nodes for one in offers}), len({one.limit_s for one in offers})
@@ -350,10 +325,7 @@ def test_of_too_many_questions_slices_are_left_out_first(
     assert asked(1, "resources.nodes=1-8", "train.global_batch_size=6720") == (24, 8, 3)
 
 
-def test_the_speed_is_that_of_earlier_runs(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=600"))
+def test_the_speed_is_that_of_earlier_runs(slurm, tmp_path):
     asked = ("resources.nodes='2,4,8'", "resources.partition=h")
     plan = plan_nodes(config(*asked), FACTS)
     for name, size, partition, step_s, override in (
@@ -373,7 +345,7 @@ def test_the_speed_is_that_of_earlier_runs(
         for step in range(3):
             append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "step_s": step_s})
         register(run, name)
-    _, chosen, choice = choose(monkeypatch, *asked)
+    _, chosen, choice = slurm.choose("8/*) start=600", *asked)
     sources = {item.num_nodes: item.work.source for item in choice.offers}
     assert sources.keys() == {8, 4, 2}
     said("\n".join(sources[size] for size in (8, 4, 2)))
@@ -383,9 +355,9 @@ def test_the_speed_is_that_of_earlier_runs(
     assert lines[0].split("  ")[0] == "nodes"
     assert [line.split()[0] for line in lines[1:4]] == ["8", "4*", "2"]
     assert "sbatch --test-only" in lines[4]
-    _, _, longer = choose(monkeypatch, *asked, "train.steps=5000")
+    _, _, longer = slurm.choose("8/*) start=600", *asked, "train.steps=5000")
     assert next(item.work.seconds for item in longer.offers if item.num_nodes == 2) == 10_000
-    _, _, resumed = choose(monkeypatch, *asked, left=0.25)
+    _, _, resumed = slurm.choose("8/*) start=600", *asked, left=0.25)
     assert next(item.work.seconds for item in resumed.offers if item.num_nodes == 2) == 500
 
 
@@ -403,14 +375,11 @@ def test_the_speed_is_that_of_earlier_runs(
         ),
     ],
 )
-def test_without_an_answer_the_request_stays(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, facts: Facts, sbatch: str, reason: str
-) -> None:
+def test_without_an_answer_the_request_stays(slurm, monkeypatch, facts, sbatch, reason):
     monkeypatch.setattr(earliest_end, "ENOUGH_S", 0.5)
-    fake.add("sbatch", sbatch)
     given = ("resources.nodes=2-4", "device=cpu", "resources.gpus_per_node=2")
     begin = time.monotonic()
-    loaded, plan, choice = choose(monkeypatch, *given, facts=facts)
+    loaded, plan, choice = slurm.choose(sbatch, *given, facts=facts)
     assert time.monotonic() - begin < 5
     assert choice.taken is None
     assert reason in choice.reason
@@ -419,53 +388,44 @@ def test_without_an_answer_the_request_stays(
     assert list(choice.lines(plan))[-1].startswith(f"--nodes auto: {choice.reason};")
 
 
-def test_without_any_limit_nothing_tells_how_long_it_takes(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+def test_without_any_limit_nothing_tells_how_long_it_takes(slurm):
     cluster = replace(WEST, partitions=(replace(WEST.partitions[0], max_time_s=None),))
     facts = replace(FACTS, target=Target("sbatch", "", cluster))
-    choice = choose(monkeypatch, "device=cpu", "resources.time=null", facts=facts)[2]
+    choice = slurm.choose("8/*) start=0", "device=cpu", "resources.time=null", facts=facts)[2]
     assert choice.taken is None
     said(choice.reason)
 
 
-def test_what_slurm_has_not_answered_in_time_does_not_count(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_slurm_has_not_answered_in_time_does_not_count(slurm, monkeypatch):
     monkeypatch.setattr(earliest_end, "ENOUGH_S", 1.0)
-    fake.add("sbatch", ANSWERS.format(cases="8/*) /bin/sleep 60"))
     begin = time.monotonic()
-    _, plan, choice = choose(monkeypatch, "device=cpu")
+    _, plan, choice = slurm.choose("8/*) /bin/sleep 60", "device=cpu")
     assert time.monotonic() - begin < 5
     assert plan.num_nodes < 8
     said(choice.offers[0].remark)
 
 
-def test_priorities_are_shown_where_slurm_has_them(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
-    fake.add("sprio", "echo Weights 1000")
-    assert choose(monkeypatch)[2].priority == ""
-    fake.add("sshare", "echo FairShare 0.5")
-    _, plan, choice = choose(monkeypatch)
+def test_priorities_are_shown_where_slurm_has_them(slurm):
+    slurm.add("sprio", "echo Weights 1000")
+    assert slurm.choose("8/*) start=0")[2].priority == ""
+    slurm.add("sshare", "echo FairShare 0.5")
+    _, plan, choice = slurm.choose("8/*) start=0")
     assert list(choice.lines(plan))[-1].endswith(":\nWeights 1000\nFairShare 0.5")
 
 
-def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
-    fake.add("sprio")
-    assert choose(monkeypatch, "resources.clusters=east")[2].taken is not None
-    asked = [call[1] for call in fake.calls if call[0] != "scontrol"]
+def test_the_one_cluster_of_the_config_is_asked(slurm):
+    slurm.add("sprio")
+    assert slurm.choose("8/*) start=0", "resources.clusters=east")[2].taken is not None
+    asked = [call[1] for call in slurm.calls if call[0] != "scontrol"]
     assert set(asked) == {"--clusters=east"}
     with pytest.raises(
         UsageError, match="cannot compare start times, because Slurm chooses among the clusters east and west"
     ):
-        choose(monkeypatch, "resources.clusters=east,west")
+        slurm.choose("8/*) start=0", "resources.clusters=east,west")
 
 
-def test_a_repeated_value_of_the_config_stays(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=90000"))
-    loaded, plan, _ = choose(monkeypatch, "resources.nodes=4")
+def test_a_repeated_value_of_the_config_stays(slurm):
+    loaded, plan, _ = slurm.choose("8/*) start=90000", "resources.nodes=4")
     assert loaded.config.resources.nodes == "1,2,4,8"
     again = plan_nodes(with_values(loaded, {}, "again"), FACTS, before=plan)
     assert (again.num_nodes, again.batch.global_batch_size, again.lr) == (

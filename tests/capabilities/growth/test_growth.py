@@ -1,7 +1,5 @@
 """Tests when a run returns to the queue for more nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -32,12 +30,13 @@ from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.submit import Answer
 
 HOUR = 3600.0
+SAVES = "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m00s for"
 
 
 @pytest.mark.parametrize(
     ("left_s", "restart_s", "waits", "num_nodes", "reason"),
     [
-        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 10m"),
+        (10 * HOUR, 600, {4: 0}, 4, SAVES),
         (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
@@ -51,15 +50,13 @@ HOUR = 3600.0
         (0, 600, {4: 0}, None, ""),
     ],
 )
-def test_the_decision(
-    left_s: float, restart_s: float, waits: dict[int, float | None], num_nodes: int | None, reason: str
-) -> None:
+def test_the_decision(left_s, restart_s, waits, num_nodes, reason):
     found = decide_growth(left_s, restart_s, 2, waits)
     assert found.num_nodes == num_nodes
     assert found.reason.startswith(reason)
 
 
-def test_a_growth_without_more_nodes_is_vain() -> None:
+def test_a_growth_without_more_nodes_is_vain():
     sizes = [(2, "grow"), (2, "grow"), (4, "preempted"), (2, "grow"), (1, "preempted"), (2, None)]
     attempts = [Attempt(number, num_nodes=size, cause=cause) for number, (size, cause) in enumerate(sizes, 1)]
     assert vain_growths(attempts) == 2
@@ -115,7 +112,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     return Played(make_attempt(tmp_path / "run"), monkeypatch)
 
 
-def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(played: Played) -> None:
+def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(played):
     played.trains(HOUR, 100, 1100)
     played.waits = {6: 2 * HOUR, 2: HOUR}
     assert played.after(ASK_EVERY_S - 1) is None
@@ -125,10 +122,8 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     assert played.after(ASK_EVERY_S - 3) is None
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
     # 10 hours remain, and the start-up took 62 s.
-    grows = (
-        "grows to 4 nodes: "
-        "4 nodes are free: the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
-    )
+    saves = "the run would need 5h00m instead of 10h00m, plus 3m02s for the restart"
+    grows = f"grows to 4 nodes: 4 nodes are free: {saves}"
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4
     (size, reason), last = played.decisions()
@@ -137,7 +132,7 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
 
 
 @pytest.mark.parametrize("error", [TrainkitError("Slurm is away"), SlurmRefused("no such partition")])
-def test_a_slurm_that_names_no_time_changes_nothing(played: Played, error: Exception) -> None:
+def test_a_slurm_that_names_no_time_changes_nothing(played, error):
     played.trains(HOUR, 100, 1100)
     played.waits = {6: error, 2: error}
     assert played.after(ASK_EVERY_S + 1) is None
@@ -146,9 +141,7 @@ def test_a_slurm_that_names_no_time_changes_nothing(played: Played, error: Excep
     said(reason)
 
 
-def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
-    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_step_a_size_or_a_restart_left_nobody_asks(tmp_path, played, monkeypatch):
     assert played.after(ASK_EVERY_S + 1) is None
     [(size, reason)] = played.decisions()
     assert size is None
@@ -170,9 +163,7 @@ def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
 
 
 @pytest.mark.parametrize(("nodes", "follows"), [("2-4", "sizes"), ("2", "checkpoint_bytes")])
-def test_the_part_is_a_key_of_the_plan_that_is_left_out_without_it(
-    tmp_path: Path, nodes: str, follows: str
-) -> None:
+def test_the_part_is_a_key_of_the_plan_that_is_left_out_without_it(tmp_path, nodes, follows):
     file = tmp_path / "run.yaml"
     facts = Facts(Machine(4, 0, (), "no driver"), Target("sbatch", "a test", Cluster("unknown")))
     plans = []

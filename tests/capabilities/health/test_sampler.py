@@ -34,7 +34,7 @@ KEYS = {
 }
 
 
-def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
+def test_a_node_is_sampled_until_the_end(tmp_path):
     sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.02, {})
     sampler.start()
     wait_for(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
@@ -49,7 +49,7 @@ def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
     assert last["mem_total_gib"] == pytest.approx(pages / 2**30, rel=0.1)
 
 
-def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_those_since_the_sample_before(tmp_path, monkeypatch):
     proc = tmp_path / "proc"
     (proc / "net").mkdir(parents=True)
     (tmp_path / "block" / "sda").mkdir(parents=True)
@@ -78,9 +78,7 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
     assert (found["mem_used_gib"], found["mem_total_gib"]) == (3.0, 4.0)
 
 
-def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(tmp_path, monkeypatch):
     """A rank below a launcher counts, shared memory counts once, and the page cache does not count."""
     monkeypatch.setattr(memory_module, "CGROUPS", tmp_path)
     monkeypatch.setattr(health.os, "getppid", os.getpid)
@@ -88,7 +86,6 @@ def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
     rank = "import sys, time; own = b'1' * (200 << 20); print(1, flush=True); time.sleep(60)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         found = health._Counters()._job_memory()
         for pid in (*descendants(child.pid), child.pid):
@@ -98,9 +95,7 @@ def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
     assert 0.19 < grown < 0.35
 
 
-def test_the_memory_of_a_job_is_that_of_its_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_job_is_that_of_its_control_group_if_it_can_be_read(tmp_path, monkeypatch):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text("0::/job_7/step_0\n")
     (tmp_path / "job_7").mkdir()
@@ -108,9 +103,6 @@ def test_the_memory_of_a_job_is_that_of_its_control_group(
     for name in ("PROC", "CGROUPS"):
         monkeypatch.setattr(memory_module, name, tmp_path)
     assert health._Counters()._job_memory() == {"job_mem_gib": 2.5, "job_mem_by": "cgroup"}
-
-
-def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (health, memory_module):
         monkeypatch.setattr(module, "PROC", tmp_path / "none")
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
@@ -143,41 +135,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) ->
     return found.sample()
 
 
-def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_sampled_where_there_is_a_driver(monkeypatch):
     found, problem = gpus(monkeypatch, None)
     assert problem == ""
-    assert found[1] == {
-        "index": 1,
-        "name": "H100",
-        "util_percent": 91,
-        "mem_used_gib": 1.5,
-        "mem_total_gib": 80.0,
-        "power_w": 650.5,
-        "temperature_c": 88,
-        "sm_clock_mhz": 1200,
-        "throttle": ["heat"],
-        "ecc_errors": 0,
-    }
+    said("\n".join(f"{key}: {value}" for key, value in found[1].items()))
 
-
-@pytest.mark.parametrize(
-    ("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("MIG-x", [1]), ("", []), ("0,1", [0, 1])]
-)
-def test_only_the_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch, listed: str, indices: list[int]) -> None:
-    assert [item["index"] for item in gpus(monkeypatch, listed)[0]] == indices
-
-
-def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found, problem = gpus(monkeypatch, "0", TotalEccErrors=NVMLError_NotSupported("no"))
-    assert (found[0]["ecc_errors"], problem) == (None, "")
-    found, problem = gpus(monkeypatch, "0", PowerUsage=NVMLError("GPU is lost"))
-    assert found[0]["power_w"] is None
-    said(problem)
-
-
-def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(nvml: FakeNvml) -> None:
         raise NVMLError("no driver")
 
@@ -185,7 +147,22 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpus(monkeypatch, None) == ([], "")
 
 
-def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("MIG-x", [1]), ("", []), ("0,1", [0, 1])]
+)
+def test_only_the_gpus_of_the_job(monkeypatch, listed, indices):
+    assert [item["index"] for item in gpus(monkeypatch, listed)[0]] == indices
+
+
+def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(monkeypatch):
+    found, problem = gpus(monkeypatch, "0", TotalEccErrors=NVMLError_NotSupported("no"))
+    assert (found[0]["ecc_errors"], problem) == (None, "")
+    found, problem = gpus(monkeypatch, "0", PowerUsage=NVMLError("GPU is lost"))
+    assert found[0]["power_w"] is None
+    said(problem)
+
+
+def test_a_file_stays_bounded(tmp_path, monkeypatch):
     file = tmp_path / "n1.jsonl"
     file.write_text("".join(json.dumps({"time": number}) + "\n" for number in range(100)))
     thin_out(file)
@@ -205,9 +182,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert max(sizes) < 5000
 
 
-def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(tmp_path, monkeypatch, capfd):
     tries = []
 
     def full(path: Path, record: dict[str, Any]) -> None:
@@ -222,7 +197,7 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1
 
 
-def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_health_that_changed_are_read(tmp_path, monkeypatch):
     made = Watched(tmp_path / "run").job().health(20)
     files, opened = HealthFiles(made.run), []
     newest_sample = samples_module.newest_sample
@@ -243,7 +218,7 @@ def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch:
     assert files.newest["node002"].number("cpu_percent") == 50.0
 
 
-def test_of_many_samples_of_nodes_a_share_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_samples_of_nodes_a_share_is_read(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     (run.path / "health").mkdir()
     for host in ("a", "b"):

@@ -35,14 +35,6 @@ def test_text() -> None:
     said(first_run_text(replace(WEST, accounts=accounts)))
 
 
-def test_without_slurm(tmp_path: Path) -> None:
-    file = tmp_path / "first-run.yaml"
-    file.write_text(first_run_text(None))
-    loaded = load_config(file, environ={}, cwd=tmp_path)
-    assert (loaded.config.name, loaded.config.resources.partition) == ("first-run", None)
-    assert make_plan(loaded, Facts(LOGIN)).device == "cpu"
-
-
 @pytest.mark.parametrize(
     ("gpus", "said"),
     [(0, "one process per node without GPUs"), (1, "the GPU of a node"), (2, "all 2 GPUs of a node")],
@@ -60,19 +52,18 @@ def test_it_fits_any_number_of_gpus(gpus: int, tmp_path: Path) -> None:
     assert made.batch.global_batch_size == {6: 36, 12: 36, 3: 36, 7: 28}.get(gpus, 32)
 
 
-def test_a_cluster_without_gpus(tmp_path: Path) -> None:
+def test_the_plan_fits_the_cluster(tmp_path: Path) -> None:
     made = planned(replace(WEST, partitions=(CPU,)), tmp_path)
     assert (made.device, made.world_size) == ("cpu", 1)
-
-
-def test_the_time_is_what_the_partition_allows(tmp_path: Path) -> None:
     made = planned(replace(WEST, partitions=(replace(GPU, max_time_s=600),)), tmp_path)
     assert made.slurm.sbatch["time"] == "00:10:00"
-
-
-def test_no_default_account(tmp_path: Path) -> None:
     made = planned(replace(WEST, accounts=(Account("chem"), Account("physics"))), tmp_path)
     assert made.slurm.sbatch["account"] == "chem"
+    file = tmp_path / "first-run.yaml"
+    file.write_text(first_run_text(None))
+    loaded = load_config(file, environ={}, cwd=tmp_path)
+    assert (loaded.config.name, loaded.config.resources.partition) == ("first-run", None)
+    assert make_plan(loaded, Facts(LOGIN)).device == "cpu"
 
 
 @pytest.mark.parametrize(

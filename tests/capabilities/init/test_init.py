@@ -38,17 +38,14 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(err)
 
 
-def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_or_made_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--cluster", "west"]) == 2
+    said(capsys.readouterr().err)
+    assert list(folder.iterdir()) == []
     (folder / "first-run.yaml").write_text("name: mine\n")
     assert main(["init"]) == 2
     said(capsys.readouterr().err)
     assert (folder / "first-run.yaml").read_text() == "name: mine\n"
-
-
-def test_no_cluster_to_describe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "--cluster", "west"]) == 2
-    said(capsys.readouterr().err)
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8, 16, 64])

@@ -30,41 +30,25 @@ def given(files: dict[str, str] | None = None, values: dict[str, str] | None = N
     return {"launchers": to_json(LauncherPlan(files or {}, values or {}))}
 
 
-@pytest.mark.parametrize(
-    ("launcher", "module", "options"),
-    [
-        (
-            "torchrun",
-            "torch.distributed.run",
-            "--nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=host0 --master-port=12345",
-        ),
-        (
-            "accelerate",
-            "accelerate.commands.launch",
-            "--num_machines=2 --num_processes=8 --machine_rank=1 --main_process_port=12345",
-        ),
-        (
-            "deepspeed",
-            "deepspeed.launcher.launch",
-            f"--world_info={WORLD_INFO} --node_rank=1 --master_addr=host0 --master_port=12345",
-        ),
-    ],
-)
-def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, options: str) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_a_launcher_starts_the_ranks_of_its_node(launcher: str) -> None:
+    """Launchers bring their own interpreter."""
     workload = Workload(("python", "train.py", "--x"), launcher)
     plan = replace(PLAN, workload=workload, environment=WorkerEnvironment(python=("/venv/bin/python",)))
-    argv = worker_argv(plan, PLACE, RUN)
-    assert argv[:3] == ("/venv/bin/python", "-m", module)
-    assert set(options.split()) <= set(argv)
-    assert argv[-2:] == ("train.py", "--x"), "launchers bring their own interpreter"
+    argv = [word.replace(WORLD_INFO, "WORLD_INFO") for word in worker_argv(plan, PLACE, RUN)]
+    said("\n".join(argv))
 
 
-def test_deepspeed_gets_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_gets_the_gpus_of_the_run_and_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
     here = replace(PLAN, backend="local", device="cuda", workload=Workload(("train.py",), "deepspeed"))
     (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]
     nodes = json.loads(base64.urlsafe_b64decode(info.partition("=")[2]))
     assert nodes["node1"] == [4, "GPU-f", 6, 7]
+    plan = replace(PLAN, workload=Workload(("train.py", "--deepspeed_config={ds_config}"), "deepspeed"))
+    said(worker_argv(plan, PLACE, RUN)[-1])
+    plan = replace(plan, parts=given(files={"ds_config.json": "{}"}))
+    said(worker_argv(plan, PLACE, RUN)[-1])
 
 
 def test_script_of() -> None:
@@ -79,13 +63,6 @@ def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_fo
     plan = replace(plan, environment=WorkerEnvironment(python=("/venv/bin/python",)))
     assert worker_argv(plan, PLACE, RUN) == ("/venv/bin/python", "train.py", "--nodes=2", "{other}")
     assert not plan.workload.has_launcher
-
-
-def test_deepspeed_gets_the_path_of_its_file() -> None:
-    plan = replace(PLAN, workload=Workload(("train.py", "--deepspeed_config={ds_config}"), "deepspeed"))
-    said(worker_argv(plan, PLACE, RUN)[-1])
-    plan = replace(plan, parts=given(files={"ds_config.json": "{}"}))
-    said(worker_argv(plan, PLACE, RUN)[-1])
 
 
 def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:

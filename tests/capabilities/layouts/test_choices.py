@@ -27,16 +27,20 @@ from trainkit.plan.layout_rules import layout_problems
 
 def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardware:
     gpu = find_gpu(gpu_type)
-    assert gpu is not None
     return Hardware(gpu, num_gpus, min(num_gpus, node_size))
 
 
-def test_document_mask_rules_out_pipelines_and_split_samples() -> None:
+def test_layouts_that_the_model_or_the_data_rules_out() -> None:
     base = step_work("8b", seq_len=65_536)
     found = set(layouts(base, hardware(16)))
     masked = set(layouts(replace(base, document_mask=True), hardware(16)))
     assert masked == {layout for layout in found if layout.pp == layout.cp == 1}
     assert masked < found
+    found = list(layouts(step_work("70b"), hardware(512)))
+    assert {layout.tp for layout in found} == {1, 2, 4, 8}
+    assert max(layout.pp for layout in found) == 64
+    assert {layout.cp for layout in found} == {1}
+    assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
 
 
 @settings(deadline=None, max_examples=30)
@@ -57,14 +61,6 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
         assert work.samples_per_pass <= 4
     ranks = [choice.rank for choice in found]
     assert ranks == sorted(ranks)
-
-
-def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
-    found = list(layouts(step_work("70b"), hardware(512)))
-    assert {layout.tp for layout in found} == {1, 2, 4, 8}
-    assert max(layout.pp for layout in found) == 64
-    assert {layout.cp for layout in found} == {1}
-    assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
 
 
 def test_a_model_is_split_only_where_it_does_not_fit_and_within_nodes_first() -> None:
@@ -99,7 +95,7 @@ def test_recomputation_is_as_light_as_memory_allows() -> None:
     assert found == {"b200": "none", "h100": "selective", "a100-40gb": "full"}
 
 
-def test_a_pipeline_cuts_the_share_of_a_process() -> None:
+def test_the_share_of_a_process() -> None:
     choice = best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
     work = choice.work
     assert (work.samples_per_pass, work.passes_per_step) == (1, 24)
@@ -107,15 +103,9 @@ def test_a_pipeline_cuts_the_share_of_a_process() -> None:
     assert (
         best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
     )  # fewer microbatches than stages
-
-
-def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:
     base = step_work("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
     choice = best_on_layout(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
     assert choice.work.parallel.activation_checkpointing == "full"
-
-
-def test_a_batch_that_cannot_be_shared_leaves_nothing() -> None:
     assert best_on_layout(step_work("125m"), Layout(dp_replicate=8), hardware(8), 12) is None
 
 
@@ -126,7 +116,6 @@ def test_the_settings_of_a_choice_give_that_choice(preset: str, tmp_path: Path) 
     loaded = load_config(None, overrides=typed, environ={}, cwd=tmp_path)
     where = hardware(64)
     own, problems = configured_layout(loaded, llama(preset), where)  # type: ignore[arg-type]
-    assert own is not None
     assert problems == []
     for choice in choose(own.work, where, 256)[:5]:
         changes = [flag.removeprefix("--set ") for flag in set_flags(settings_of(choice, loaded.config))]

@@ -1,9 +1,6 @@
 """Compares the share of effective time with simulated runs that fail."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 
@@ -36,9 +33,7 @@ def simulated_share(rate: float, interval_s: float, assumed: Assumed, rng: rando
     ("every_h", "interval_s", "restart_s", "save_s"),
     [(30, 600, 300, 1), (2, 1800, 300, 20), (1, 3600, 900, 60), (0.2, 300, 600, 5)],
 )
-def test_the_share_is_that_of_a_simulation(
-    every_h: float, interval_s: float, restart_s: float, save_s: float
-) -> None:
+def test_the_share_is_that_of_a_simulation(every_h, interval_s, restart_s, save_s):
     assumed, rate = Assumed(restart_s=restart_s, save_s=save_s), 1 / (every_h * HOUR)
     expected = simulated_share(rate, interval_s, assumed, random.Random(7))
     assert effective_share(rate, interval_s, assumed) == pytest.approx(expected, rel=0.02)
@@ -46,7 +41,7 @@ def test_the_share_is_that_of_a_simulation(
 
 @pytest.mark.parametrize("every_h", [0.2, 2, 30, 1000])
 @pytest.mark.parametrize("save_s", [0.1, 1, 60])
-def test_no_other_interval_is_better(every_h: float, save_s: float) -> None:
+def test_no_other_interval_is_better(every_h, save_s):
     assumed, rate = Assumed(save_s=save_s), 1 / (every_h * HOUR)
     best_s = best_interval_s(rate, save_s)
     best = effective_share(rate, best_s, assumed)
@@ -56,7 +51,7 @@ def test_no_other_interval_is_better(every_h: float, save_s: float) -> None:
         assert best_s == pytest.approx((2 * save_s / rate) ** 0.5, rel=0.03)
 
 
-def test_a_run_that_never_saves_makes_no_progress() -> None:
+def test_a_run_that_never_saves_makes_no_progress():
     assert effective_share(1 / HOUR, 1e9, Assumed()) == 0.0
     assert effective_share(1 / HOUR, 60.0, Assumed(restart_s=1e9)) == 0.0
 
@@ -73,9 +68,7 @@ def test_a_run_that_never_saves_makes_no_progress() -> None:
         (1, ["train.steps=100000000"], None),
     ],
 )
-def test_nothing_is_said_of_a_short_run_or_one_node(
-    tmp_path: Path, num_nodes: int, overrides: list[str], interval_s: float | None
-) -> None:
+def test_nothing_is_said_of_a_short_run_or_one_node(tmp_path, num_nodes, overrides, interval_s):
     overrides = ["train.steps=100000", *overrides]
     config = load_config(None, overrides=overrides, environ={}, cwd=tmp_path).config
     found = effective_time(config, num_nodes, 10.0, Assumed())

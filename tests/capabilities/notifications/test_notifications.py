@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_tree import Job, wait_for
+from job_tree import wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.said import said
@@ -73,34 +73,24 @@ def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> At
         (end_of("failed", "cancelled", "crash"), None),
     ],
 )
-def test_what_an_end_is_reported_as(end: dict[str, Any], event: str | None) -> None:
+def test_what_an_end_is_reported_as(end, event):
     notification = end_notification(end)
     assert (notification and notification.event) == event
 
 
-def test_a_failure_names_rank_host_and_what_to_do() -> None:
+def test_what_the_report_of_an_end_says():
     verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
     notification = end_notification(end_of("failed", "failed", "crash", verdict=verdict))
     said(notification.text)
     assert notification.command == "diagnose"
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
-
-
-@pytest.mark.parametrize(
-    ("action", "text"),
-    [("finished", "finished; diverged since step 15"), ("failed", "failed: diverged since step 15; why")],
-)
-def test_a_run_that_has_diverged(action: str, text: str) -> None:
-    assert end_notification(end_of(action, action), 15).text == text
-
-
-def test_a_restart_without_a_slow_host_is_said_once() -> None:
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
-    notification = end_notification(end)
-    said(notification.text)
+    said(end_notification(end).text)
+    diverged = [end_notification(end_of(action, action), 15).text for action in ("finished", "failed")]
+    assert diverged == ["finished; diverged since step 15", "failed: diverged since step 15; why"]
 
 
-def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
+def test_the_rate_limit_is_by_event_and_never_for_the_last_one():
     last, soon, later = as_utc(NOW), NOW + timedelta(seconds=599), NOW + timedelta(seconds=600)
     assert not is_due(last, "requeued", soon, 600)
     assert is_due(last, "requeued", later, 600)
@@ -109,7 +99,7 @@ def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
     assert is_due(last, "requeued", NOW - timedelta(seconds=5), 600)  # the clock of that host is 5 s behind
 
 
-def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
+def test_fifty_restarts_send_few_messages(tmp_path, endpoint):
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     for _ in range(50):
         end = end_of("restart", "failed", "crash")
@@ -126,9 +116,7 @@ def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> 
     assert SECRET not in state.read_text()
 
 
-def test_what_leaves_has_no_secret_and_notifies_no_channel(
-    tmp_path: Path, endpoint: Webhook, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_leaves_has_no_secret_and_notifies_no_channel(tmp_path, endpoint, capfd):
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     reason = "postgres://me:hunter2@db/x, password: hunter2, Bearer hunter2hunter2 <!channel> @here"
     notifier.send_end(attempt, replace(end_of("failed", "failed", "crash"), reason=reason))
@@ -140,7 +128,7 @@ def test_what_leaves_has_no_secret_and_notifies_no_channel(
     assert "hunter2" not in capfd.readouterr().out
 
 
-def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhook) -> None:
+def test_only_the_events_of_the_config_are_sent(tmp_path, endpoint):
     attempt = make_attempt(tmp_path / "run", ["notify.on=[failed]"])
     notifier = Notifier()
     for action in ("finished", "failed"):
@@ -152,28 +140,21 @@ def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhoo
 @pytest.mark.parametrize(
     "url", ["hooks.example.org/x", "ftp://h/x", "https://", "https://a:b@h/x", "http://h:x/", "https://h/a b"]
 )
-def test_what_is_no_url_is_said_without_it(url: str) -> None:
+def test_what_is_no_url_is_said_without_it(url):
     problem = url_problem(url)
-    assert problem is not None
     assert url not in problem
     with pytest.raises(DeliveryError) as error:
         post(url, "{}")
     assert url not in error.value.render()
 
 
-def test_a_redirect_is_not_followed(endpoint: Webhook) -> None:
-    moved = webhook(status=307, headers={"Location": endpoint.url})
-    with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 307"):
+def test_a_delivery_that_fails(endpoint):
+    moved = webhook(status=302, headers={"Location": endpoint.url})
+    with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 302"):
         post(first.url, "{}")
     assert endpoint.messages == []
-
-
-def test_a_certificate_of_nobody_is_refused(endpoint: Webhook) -> None:
     with pytest.raises(DeliveryError, match="the server cannot be reached"):
         post(endpoint.url.replace("http:", "https:"), "{}")
-
-
-def test_a_server_that_never_answers() -> None:
     with webhook(is_silent=True) as silent, pytest.raises(DeliveryError, match="did not answer within"):
         post(silent.url, "{}", timeout_s=0.2)
 
@@ -181,7 +162,7 @@ def test_a_server_that_never_answers() -> None:
 CRASHES_ONCE = "sys.exit(0 if ATTEMPT == 2 else 3)"
 
 
-def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], endpoint: Webhook) -> None:
+def test_a_run_reports_its_restart_and_its_end(start_job, endpoint):
     script = """
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -207,9 +188,7 @@ def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], en
     assert [file for file in job.run.path.rglob("*") if file.is_file() and SECRET in read(file)] == []
 
 
-def test_a_command_that_prints_nothing_is_reported_as_stalled(
-    start_job: Callable[..., Job], endpoint: Webhook
-) -> None:
+def test_a_command_that_prints_nothing_is_reported_as_stalled(start_job, endpoint):
     waits = "while not os.path.exists(RUN_DIR + '/go'): time.sleep(0.02)"
     job = start_job(waits, notify={"stalled_after_s": 1.0})
     wait_for(lambda: endpoint.messages)
@@ -226,9 +205,7 @@ def read(file: Path) -> str:
 @pytest.mark.parametrize(
     "kind", [pytest.param("silent", marks=pytest.mark.slow(seconds=8)), "refuses", "500"]
 )
-def test_a_dead_endpoint_delays_nothing_for_long(
-    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_dead_endpoint_delays_nothing_for_long(start_job, monkeypatch, kind):
     with webhook(is_silent=kind == "silent", status=500) as found, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         free = f"http://127.0.0.1:{closed.getsockname()[1]}/services/{SECRET}"
@@ -240,7 +217,6 @@ def test_a_dead_endpoint_delays_nothing_for_long(
     # Neither the restart nor the second attempt waits for the first notification.
     events = {(event["attempt"], event["event"]): event for event in read_jsonl(job.run.events_file)}
     restart_s = seconds_between(events[1, "stopped"]["time"], parse_time(events[2, "started"]["time"]))
-    assert restart_s is not None
     assert restart_s < notifications.SEND_TIMEOUT_S / 2
     logs = "".join(read(job.run.attempt(number).supervisor_log) for number in (1, 2))
     expected = {"silent": "did not answer", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
@@ -273,9 +249,7 @@ def stall_watch(
     return attempt, notifications, wait
 
 
-def test_a_stalled_run_is_reported_once_until_it_makes_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_run_is_reported_once_until_it_makes_progress(tmp_path, monkeypatch):
     attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     append_jsonl(attempt.run.metrics_file, {"step": 30, "attempt": 1})
     wait(80)
@@ -291,7 +265,7 @@ def test_a_stalled_run_is_reported_once_until_it_makes_progress(
     assert [notification.event for notification in notifications] == ["stalled", "stalled"]
 
 
-def test_a_run_that_logs_seldom_is_not_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_logs_seldom_is_not_stalled(tmp_path, monkeypatch):
     attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     for step in range(1, 20):
         append_jsonl(attempt.run.metrics_file, {"step": step, "attempt": 1})
@@ -299,7 +273,7 @@ def test_a_run_that_logs_seldom_is_not_stalled(tmp_path: Path, monkeypatch: pyte
     assert notifications == []
 
 
-def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_ranks_of_this_attempt_are_reported(tmp_path, monkeypatch):
     attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     slow = {"since_step": 5, "phase": "compute", "ratio": 1.71, "step": 24}
     log_event(attempt.run, 7, "slow_rank", rank=1, host="a", **slow)
@@ -311,9 +285,7 @@ def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: py
     said(notification.text)
 
 
-def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_that_fail_in_a_row_and_a_silence_are_reported(tmp_path, monkeypatch):
     attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     run, number = attempt.run, attempt.number
     log_event(run, number, "checkpoint_failed", step=10, error="full")
@@ -332,7 +304,7 @@ def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
     assert silence.command == "diagnose"
 
 
-def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> None:
+def test_an_old_plan_has_no_notifications(tmp_path, endpoint):
     attempt = make_attempt(tmp_path / "run")
     plan = json.loads(attempt.plan_file.read_text())
     del plan["notify"]
@@ -343,9 +315,7 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
     assert endpoint.messages == []
 
 
-def test_the_end_of_an_attempt_is_no_moment_to_look_for_stalls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_an_attempt_is_no_moment_to_look_for_stalls(tmp_path, monkeypatch):
     polls: list[object] = []
     monkeypatch.setattr(ProgressWatch, "poll", lambda watch: polls.append(watch))
     monkeypatch.setenv(WEBHOOK_VARIABLE, "http://127.0.0.1:9/")

@@ -79,19 +79,16 @@ def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
     assert add_steps(ranks, range(51, 101), 4, {}) == []
 
 
-def test_data_and_computation_are_distinguished() -> None:
+def test_which_ranks_are_slow_and_why() -> None:
     ranks = ranks_of(Layout(dp_replicate=4), on_gpu=True)
     [found] = add_steps(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
     assert (found.rank, found.phase) == (2, "data")
-
-
-def test_two_slow_ranks() -> None:
     ranks = ranks_of(Layout(dp_shard=8), on_gpu=True)
     found = add_steps(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
     assert [item.rank for item in found] == [1, 5]
 
 
-def test_one_long_step_is_not_a_slow_rank() -> None:
+def test_one_long_step_or_window_is_not_a_slow_rank() -> None:
     ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     usual, long = (0.001, 0.02), (0.001, 5.02)
     steps = []
@@ -99,9 +96,6 @@ def test_one_long_step_is_not_a_slow_rank() -> None:
         is_long = step % WINDOW == 1
         steps.append((step, [long if is_long and rank == step % 4 else usual for rank in range(4)], STEP_S))
     assert add(ranks, steps) == []
-
-
-def test_a_single_slow_window_is_not_a_slow_rank() -> None:
     ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     add_steps(ranks, range(1, 11), 4, {})
     for start in range(11, 200, 2 * WINDOW):

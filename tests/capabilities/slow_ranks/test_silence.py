@@ -1,7 +1,5 @@
 """Tests a silent COMMAND: what it waits for, its notification, and when it is ended."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_tree import Job, wait_for
+from job_tree import wait_for
 
 from tests.support.runs import launch_plan
 from tests.support.said import said
@@ -73,7 +71,7 @@ def attempt(tmp_path: Path) -> AttemptDir:
     return attempt
 
 
-def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_command_hangs(attempt, monkeypatch):
     watched, run = Watched(attempt, monkeypatch, silence_s=60.0), attempt.run
     for change in (attempt.rank_log(3), attempt.node_log(1), run.metrics_file, run.heartbeat_file):
         assert watched.wait(50) == []
@@ -90,7 +88,7 @@ def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyP
     assert [event["event"] for event in watched.events()] == [], "it has printed, and no lock is in its way"
 
 
-def test_ranks_wait_for_one_in_the_debugger(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_one_in_the_debugger(attempt, monkeypatch):
     watched = Watched(attempt, monkeypatch, silence_s=60.0)
     (attempt.path / "debugger").mkdir()
     record = attempt.path / "debugger" / "rank-0002.json"
@@ -101,9 +99,7 @@ def test_ranks_wait_for_one_in_the_debugger(attempt: AttemptDir, monkeypatch: py
     assert watched.wait(30) != []
 
 
-def test_before_the_first_line_silence_is_reported_and_ends_nothing(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_the_first_line_silence_is_reported_and_ends_nothing(attempt, monkeypatch):
     watched = Watched(attempt, monkeypatch)
     watched.replies = [Reply(rank, "a", 7, "py-spy", {"Main": ["read (disk.py:3)"]}) for rank in range(4)]
     attempt.node_log(0).write_text("node 0 is a; eth0")
@@ -125,36 +121,16 @@ STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/d
 
 
 @pytest.mark.parametrize(
-    ("stacks", "rank", "text"),
+    ("stacks", "rank"),
     [
-        (
-            [[WAITS, STEP]] * 3 + [[LOAD]],
-            3,
-            "does not take part, and ranks 0-2 wait in all_reduce at step (train.py:9);"
-            " it is in load (data.py:3)",
-        ),
-        (
-            [[WAITS, STEP]] * 3 + [[WAITS, LOG]],
-            None,
-            "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log"
-            " (train.py:30); the flight records do not show which rank is at fault",
-        ),
-        (
-            [[WAITS, STEP]] * 3 + [None],
-            3,
-            "does not respond, and ranks 0-2 wait in all_reduce at step (train.py:9)",
-        ),
-        ([[WAITS]] + [[LOAD]] * 3, 0, None),
-        ([[WAITS]] * 2 + [[LOAD], []], 0, None),
+        ([[WAITS, STEP]] * 3 + [[LOAD]], 3),
+        ([[WAITS, STEP]] * 3 + [[WAITS, LOG]], None),
+        ([[WAITS, STEP]] * 3 + [None], 3),
+        ([[WAITS]] + [[LOAD]] * 3, 0),
+        ([[WAITS]] * 2 + [[LOAD], []], 0),
     ],
 )
-def test_without_records_the_stacks_name_who_waits_for_nobody(
-    attempt: AttemptDir,
-    monkeypatch: pytest.MonkeyPatch,
-    stacks: list[Any],
-    rank: int | None,
-    text: str | None,
-) -> None:
+def test_without_records_the_stacks_name_who_waits_for_nobody(attempt, monkeypatch, stacks, rank):
     watched = Watched(attempt, monkeypatch, silence_s=60.0)
     for number, stack in enumerate(stacks):
         stopped = STATE_PROBLEMS["T"] if stack is None else "no py-spy"
@@ -162,17 +138,14 @@ def test_without_records_the_stacks_name_who_waits_for_nobody(
     found = watched.wait(120)
     failure = hang_failure(attempt, PLAN, found)
     assert failure.rank == rank
-    if text is not None:
-        assert failure.message == text
-        assert text in watched.events()[0]["reason"]
+    said(failure.message)
+    assert rank == 0 or failure.message in watched.events()[0]["reason"]
     assert (failure.host is None) is (rank != 3)
     # A rank can wait for its GPU in any function.
     assert hang_failure(attempt, replace(PLAN, device="cuda"), found).host is None or stacks[3] is None
 
 
-def test_a_lock_in_the_way_is_reported_after_the_first_line_too(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_in_the_way_is_reported_after_the_first_line_too(attempt, monkeypatch):
     watched = Watched(attempt, monkeypatch)
     watched.replies = [Reply(rank, "a", 7, "", problem="no py-spy", lock=LOCK) for rank in range(4)]
     attempt.rank_log(0).write_text("Using /cache as PyTorch extensions root...")
@@ -182,7 +155,7 @@ def test_a_lock_in_the_way_is_reported_after_the_first_line_too(
     said(event["reason"])
 
 
-def test_a_rank_that_compiles_does_not_wait() -> None:
+def test_ranks_that_compile_wait_or_are_elsewhere():
     """The stack shows that a rank compiles. Without a stack, the rank may be the cause of the hang."""
     compiles = Reply(0, "a", 7, "py-spy", {"Main": ["communicate (subprocess.py:9)"]})
     said(explain_silence([compiles]).text)
@@ -192,9 +165,6 @@ def test_a_rank_that_compiles_does_not_wait() -> None:
         silence = explain_silence([compiles, reply])
         assert (silence.text, silence.lock) == (text, "/cache/op/lock")
     said(explain_silence([blind, Reply(1, "b", 8, "py-spy", lock=LOCK)]).text)
-
-
-def test_the_rank_that_is_elsewhere_is_shown() -> None:
     waits, reads = {"Main": ["wait (dist.py:1)"]}, {"Main": ["read (disk.py:3)"]}
     replies = [Reply(rank, "a", 7, "py-spy", reads if rank == 2 else waits) for rank in range(4)]
     said(explain_silence(replies).text)
@@ -225,14 +195,13 @@ BATON = ["wait (torch/utils/file_baton.py:49)", "_jit_compile (torch/utils/cpp_e
 COMPILES = ["communicate (subprocess.py:9)"]
 
 
-def test_the_lock_file_of_a_process(tmp_path: Path, start: Callable[..., int]) -> None:
+def test_the_lock_file_of_a_process(tmp_path, start):
     folder = tmp_path / ".cache/torch_extensions/py311_cu128"
     lock = folder / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     pid = start("")
     found = find_lock(pid)
-    assert found is not None
     assert (found.path, found.is_certain) == (str(lock), False)
     assert find_lock(pid, COMPILES) is None, "it does not wait"
     assert find_lock(pid, BATON) == replace(found, is_certain=True)
@@ -254,7 +223,7 @@ WAITS = """
 """
 
 
-def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_run_behind_a_lock_that_was_left(start_job, tmp_path):
     lock = tmp_path / "extensions/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -267,7 +236,6 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
 
     wait_for(lambda: "silent" in events())
     now = parse_time(utc_now())
-    assert now is not None
     status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
     assert f"and no output before; rank 0 on {os.uname().nodename} " in warning
@@ -285,7 +253,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []
 
 
-def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: AttemptDir) -> None:
+def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt):
     silence = explain_silence([Reply(0, "a", 7, "py-spy", lock=LOCK)])
     phase = f"a command without output: {silence.text}"
     record = HangRecord(0, 0, "", None, phase, 0, 70.0, 60.0, None, utc_now(), ())
@@ -304,7 +272,7 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
     assert reason not in diagnose(attempt, read_job(attempt.run)).advice
 
 
-def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> None:
+def test_silence_without_a_lock_is_no_cause_of_an_end(attempt):
     reason = "no output for 610 s, and no output before; rank 0 on a is in read (disk.py:3)"
     log_event(attempt.run, 1, "silent", rank=0, host="a", reason=reason)
     found = diagnose(attempt, read_job(attempt.run), alive=True)
@@ -316,7 +284,7 @@ def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> No
 SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}
 
 
-def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -> None:
+def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path):
     run = RunDir(tmp_path)
     for event in (
         {"event": "slow_rank", "attempt": 1, "rank": 1, "host": "a", "since_step": 11, **SLOW},
@@ -329,7 +297,7 @@ def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -
     said("\n".join(sentence(event) for event in OwnedEvents(read_events(run)).lasting(2)))
 
 
-def test_the_newest_silence_is_a_warning_until_any_output(tmp_path: Path) -> None:
+def test_the_newest_silence_is_a_warning_until_any_output(tmp_path):
     seen = OwnedEvents()
     for rank in (3, 1):
         seen.add(Event({"event": "silent", "attempt": 1, "rank": rank, "reason": f"rank {rank} waits"}))
@@ -339,7 +307,7 @@ def test_the_newest_silence_is_a_warning_until_any_output(tmp_path: Path) -> Non
     assert (seen.lasting(1), len(seen.all)) == ([], 3)
 
 
-def test_events_of_another_package_last_too() -> None:
+def test_events_of_another_package_last_too():
     names = ("started", "toy.hot", "toy.cold", "toy.hot_over", "finished")
     seen = OwnedEvents(Event({"event": name, "attempt": 1}) for name in names)
     assert [event.name for event in seen.all] == ["toy.hot", "toy.cold", "toy.hot_over"]

@@ -44,17 +44,16 @@ def spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     return Played(make_attempt(tmp_path / "run"), ["a", "b", "c"], monkeypatch)
 
 
-def test_a_rank_that_stays_slow_makes_its_host_be_left(spare: Played) -> None:
+def test_a_rank_that_stays_slow_makes_its_host_be_left(spare):
     spare.event("slow_rank", 5, "b")
     assert spare.after(10) is None
     assert spare.after(299) is None
     stop = spare.after(2)
-    assert stop is not None
     assert stop == PlannedStop("slow_host", stop.why, "b")
     said(stop.why)
 
 
-def test_a_rank_that_recovers_a_slow_run_and_other_attempts_do_not_count(spare: Played) -> None:
+def test_a_rank_that_recovers_a_slow_run_and_other_attempts_do_not_count(spare):
     spare.event("slow_rank", 5, "b")
     assert spare.after(200) is None
     spare.event("slow_rank_over", 5, "b")
@@ -65,9 +64,7 @@ def test_a_rank_that_recovers_a_slow_run_and_other_attempts_do_not_count(spare: 
     assert spare.after(1000) is None
 
 
-def test_a_run_that_may_not_restart_again_is_left_alone(
-    spare: Played, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_may_not_restart_again_is_left_alone(spare, capfd):
     spare.watch._policy = replace(spare.watch._policy, max=0)
     spare.event("slow_rank", 5, "b")
     spare.after(1)

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from dataset_content import content_of, rows
 
@@ -17,27 +16,6 @@ from trainkit.data.dataset_file import identify, is_dataset
 from trainkit.data.shards import open_dataset
 from trainkit.data.sources import ensure_prepared, has_validation
 from trainkit.errors import UsageError
-
-
-def test_the_embedded_corpus(data_config):
-    config = data_config(val_fraction=0.01)
-    train, val = (open_dataset(config, 256, split) for split in ("train", "val"))
-    assert train.num_samples > 10_000
-    assert val.num_samples > 10
-    assert train.fingerprint == val.fingerprint
-    assert (train.vocab_size, train.eos_id) == (257, 256)
-    first = bytes(token for token in train.read([0])[0].tolist() if token < 256)
-    assert b"import" in train.read(np.arange(64)).astype("u1").tobytes()
-    assert first.decode()
-
-
-def test_prepared_once(data_config, tmp_path):
-    (tmp_path / "a.txt").write_text("hello world\n" * 100)
-    config = data_config(source=str(tmp_path / "a.txt"))
-    folder = ensure_prepared(config)
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert ensure_prepared(config) == folder
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 def test_what_was_begun_in_the_cache_with_other_times_is_begun_anew(data_config, monkeypatch):

@@ -44,17 +44,14 @@ def many_texts(folder):
     return folder
 
 
-def test_text_is_split_by_position_on_a_line(tmp_path):
+def test_text_is_split_by_position_on_a_line_or_at_a_character(tmp_path):
     text = b"".join(b"line %03d\r\n" % number for number in range(100))
     (tmp_path / "a.txt").write_bytes(text)
     documents = documents_of(made(tmp_path, tmp_path / "a.txt", val_fraction=0.25))
     assert documents == {"train": [text[:750]], "val": [text[750:]]}
-
-
-def test_line_too_long_is_cut_at_a_character(tmp_path):
     text = ("é" * 1000).encode()
     (tmp_path / "a.txt").write_bytes(text)
-    documents = documents_of(made(tmp_path, tmp_path / "a.txt", val_fraction=0.0995))
+    documents = documents_of(made(tmp_path, tmp_path / "a.txt", name="one", val_fraction=0.0995))
     (train,), (val,) = documents["train"], documents["val"]
     assert train + val == text
     assert len(val.decode()) == 99
@@ -340,11 +337,8 @@ def test_a_failure_does_not_wait_for_the_others():
     assert time.monotonic() - began < 15
 
 
-def test_signals_are_the_parents_business():
+def test_workers_that_get_a_signal():
     assert run_jobs(signal_own_parent_group, [1, 2], 2, lambda number: None) == [1, 2]
-
-
-def test_killed_worker():
     with pytest.raises(TrainkitError, match="a worker process was killed") as caught:
         run_jobs(kill_self, [1, 2], 2, lambda number: None)
     assert "fewer workers" in caught.value.hint

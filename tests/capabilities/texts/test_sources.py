@@ -43,12 +43,6 @@ def test_some_validation_even_of_a_reduced_stdlib(tmp_path, monkeypatch):
     assert {source.role for source in find_inputs(DatasetSpec(("stdlib",)))} == {"train"}
 
 
-def test_stdlib_without_sources(tmp_path, monkeypatch):
-    fake_stdlib(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match="has no source files"):
-        find_inputs(DatasetSpec(("stdlib",)))
-
-
 def test_files_and_folders_in_order(tmp_path):
     for name in ("b.txt", "d/z.jsonl", "d/a.txt.gz", "d/.git/x.txt", "d/readme.md", "a b;'\".txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,16 +57,16 @@ def test_files_and_folders_in_order(tmp_path):
     ]
 
 
-def test_wrong_kind_and_empty_folder(tmp_path):
+def test_what_is_no_source(tmp_path, monkeypatch):
     for name in ("a.csv", "a.parquet.gz", "a.arrow"):
         (tmp_path / name).write_text("x")
         with pytest.raises(UsageError, match="an unsupported file type"):
             find_inputs(DatasetSpec((str(tmp_path / name),)))
     with pytest.raises(UsageError, match=r"contains no \.txt"):
         find_inputs(DatasetSpec((str(tmp_path),)))
-
-
-def test_prepared_dataset_among_texts(tmp_path):
     (tmp_path / "dataset.json").write_text("{}")
     with pytest.raises(UsageError, match="cannot be mixed"):
         find_inputs(DatasetSpec((str(tmp_path), "stdlib")))
+    fake_stdlib(tmp_path, monkeypatch)
+    with pytest.raises(UsageError, match="has no source files"):
+        find_inputs(DatasetSpec(("stdlib",)))

@@ -11,9 +11,7 @@ from dataset_content import content_of, documents_of, rows
 from tests.capabilities.texts.test_prepare import made
 from tests.support.said import said
 from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs, read_column
-from trainkit.capabilities.texts.prepare import prepare
 from trainkit.capabilities.texts.tokenize import Tokenizer
-from trainkit.capabilities.texts.units import plan_units
 from trainkit.capabilities.texts.validate import LONG_ROW_BYTES, validate_texts
 from trainkit.data.checks import inspect_data
 from trainkit.errors import UsageError
@@ -90,24 +88,6 @@ def test_cuts_lose_nothing_and_workers_do_not_matter(tmp_path, write, form, unit
     assert len(list(one.glob("train-*.bin"))) > 4
 
 
-def test_planning_opens_no_table(tmp_path):
-    with (tmp_path / "a.parquet").open("wb") as stream:
-        stream.truncate(20 << 30)  # the file is sparse, and is not Parquet
-    spec = DatasetSpec((str(tmp_path),), val_fraction=0.1)
-    assert len(plan_units(spec, find_inputs(spec))) == 20 * 16
-
-
-def test_changed_content_is_noticed(tmp_path, write):
-    source = write("parquet", ["abc", "d"])
-    made(tmp_path, source)
-    assert prepare(DatasetSpec((str(source),)), tmp_path / "out")[1]
-    size = source.stat().st_size
-    write("parquet", ["ab", "cd"])
-    assert source.stat().st_size == size
-    with pytest.raises(UsageError, match="files that have changed since"):
-        made(tmp_path, source)
-
-
 def test_folder_with_all_kinds(tmp_path, write, pa):
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -120,20 +100,17 @@ def test_folder_with_all_kinds(tmp_path, write, pa):
     assert documents == [b"text", b"line", b"parquet", b"arrow 1", b"arrow 2"]
 
 
-def test_dataset_dict_is_refused(tmp_path, pa):
+def test_folders_that_are_no_dataset(tmp_path, pa):
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(UsageError, match="does not list the files of a Hugging Face dataset"):
+        find_inputs(DatasetSpec((str(tmp_path),)))
     for split in ("train", "validation"):
         save_to_disk(pa, tmp_path / "saved" / split, [pa.table({"text": ["x"]})], 1)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
     with pytest.raises(UsageError, match="contains several splits of a Hugging Face DatasetDict"):
         find_inputs(DatasetSpec((str(tmp_path / "saved"),)))
     assert len(find_inputs(DatasetSpec((str(tmp_path / "saved" / "train"),)))) == 1
-
-
-def test_state_file_of_something_else(tmp_path):
-    (tmp_path / "state.json").write_text("{}")
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(UsageError, match="does not list the files of a Hugging Face dataset"):
-        find_inputs(DatasetSpec((str(tmp_path),)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -236,7 +213,7 @@ def validated(source, key="text"):
     return summaries, [(problem.line, problem.message) for problem in problems]
 
 
-def test_validate_a_parquet_file(tmp_path, write):
+def test_validate_tables(tmp_path, write):
     source = write("parquet", ["good", None, "", "x" * LONG_ROW_BYTES, *["more"] * 300, None], group=50)
     (summary,), problems = validated(source)
     assert (summary.lines, summary.documents, summary.empty, summary.long) == (305, 302, 1, 1)
@@ -244,9 +221,6 @@ def test_validate_a_parquet_file(tmp_path, write):
     assert summary.tokens == len("good") + LONG_ROW_BYTES + 4 * 300 + 302
     null = 'column "text" (data.text_key) is null, not a string'
     assert problems == [(2, null), (305, null)]
-
-
-def test_validate_a_saved_dataset(tmp_path, write):
     source = write("arrow", ["", "a", "b", None])
     summaries, problems = validated(source)
     assert [(one.lines, one.first_empty) for one in summaries] == [(2, [1]), (2, [])]
@@ -265,7 +239,7 @@ def test_validate_names_a_missing_column_and_a_damaged_file(tmp_path, write):
     said(message)
 
 
-def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
+def test_only_tables_need_pyarrow(data_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     expected = f"{tmp_path}/a.parquet cannot be read without pyarrow, which cannot be imported"
@@ -276,12 +250,9 @@ def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
     (found,) = inspect_data(data_config(source=str(tmp_path / "a.parquet"))).problems
     assert found[1].startswith(expected)
     said(found[2])
-
-
-def test_texts_do_not_import_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.jsonl").write_text(rows("x"))
-    assert documents_of(made(tmp_path, tmp_path / "a.jsonl"))["train"] == [b"x"]
+    assert documents_of(made(tmp_path, tmp_path / "a.jsonl", name="rows"))["train"] == [b"x"]
 
 
 def test_real_saved_dataset(tmp_path):

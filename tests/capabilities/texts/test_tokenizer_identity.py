@@ -18,28 +18,22 @@ def write_tokenizer(folder, vocab, added=()):
     return str(path)
 
 
-def test_bytes():
-    identity = identify("bytes")
-    assert (identity.vocab_size, identity.eos_id) == (257, 256)
+@pytest.mark.parametrize(
+    ("vocab", "added", "found"),
+    [
+        ({"a": 0, "b": 1}, [("</s>", 9)], (10, 9)),  # added tokens and gaps count
+        ([["<unk>", 0.0], ["</s>", 0.0], ["a", -1.0]], (), (3, 1)),
+    ],
+)
+def test_the_size_and_the_end_token_of_a_vocabulary(tmp_path, vocab, added, found):
+    identity = identify(write_tokenizer(tmp_path, vocab, added))
+    assert (identity.vocab_size, identity.eos_id) == found
 
 
-def test_agrees_with_the_library(tokenizer_json):
-    import tokenizers
-
-    library = tokenizers.Tokenizer.from_file(str(tokenizer_json))
-    identity = identify(str(tokenizer_json))
-    assert identity.vocab_size == library.get_vocab_size()
-    assert identity.eos_id == library.token_to_id("<|endoftext|>")
-
-
-def test_added_tokens_and_gaps_count(tmp_path):
-    identity = identify(write_tokenizer(tmp_path, {"a": 0, "b": 1}, [("</s>", 9)]))
-    assert (identity.vocab_size, identity.eos_id) == (10, 9)
-
-
-def test_unigram_vocabulary_is_a_list(tmp_path):
-    identity = identify(write_tokenizer(tmp_path, [["<unk>", 0.0], ["</s>", 0.0], ["a", -1.0]]))
-    assert (identity.vocab_size, identity.eos_id) == (3, 1)
+def test_no_end_of_document_is_no_guess(tmp_path):
+    with pytest.raises(UsageError, match="has no known end-of-document token") as caught:
+        identify(write_tokenizer(tmp_path, {"a": 0}))
+    assert "eos_token" in caught.value.hint
 
 
 def test_tokenizer_config_says_which_token_ends_a_document(tmp_path):
@@ -51,12 +45,6 @@ def test_tokenizer_config_says_which_token_ends_a_document(tmp_path):
         identify(path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     assert identify(path).eos_token == "</s>"
-
-
-def test_no_end_of_document_is_no_guess(tmp_path):
-    with pytest.raises(UsageError, match="has no known end-of-document token") as caught:
-        identify(write_tokenizer(tmp_path, {"a": 0}))
-    assert "eos_token" in caught.value.hint
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {}}', '{"model": {"vocab": {}}}', "null"])

@@ -30,9 +30,6 @@ def test_rows(tmp_path):
     assert summary.tokens == len("good") + len("café".encode()) + len("last") + 3
     assert [line for line, _ in problems] == [5, 6, 7]
     said(problems[2][1])
-
-
-def test_empty_and_long_rows_are_counted_and_the_first_listed(tmp_path):
     long = "x" * LONG_ROW_BYTES
     content = rows("a", *[""] * 7, long, "b", long, long[1:]).encode() + b"\n"
     summary, problems = validated(tmp_path / "a.jsonl", content)
@@ -48,15 +45,9 @@ def test_text(tmp_path):
     assert [line for line, _ in problems] == [2, 4, 5]
     said("\n".join(message for _, message in problems))
     assert (summary.lines, summary.documents) == (5, 1)
-
-
-def test_characters_across_blocks_are_whole(tmp_path):
     summary, problems = validated(tmp_path / "a.txt", b"x" + "☃".encode() * 1_000_000)
     assert problems == []
     assert summary.tokens == 3_000_002
-
-
-def test_empty_text(tmp_path):
     summary, problems = validated(tmp_path / "a.txt", b"")
     assert (summary.documents, summary.empty, summary.tokens, problems) == (0, 1, 0, [])
 

@@ -48,9 +48,7 @@ def facts(folder: Path) -> Facts:
 
 
 @pytest.mark.parametrize(("newest", "known"), [(None, -1), (7, 7)])
-def test_the_server_knows_its_newest_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int | None, known: int
-) -> None:
+def test_the_server_knows_its_newest_step(tmp_path, monkeypatch, newest, known):
     client = Client(newest)
     monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
@@ -69,7 +67,7 @@ def test_the_server_knows_its_newest_step(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_away_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_away_can_be_tried_again(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

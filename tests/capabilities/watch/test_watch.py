@@ -53,9 +53,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     (tmp_path / "end").touch()
 
 
-def test_without_a_terminal_it_prints_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_it_prints_once(tmp_path, monkeypatch, capsys):
     watched_runs.failed(tmp_path / "runs" / "failed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -88,7 +86,7 @@ def test_without_a_terminal_it_prints_once(
 @needs_tmux
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
-def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, height: int) -> None:
+def test_a_live_run_in_a_terminal(run, tmp_path, width, height):
     with Tmux(tmp_path, width, height, tmp_path) as terminal:
         terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
         terminal.wait_for(r"^progress +step [1-9]")
@@ -127,7 +125,7 @@ def head_of(screen: str) -> list[str]:
 
 @needs_tmux
 @pytest.mark.slow(seconds=25)
-def test_the_terminal_is_restored_whatever_ends_it(run: RunDir, tmp_path: Path) -> None:
+def test_the_terminal_is_restored_whatever_ends_it(run, tmp_path):
     with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
         for option in ((), ("--no-color",)):
             terminal.type([*TRAINKIT, *option, "watch", "mine"])
@@ -159,7 +157,7 @@ def test_the_terminal_is_restored_whatever_ends_it(run: RunDir, tmp_path: Path) 
 
 @needs_tmux
 @pytest.mark.slow(seconds=10)
-def test_cancel_by_a_key(run: RunDir, tmp_path: Path) -> None:
+def test_cancel_by_a_key(run, tmp_path):
     with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
         terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
         terminal.wait_for(r"^progress +step")
@@ -203,9 +201,7 @@ def begin(read: Callable[[], object], show: Callable[[object], object], interval
     return ended, is_on
 
 
-def test_slurm_is_asked_once_for_many_readings_and_an_answer_is_about_all_jobs_of_the_question(
-    slurm: Slurm,
-) -> None:
+def test_slurm_is_asked_once_for_many_readings_and_an_answer_is_about_all_jobs_of_the_question(slurm):
     poller = SlurmPoller()
     assert poller.jobs([]) == {}
     for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some jobs are from an earlier answer
@@ -215,7 +211,7 @@ def test_slurm_is_asked_once_for_many_readings_and_an_answer_is_about_all_jobs_o
     assert set(poller.jobs(["2", "3"]) or {}) == {"2", "3"}
 
 
-def test_slurm_is_asked_seldom_while_a_job_runs(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_asked_seldom_while_a_job_runs(slurm, monkeypatch):
     monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.0)
     slurm.state = JobState.PENDING
     poller = SlurmPoller()
@@ -231,7 +227,7 @@ def test_slurm_is_asked_seldom_while_a_job_runs(slurm: Slurm, monkeypatch: pytes
     wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > count)
 
 
-def test_an_outage_says_since_when_and_ends(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_says_since_when_and_ends(slurm, monkeypatch):
     slurm.is_reachable = False
     monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.01)
     poller = SlurmPoller()
@@ -247,7 +243,7 @@ def test_an_outage_says_since_when_and_ends(slurm: Slurm, monkeypatch: pytest.Mo
     assert poller.problem is None
 
 
-def test_errors_of_a_reading_are_its_result() -> None:
+def test_errors_of_a_reading_are_its_result():
     results: list[object] = []
     seen = threading.Event()
 
@@ -268,7 +264,7 @@ def test_errors_of_a_reading_are_its_result() -> None:
     assert isinstance(results[1], FileNotFoundError)
 
 
-def test_readings_that_take_long_are_seldom() -> None:
+def test_readings_that_take_long_are_seldom():
     """A reading that takes 50 ms is repeated only once a second, even with a shorter interval."""
     times: list[float] = []
 
@@ -284,7 +280,7 @@ def test_readings_that_take_long_are_seldom() -> None:
     assert times[1] - times[0] >= 1.0
 
 
-def test_a_paused_reader_reads_nothing() -> None:
+def test_a_paused_reader_reads_nothing():
     count = [0]
 
     def read() -> None:

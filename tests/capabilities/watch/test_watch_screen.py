@@ -3,8 +3,6 @@
 ``REWRITE_SCREENS=1 pytest tests/capabilities/watch`` writes the screens again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence

@@ -4,8 +4,6 @@ Those processes have this folder on PYTHONPATH. FAKE_GPUS is the number of their
 file with a line ``GPU PID`` for each process that uses a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
