@@ -26,7 +26,7 @@ from trainkit.capabilities.report.charts import (
     tick_text,
     viridis,
 )
-from trainkit.capabilities.report.plot import MAX_CROSSES, band_floor, number_places, typical
+from trainkit.capabilities.report.plot import LIGHT_END, MAX_CROSSES, band_floor, number_places, typical
 
 NAN = math.nan
 
@@ -216,7 +216,7 @@ def test_numbers_have_the_colors_of_viridis() -> None:
     import matplotlib
 
     for place in (0.0, 0.33, 0.5, 0.9, 1.0):
-        for shown, at in zip(viridis(place), (0.87 * place, 0.25 + 0.75 * place), strict=True):
+        for shown, at in zip(viridis(place), (LIGHT_END * place, 0.25 + 0.75 * place), strict=True):
             wanted = matplotlib.colormaps["viridis"](at)[:3]
             found = [int(shown[i : i + 2], 16) / 255 for i in (1, 3, 5)]
             assert found == pytest.approx(wanted, abs=0.04)  # the table has every tenth colour

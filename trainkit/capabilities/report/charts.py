@@ -20,6 +20,7 @@ from trainkit.capabilities.report.plot import (
     COLORS,
     DASHES,
     LARGEST,
+    LIGHT_END,
     band_floor,
     crosses,
     is_wide,
@@ -88,7 +89,7 @@ def viridis(place: float) -> Color:
 
     The lightest colours are left out in the light theme, and the darkest in the dark theme.
     """
-    return Color(_viridis(0.87 * place), _viridis(0.25 + 0.75 * place))
+    return Color(_viridis(LIGHT_END * place), _viridis(0.25 + 0.75 * place))
 
 
 def _viridis(place: float) -> str:

@@ -172,14 +172,14 @@ def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None
     """
     progress = progress_of(names)
     total = plural(progress.num_runs, progress.noun)
-    is_open = progress.num_not_started or progress.num_not_ended
+    num_open = progress.num_not_started + progress.num_not_ended
     for data, num_started in num_without.items():
         if count := num_started + progress.num_not_started:
             have = "has" if count == 1 else "have"
-            echo_error(f"note: {count:,} of {total} {have} no {data}{' yet' if is_open else ''}")
-    if progress.num_not_ended:
-        have = "has" if progress.num_not_ended == 1 else "have"
-        echo_error(f"note: {progress.num_not_ended:,} of {total} {have} not ended yet")
+            echo_error(f"note: {count:,} of {total} {have} no {data}{' yet' if num_open else ''}")
+    if num_open:
+        have = "has" if num_open == 1 else "have"
+        echo_error(f"note: {num_open:,} of {total} {have} not ended yet")
 
 
 @contextmanager

@@ -245,7 +245,8 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
         num_ranks = attempt.world_size or size
         gpu_hours = None if gpu_hours is None or num_ranks is None else gpu_hours + spent_s * num_ranks / 3600
         if record.step <= attempt.kept_step:
-            row: dict[str, object] = {"step": record.step, "tokens": record.count("tokens")}
+            tokens = record.count("tokens") if record.step else 0  # step 0 is the validation before training
+            row: dict[str, object] = {"step": record.step, "tokens": tokens}
             row |= {"time_s": round(time_s, 3), "gpu_hours": gpu_hours}
             kept[record.step] = row | {name: _value(record, name) for name in metrics}
     rows = [kept[step] for step in sorted(kept)]

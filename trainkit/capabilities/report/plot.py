@@ -60,6 +60,8 @@ only the first lines."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """The Okabe-Ito palette, whose colours can be distinguished with any kind of colour vision."""
 DASHES: Sequence[Literal["-", "--", ":", "-."]] = ("-", "--", ":", "-.")
+LIGHT_END = 0.7
+"""The end of viridis on a white background; lighter greens would be hard to see, also in print."""
 LABELS = {
     "step": "step",
     "tokens": "tokens",
@@ -162,6 +164,8 @@ def draw(
         hint = did_you_mean(by, keys) or (f"the runs differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
     try:
+        from matplotlib.ticker import EngFormatter
+
         from trainkit.capabilities.report.figure import TICK_SIZE, CurveAxes, CurveFigure, style
     except ModuleNotFoundError:
         raise UsageError(
@@ -175,7 +179,7 @@ def draw(
     labels = labels_of(series, keys)
     num_columns = _num_columns(labels[:MAX_LEGEND])
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
-    note = _note(series)
+    note = _note(series, smooth)
     size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * (num_rows + (note is not None)))
     with style():
         figure = CurveFigure(figsize=size, layout="constrained")
@@ -195,18 +199,20 @@ def draw(
             axes.tick_params(which="both", labelsize=TICK_SIZE)
             found = _draw_chart(axes, lines, styles, smooth, scale)
             axes.set_ylabel(LABELS.get(metric, _verbatim(metric.replace("_", " "))))
+        if x == "tokens":
+            charts[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
         charts[-1].set_xlabel(LABELS[x if x != "gpu_hours" or on_gpu else "worker_hours"] + unit)
         _add_legend(figure, found, series, by if len(keys) == 1 else None, num_columns, note)
     return figure
 
 
-def _note(series: Sequence[Series]) -> str | None:
-    """Return the text that explains the bands, or None if no series has several runs."""
+def _note(series: Sequence[Series], smooth: float) -> str | None:
+    """Return the text that explains the lines and bands, or None if there is nothing to explain."""
     sizes = sorted({len(one.runs) for one in series})
-    if sizes[-1] == 1:
-        return None
     counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-    return f"mean and standard deviation over {counts} runs"
+    notes = [f"mean and standard deviation over {counts} runs"] if sizes[-1] > 1 else []
+    notes += [f"moving average, weight {smooth:g}"] if smooth else []
+    return "; ".join(notes) or None
 
 
 def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
@@ -361,11 +367,11 @@ def _styles(
 
 
 def viridis() -> Colormap:
-    """Return the viridis colormap, excluding its upper end, which is too light on a white background."""
+    """Return the viridis colormap up to `LIGHT_END`."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
-    return ListedColormap(colormaps["viridis"]([0.87 * place / 255 for place in range(256)]))
+    return ListedColormap(colormaps["viridis"]([LIGHT_END * place / 255 for place in range(256)]))
 
 
 def number_places(values: Sequence[object]) -> list[float] | None:
