@@ -1,7 +1,6 @@
 """Tests a run that a newer version started on a scheduler that this version does not support."""
 
 import signal
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,11 +14,10 @@ from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
 from trainkit.run.record import AttemptRecord, add_slurm_attempt, read_job
-from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     attempt = make_attempt(tmp_path / "run")
     add_slurm_attempt(attempt.run, 1, "7", "submit", "flux")
     return attempt.run

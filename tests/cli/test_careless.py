@@ -144,7 +144,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     make_folder(folder)
     (folder / "bin").mkdir()
@@ -153,7 +153,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(project, monkeypatch):
     """Return the folder where commands are typed, on a machine without Slurm and without a GPU."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", str(project / "bin"))
@@ -161,7 +161,7 @@ def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["$"] for case in CASES])
-def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
+def test_a_careless_command(here, case):
     before = sorted(here.rglob("*"))
     code, err = typed(case["$"])
     hint = case["hint"].replace("SHIPPED", ", ".join(shipped_config_names()))
@@ -191,7 +191,7 @@ def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
         "check a.yaml",
     ],
 )
-def test_paths_are_as_short_as_they_can_be(here: Path, line: str) -> None:
+def test_paths_are_as_short_as_they_can_be(here, line):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         _, err = typed(f"trainkit {line}")
     assert str(here) not in out.getvalue() + err
@@ -205,7 +205,7 @@ def test_paths_are_as_short_as_they_can_be(here: Path, line: str) -> None:
         "report finished --out ../page.html",
     ],
 )
-def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
+def test_what_only_reads_writes_nothing(here, line):
     before = {file: file.lstat().st_mtime_ns for file in here.rglob("*")}
     with contextlib.redirect_stdout(io.StringIO()):
         assert typed(f"trainkit {line}")[0] == 0
@@ -219,13 +219,13 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
         *("short", "flat"),  # have no warning
     ],
 )
-def test_what_is_seldom_meant(here: Path, name: str) -> None:
+def test_what_is_seldom_meant(here, name):
     code, err = typed(f"trainkit check {name}.yaml")
     assert code == 0
     said(err)
 
 
-def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_deleted(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -234,13 +234,13 @@ def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("loose", ["2", "2,3", "=2", "2,,3,", "1e-3,-.5"])
-def test_values_behind_a_space_belong_to_the_setting(loose: str) -> None:
+def test_values_behind_a_space_belong_to_the_setting(loose):
     error = cut_setting(["--set", "seed=1", loose], loose)
     assert error is not None
     assert "--sweep seed=1," in str(error.hint)
 
 
-def test_a_name_of_many_digits_is_no_value_at_once() -> None:
+def test_a_name_of_many_digits_is_no_value_at_once():
     for name in (f"{'2' * 5000}x.yaml", f"{'2,' * 5000}x.yaml"):
         began = time.monotonic()
         assert cut_setting(["--set", "seed=1", name], name) is None

@@ -19,13 +19,13 @@ from trainkit.config import yamlfile
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a;b 'c.yaml").write_text("extends: quickstart.yaml\ndevice: cpu\nresources: {nodes: 2}\n")
     return "a;b 'c.yaml"
 
 
-def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_derived_values_with_their_reasons(config, capsys):
     assert main(["check", config]) == 0
     out, err = capsys.readouterr()
     lines = dict(line.split(": ", 1) for line in out.splitlines())
@@ -38,9 +38,7 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])
-def test_a_file_system_without_locks_is_refused(
-    config: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_refused(config, command, capsys, monkeypatch):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -52,7 +50,7 @@ def test_a_file_system_without_locks_is_refused(
     assert [path.name for path in Path.cwd().iterdir()] == [config]
 
 
-def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_origin(config, capsys):
     assert main(["check", config, "--show-origin", "--nodes", "4", "--set", "seed=7"]) == 0
     rows = {line.split()[0]: line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line}
     assert rows["device"] == ["device", '"cpu"', "a;b 'c.yaml:2"]
@@ -62,7 +60,7 @@ def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["model.preset"][2].endswith("models/nano.yaml:3")
 
 
-def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(config, capsys):
     assert main(["check", config, "--profile", "smoke", "--json"]) == 0
     out, err = capsys.readouterr()
     value = json.loads(out)
@@ -72,7 +70,7 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_problem_as_json(config, capsys):
     assert main(["check", config, "--json", "--nodes", "3", "--set", "train.global_batch_size=32"]) == 2
     out, err = capsys.readouterr()
     value = json.loads(out)
@@ -84,7 +82,7 @@ def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) 
     assert err == ""
 
 
-def test_places_of_problems_as_json(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_of_problems_as_json(config, tmp_path, capsys):
     (tmp_path / "x.yaml").write_text("train:\n  stps: 3\n")
     assert main(["check", "x.yaml", "--json", "--set", "resources.time=x:00"]) == 2
     value = json.loads(capsys.readouterr().out)
@@ -98,9 +96,7 @@ def test_places_of_problems_as_json(config: str, tmp_path: Path, capsys: pytest.
     assert all(f"{it['key']}: {it['message']}" in value["error"] for it in value["problems"])
 
 
-def test_a_test_notification(
-    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_test_notification(config, monkeypatch, capsys):
     args = ["check", config, "--test-notification"]
     assert main(args) == 2
     said(capsys.readouterr().err)
@@ -125,13 +121,13 @@ def test_a_test_notification(
     assert SECRET not in err
 
 
-def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_reported_is_said(config, capsys):
     given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=restart"]
     assert main(["check", config, *(word for text in given for word in ("--set", text))]) == 0
     said("\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")))
 
 
-def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_far_away(config, capsys):
     args = ["check", config, "--cluster", "example", "--no-estimate", "--set", "device=auto"]
     assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -142,7 +138,7 @@ def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert value["wait"] is None
 
 
-def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_in_one_pass(config, capsys):
     args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "data.source=none.txt"]
     assert main(["check", config, *args]) == 2
     err = capsys.readouterr().err
@@ -164,9 +160,7 @@ def _keys(err: str) -> list[str]:
     return [match[0] for match in found if match is not None]
 
 
-def test_a_cluster_that_does_not_exist_next_to_a_misspelt_key(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_does_not_exist_next_to_a_misspelt_key(config, capsys):
     assert main(["check", config, "--cluster", "exmple", "--set", "train.stps=1"]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "launch.cluster"]
 
@@ -183,9 +177,7 @@ def test_a_cluster_that_does_not_exist_next_to_a_misspelt_key(
         "launch.cluster=[]",
     ],
 )
-def test_an_invalid_value_causes_no_further_problem(
-    override: str, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_value_causes_no_further_problem(override, config, capsys):
     """The run is valid on two nodes of the example cluster with eight GPUs each, and on nothing else."""
     values = ("device=auto", "parallel.dp_replicate=2", "parallel.dp_shard=8", "resources.partition=gpu")
     options = [f"--set={value}" for value in values if value.partition("=")[0] not in override]
@@ -194,14 +186,14 @@ def test_an_invalid_value_causes_no_further_problem(
     assert _keys(capsys.readouterr().err) == [override.partition("=")[0]]
 
 
-def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_run_reports_next_to_a_misspelt_key(config, capsys):
     typed = ("resources.nodes=1", "train.stps=1", "resources.partition=debgu", "data.source=none.txt")
     assert main(["run", config, *(f"--set={value}" for value in typed)]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
     assert not Path("runs").exists()
 
 
-def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_is_wrong(config, tmp_path, capsys):
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\npartition: {}\ndefaults: {sed: 3}\n")
     assert main(["check", config, "--cluster", "mine"]) == 2
@@ -216,7 +208,7 @@ UNKNOWN += ["--set", "resources.reservation=maintenance"]
 """Defines four GPUs of unknown type."""
 
 
-def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_of_unknown_memory_are_said(config, capsys):
     assert main(["check", "models/70b", *UNKNOWN, "--no-estimate"]) == 0
     out, err = capsys.readouterr()
     assert "memory" not in out
@@ -235,7 +227,7 @@ def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixt
     assert "warning" not in capsys.readouterr().err
 
 
-def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema(capsys):
     assert main(["schema"]) == 0
     out, err = capsys.readouterr()
     schema = json.loads(out)
@@ -249,7 +241,7 @@ SHARDS = ("--set", "train.device_batch_size=1", "--set", "train.global_batch_siz
 
 
 @pytest.mark.slow
-def test_one_of_64_ranks_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_64_ranks_is_simulated(capsys):
     argv = ["check", "quickstart", "--simulate-world", "64", "--rank", "63", *SHARDS, "--json"]
     assert main(argv) == 0
     value = json.loads(capsys.readouterr().out)
@@ -260,7 +252,7 @@ def test_one_of_64_ranks_is_simulated(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_simulation_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulation_for_a_person(capsys):
     small = ("--set", "model.preset=nano", "--set", "data.seq_len=64", "--set", "train.global_batch_size=8")
     assert main(["check", "quickstart", "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -277,15 +269,13 @@ def test_a_simulation_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
         *("--simulate-world 2 --no-estimate", " ".join(("--simulate-world 64 --set parallel.tp=8", *SHARDS))),
     ],
 )
-def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], options: str) -> None:
+def test_what_cannot_be_simulated(capsys, options):
     assert main(["check", "quickstart", *options.split()]) == 2
     said(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", [["check"], ["submit", "--dry-run", "--sweep", "seed=1,2"]])
-def test_a_config_from_standard_input(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_from_standard_input(command, monkeypatch, capsys):
     for text, code in ((b"extends: quickstart\nname: mine\n", 0), (b"\ntrain: {steps: x}\n", 2)):
         yamlfile._standard_input.cache_clear()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -294,9 +284,7 @@ def test_a_config_from_standard_input(
 
 
 @pytest.mark.parametrize("command", ["check", "submit", "run"])
-def test_a_python_without_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_python_without_torch(tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)  # torch cannot be imported
     assert main([command, "quickstart", "--set", "device=cpu"]) == 2

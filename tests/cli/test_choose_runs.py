@@ -19,7 +19,7 @@ from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def place(tmp_path, monkeypatch):
     """Create three runs in ./runs, and a sweep over the learning rate."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
@@ -38,16 +38,14 @@ def listed(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
     return [Path(run["run_dir"]).name for run in json.loads(capsys.readouterr().out)]
 
 
-def test_by_tag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_tag(capsys):
     assert sorted(listed(capsys, "--tag", "ablation")) == ["run-0", "run-1"]
     assert listed(capsys, "--tag", "ablation", "--tag", "wide") == ["run-1"]
     assert listed(capsys, "--tag", "unknown") == []
 
 
 @pytest.mark.parametrize("value", [5, ["ablation"], "ablation"])
-def test_a_parameter_called_tags_is_no_tag(
-    value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_parameter_called_tags_is_no_tag(value, tmp_path, capsys):
     group = made_up_sweep(tmp_path / "runs" / "of-function", {"tags": [value], "name": ["other"]})
     sweep_file = group.path / "sweep.json"
     record, plan = json.loads(sweep_file.read_text()), {"command": ["python", *ARGV[1:]]}
@@ -60,13 +58,13 @@ def test_a_parameter_called_tags_is_no_tag(
     assert (own["tags"], own["name"]) == ([], "mine")
 
 
-def test_by_value_also_of_a_point(capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_value_also_of_a_point(capsys):
     assert listed(capsys, "--where", "optimizer.lr=1e-3") == ["run-0"]
     assert sorted(listed(capsys, "--where", "optimizer.lr=1e-4")) == ["run-2", "sweep"]
     assert listed(capsys, "--where", "optimizer.lr=1e-4", "--where", "seed=7") == []
 
 
-def test_by_an_entry_of_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_an_entry_of_a_mapping(tmp_path, capsys):
     for index, value in enumerate("ba"):
         file = RunDir(tmp_path / "runs" / f"run-{index}").config_file
         file.write_text(file.read_text().replace("  env: {}", f"  env: {{X: {value}}}"))
@@ -75,7 +73,7 @@ def test_by_an_entry_of_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert listed(capsys, "--sort", "launch.env.X")[:2] == ["run-1", "run-0"]
 
 
-def test_by_a_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_a_key_of_a_command(tmp_path, capsys):
     made_up_sweep(tmp_path / "runs" / "of-command", {"lr": ["1e-3", "5e-3"]})
     assert listed(capsys, "--where", "lr=0.001") == ["of-command"]
     assert listed(capsys, "--where", "lr=1e-3", "--where", "seed=0") == ["of-command"]
@@ -90,9 +88,7 @@ def test_by_a_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("where", ["flag=True", "flag=true", "id=007", "id=7", "id=008", "mode=[x"])
-def test_by_a_text_of_a_command_as_typed_or_as_yaml_reads_it(
-    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_a_text_of_a_command_as_typed_or_as_yaml_reads_it(where, tmp_path, capsys):
     swept = {"flag": ["True", "False"], "id": ["007", "008"], "mode": ["[x", "[y"]}
     for key, values in swept.items():
         made_up_sweep(tmp_path / "runs" / f"of-{key}", {key: values})
@@ -103,12 +99,12 @@ def test_by_a_text_of_a_command_as_typed_or_as_yaml_reads_it(
     assert listed(capsys, "--where", where) == [f"of-{key}"]
 
 
-def test_by_an_item_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_an_item_of_a_list(capsys):
     assert len(listed(capsys, "--where", "optimizer.betas.0=0.9")) == 4
     assert listed(capsys, "--where", "tags.1=wide") == ["run-1"]
 
 
-def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sorted_by_a_key_or_figure(capsys):
     assert listed(capsys, "--sort", "optimizer.lr") == ["run-2", "run-0", "run-1", "sweep"]
     by_loss = listed(capsys, "--sort", "loss")
     assert by_loss.index("run-1") < by_loss.index("run-0"), "its loss is lower, as that of the middle point"
@@ -125,14 +121,12 @@ def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
         "run-0 --tag ablation",
     ],
 )
-def test_what_was_typed_wrong(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_typed_wrong(options, capsys):
     assert main(["status", *options.split()]) == 2
     said(re.sub(r"(?<=valid YAML: ).*", "…", capsys.readouterr().err))
 
 
-def test_a_note_and_tags_are_options_of_what_loads_a_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_and_tags_are_options_of_what_loads_a_config(tmp_path, capsys):
     args = ["quickstart", "--note", "with 2 heads", "--tag", "a", "--tag", "b"]
     assert main(["check", *args, "--show-origin"]) == 0
     out = capsys.readouterr().out

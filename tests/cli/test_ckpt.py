@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """Return an ended run with checkpoints after steps 10, 20, 30 and 40. Step 20 is the best one."""
     run = RunDir(tmp_path / "run")
     run.attempts_dir.mkdir(parents=True)
@@ -37,7 +36,7 @@ def steps(run: RunDir) -> list[int]:
     return [checkpoint.step for checkpoint in published(run.checkpoints_dir)]
 
 
-def test_ls(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls(run, capsys):
     aside = set_aside(published(run.checkpoints_dir)[3])
     log_event(run, 2, "checkpoint_rejected", step=40, reason="it was bad", set_aside=aside.name)
     (run.checkpoints_dir / "step-00000050.attempt-002.partial").mkdir()
@@ -58,7 +57,7 @@ def test_ls(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[4][-3:] == ["it", "was", "bad"]
 
 
-def test_ls_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_json(run, capsys):
     assert main(["ckpt", "ls", str(run.path), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     folder = run.checkpoint_dir(20)
@@ -78,7 +77,7 @@ def test_ls_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_ls_of_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_nothing(run, capsys):
     run.checkpoints_dir.rename(run.path / "elsewhere")
     assert main(["ckpt", "ls", str(run.path)]) == 0
     shown = capsys.readouterr()
@@ -88,7 +87,7 @@ def test_ls_of_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "[]\n"
 
 
-def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(run, capsys):
     assert main(["ckpt", "verify", str(run.path), "--step", "30"]) == 0
     assert capsys.readouterr().out == "step-00000030  intact\n"
     flip(shard(published(run.checkpoints_dir)[2]))
@@ -102,7 +101,7 @@ def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == [damage]
 
 
-def test_prune_keeps_the_newest_and_the_best(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_keeps_the_newest_and_the_best(run, capsys):
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [f"removed {run.checkpoint_dir(step)}" for step in (10, 30)]
@@ -115,13 +114,13 @@ def test_prune_keeps_the_newest_and_the_best(run: RunDir, capsys: pytest.Capture
     ]
 
 
-def test_prune_keeps_the_newest_that_is_intact(run: RunDir) -> None:
+def test_prune_keeps_the_newest_that_is_intact(run):
     flip(shard(published(run.checkpoints_dir)[3]))
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 0
     assert steps(run) == [20, 30, 40]
 
 
-def test_dry_run_removes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_removes_nothing(run, capsys):
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run"]) == 0
     assert capsys.readouterr().out == f"would remove {run.checkpoint_dir(10)}\n"
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run", "--json"]) == 0
@@ -135,13 +134,13 @@ def test_dry_run_removes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]
     assert steps(run) == [10, 20, 30, 40]
 
 
-def test_prune_needs_to_know_how_many(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_needs_to_know_how_many(run, capsys):
     assert main(["ckpt", "prune", str(run.path)]) == 2
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "0"]) == 2
     assert steps(run) == [10, 20, 30, 40]
 
 
-def test_prune_of_a_live_run_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_of_a_live_run_is_refused(run, capsys):
     entry = add_attempt(run, 1, os.getpid(), "submit")
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {run.path} is running as {entry.job_id}\n")

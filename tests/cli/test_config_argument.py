@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import click
 import pytest
@@ -15,7 +14,7 @@ COMMAND = ["--", "python", "-c", "print(1)"]
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -31,7 +30,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=" ".join,
 )
-def test_the_quickstart_without_a_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_without_a_config(args, capsys):
     assert main(args) == 0
     out, err = capsys.readouterr()
     assert err.startswith("config: quickstart (shipped)\n")
@@ -39,12 +38,12 @@ def test_the_quickstart_without_a_config(args: list[str], capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("args", [["submit", "--dry-run"], ["drill", "--list"]], ids=" ".join)
-def test_a_command_needs_no_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_needs_no_config(args, capsys):
     assert main([*args, "--backend", "local", *COMMAND]) == 0
     assert "config: " not in "".join(capsys.readouterr())
 
 
-def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_this_folder(empty_folder, capsys):
     (empty_folder / "first-run.yaml").write_text("extends: quickstart\nname: first-run\n")
     assert main(["check", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -61,14 +60,12 @@ def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFix
     said(err)
 
 
-def test_a_command_is_not_taken_for_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_not_taken_for_a_config(capsys):
     assert main(["submit", "--backend", "local", "--dry-run", "--json", *COMMAND]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
 
 
-def test_one_task_of_a_step_says_which_config(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_task_of_a_step_says_which_config(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert main(["check", "--backend", "local"]) == 0
     assert "config: " not in capsys.readouterr().err
@@ -90,7 +87,7 @@ def all_examples() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("args", all_examples(), ids=" ".join)
-def test_the_config_of_every_example_is_found_anywhere(args: list[str], empty_folder: Path) -> None:
+def test_the_config_of_every_example_is_found_anywhere(args, empty_folder):
     words = args[2:] if args[0] == "bench" else args[1:]
     if words and not words[0].startswith("-"):
         load_config(words[0], cwd=empty_folder, environ={})

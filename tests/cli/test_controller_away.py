@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm, fake
+from tests.support.fake_slurm import fake
 from trainkit.cli.main import main
 from trainkit.cluster import discovery
 from trainkit.config import dump_effective, load_config
@@ -21,7 +21,7 @@ CPU = ("quickstart", "--set", "device=cpu")
 
 
 @pytest.fixture
-def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def away(fake, tmp_path, monkeypatch):
     """Make Slurm's commands hang, with a first query that has just timed out."""
     for program in PROGRAMS:
         fake.add(program, '[ "$1" = --version ] && echo slurm 22.05.8 && exit; exec /bin/sleep 60')
@@ -42,7 +42,7 @@ def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """Return a run whose job is in Slurm's queue."""
     run = RunDir(tmp_path / "run")
     run.checkpoints_dir.mkdir(parents=True)
@@ -68,9 +68,7 @@ def run(tmp_path: Path) -> RunDir:
         ("stacks", "run"),
     ],
 )
-def test_a_controller_that_is_away(
-    away: FakeSlurm, run: RunDir, args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_controller_that_is_away(away, run, args, capsys):
     begin = time.monotonic()
     assert main(args) == 3, capsys.readouterr().err
     assert time.monotonic() - begin < 8
@@ -79,9 +77,7 @@ def test_a_controller_that_is_away(
     assert "sbatch" not in [call[0] for call in away.calls if "--version" not in call]
 
 
-def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(
-    away: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(away, run, capsys):
     assert main(["status", "run"]) == 0
     shown = capsys.readouterr()
     assert "unknown" in shown.out
@@ -89,8 +85,8 @@ def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(
 
 
 def test_the_dry_run_of_a_sweep_prints_the_script_and_apart_from_it_the_files_that_differ(
-    away: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    away, capsys, monkeypatch
+):
     Path("p.py").touch()
     Path("lib/deepspeed").mkdir(parents=True)
     Path("lib/deepspeed/__init__.py").touch()

@@ -33,7 +33,7 @@ def diverge(run: Path, since: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     """Return a folder with a finished run, a running one, and a sweep whose best trial has diverged."""
     folder = tmp_path_factory.mktemp("project")
     host = os.uname().nodename
@@ -79,9 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diagnose sweep/1", 0, ("diverged since step 2: loss or gradient was not finite in 5",)),
     ],
 )
-def test_it_is_said_everywhere(
-    project: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: int, found: tuple[str, ...]
-) -> None:
+def test_it_is_said_everywhere(project, monkeypatch, line, code, found):
     monkeypatch.chdir(project)
     exit_code, text = typed(f"trainkit {line}")
     assert exit_code == code
@@ -90,7 +88,7 @@ def test_it_is_said_everywhere(
 
 
 @pytest.mark.parametrize("run", ["finished", "sweep"])
-def test_the_page_says_it(project: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> None:
+def test_the_page_says_it(project, monkeypatch, run):
     monkeypatch.chdir(project)
     assert typed(f"trainkit report {run} --out ../{run}.html")[0] == 0
     page = (project.parent / f"{run}.html").read_text()
@@ -100,7 +98,7 @@ def test_the_page_says_it(project: Path, monkeypatch: pytest.MonkeyPatch, run: s
     assert page.count(" (best)<td") == 1
 
 
-def test_it_has_no_best_value(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_no_best_value(project, monkeypatch):
     monkeypatch.chdir(project)
     compared = json.loads(typed("trainkit compare finished sweep/0 --json")[1])["runs"]
     assert [run["best_val_loss"] is None for run in compared] == [True, False]
@@ -129,7 +127,7 @@ def test_it_has_no_best_value(project: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("1:1.0 1:'text'", 1, None),
     ],
 )
-def test_since_when(tmp_path: Path, records: str, attempt: int | None, since: int | None) -> None:
+def test_since_when(tmp_path, records, attempt, since):
     """Each record is ATTEMPT:LOSS, or ATTEMPT@STEP:LOSS if the steps go back."""
     step = 0
     for record in records.split():

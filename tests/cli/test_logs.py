@@ -1,7 +1,4 @@
 import json
-from pathlib import Path
-
-import pytest
 
 from tests.support.runs import make_attempt
 from tests.support.said import said
@@ -67,9 +64,7 @@ def test_what_is_not_there(desk):
         assert "hint:" in done.stderr
 
 
-def test_a_job_that_ended_before_or_after_its_supervisor_began(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_ended_before_or_after_its_supervisor_began(tmp_path, capsys):
     run = RunDir(tmp_path)
     run.attempt(1).create()
     create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)

@@ -41,7 +41,7 @@ RUN = "runs/né█"
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     """Return a folder with a failed run, whose files have characters that most encodings lack."""
     folder = tmp_path / "project"
     make_project(folder, ["crashed"])
@@ -67,7 +67,7 @@ def printed(line: str, encoding: str, errors: str = "strict") -> tuple[int, byte
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_command_in_every_locale(project: Path, encoding: str) -> None:
+def test_every_command_in_every_locale(project, encoding):
     for line in COMMANDS:
         code, out, err = printed(line, encoding)
         said = out.decode(encoding) + err.decode(encoding)
@@ -81,7 +81,7 @@ def test_every_command_in_every_locale(project: Path, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_json_is_json_in_every_locale(project: Path, encoding: str) -> None:
+def test_json_is_json_in_every_locale(project, encoding):
     expected = {line: json.loads(printed(line, "utf-8")[1]) for line in AS_JSON if "report" not in line}
     for line in AS_JSON:
         for file in project.glob("r*.html"):
@@ -94,12 +94,12 @@ def test_json_is_json_in_every_locale(project: Path, encoding: str) -> None:
             assert value == expected[line]
 
 
-def test_a_log_in_latin_1(project: Path) -> None:
+def test_a_log_in_latin_1(project):
     assert printed("logs {run} --lines 1", "latin-1")[1] == "? ? é ? ??? ???\n".encode("latin-1")
     assert printed("logs {run} --lines 1", "utf-8")[1].decode().startswith("█ ✓ é 中 ")
     name = printed("status {run}", "ascii", "surrogateescape")[1].decode("ascii")
     assert f"{project}/runs/n??" in name
 
 
-def test_the_bytes_of_a_name_are_printed_where_that_is_possible(project: Path) -> None:
+def test_the_bytes_of_a_name_are_printed_where_that_is_possible(project):
     assert b"runs/\xff" in printed("status runs/\udcff", "utf-8", "surrogateescape")[2]

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ ACCURACIES = {"0": [0.5, 0.75, 0.7], "1": [], "2": [0.25, 0.5]}
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     """Return a folder with a sweep of one failed and two finished trials, which log an accuracy."""
     sweep = unpack_run(GOLDEN / "folders" / "sweep", tmp_path, os.uname().nodename)
     for index, values in ACCURACIES.items():
@@ -56,23 +55,21 @@ def trials(out: str) -> list[list[str]]:
         ("--sort optimizer.lr", "TRIAL STATE LR BEST VAL_LOSS REASON", "021"),
     ],
 )
-def test_status_of_a_group(
-    capsys: pytest.CaptureFixture[str], options: str, heading: str, order: str
-) -> None:
+def test_status_of_a_group(capsys, options, heading, order):
     assert main(["status", "sweep", *options.split()]) == 0
     first, *rows = trials(capsys.readouterr().out)
     assert " ".join(first) == heading
     assert "".join(row[0] for row in rows) == order
 
 
-def test_what_does_not_have_it_has_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_have_it_has_no_value(capsys):
     assert main(["status", "sweep", "--metric", "acc"]) == 0
     out = capsys.readouterr().out
     said("\n".join(line for line in out.splitlines() if line.startswith("best ")))
     assert [row[3] for row in trials(out)[1:]] == ["-", "0.7500", "0.5000"]
 
 
-def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json(capsys):
     assert main(["status", "sweep", "--sort", "acc", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["metric"], value["mode"], value["best"]["index"]) == ("acc", "max", 0)
@@ -85,7 +82,7 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_run(capsys):
     assert main(["status", "sweep/0", "--metric", "acc"]) == 0
     said("\n".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("best acc")))
     assert main(["status", "sweep/0", "--metric", "acc", "--json"]) == 0
@@ -108,14 +105,14 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         ("--sort State", "BEST VAL_LOSS", "102"),
     ],
 )
-def test_compare(capsys: pytest.CaptureFixture[str], options: str, heading: str, order: str) -> None:
+def test_compare(capsys, options, heading, order):
     assert main(["compare", "sweep", *options.split()]) == 0
     figures = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert f"  {heading}  " in figures[0]
     assert "".join(line.split()[0] for line in figures[1:]) == order
 
 
-def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_for_programs(capsys):
     assert main(["compare", "sweep", "--sort", "acc", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["metric"], value["mode"]) == ("acc", "max")
@@ -143,14 +140,14 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         "compare sweep --metric acc --curves loss",
     ],
 )
-def test_what_is_refused(capsys: pytest.CaptureFixture[str], typed: str) -> None:
+def test_what_is_refused(capsys, typed):
     assert main(typed.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     said(err)
 
 
-def test_from_python(project: Path) -> None:
+def test_from_python(project):
     group = trainkit.Group(project)
     assert [str(group.best().path.name), group.best("acc").path.name] == ["2", "0"]
     with pytest.raises(trainkit.UsageError, match="no run has logged f1"):

@@ -27,7 +27,7 @@ SCRIPT = "print('as submitted')\n"
 
 
 @pytest.fixture(autouse=True)
-def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
+def first(tmp_path, monkeypatch, capsys):
     """Return the run `train` of a script that has changed since."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LocalBackend, "_supervisor", lambda *args: os.getpid())
@@ -45,9 +45,7 @@ def submitted(capsys: pytest.CaptureFixture[str], *args: str) -> RunDir:
 
 
 @pytest.mark.parametrize("name", ["train", "runs/train", "last"])
-def test_config_code_command_and_size(
-    name: str, first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_code_command_and_size(name, first, monkeypatch, capsys):
     config = first.config_file.read_text()
     first.config_file.write_text(config.replace("gpus_per_node: 2", "gpus_per_node: auto"))
     again = submitted(capsys, name)
@@ -69,7 +67,7 @@ def test_config_code_command_and_size(
     assert (third.path.parent, read_job(third).cwd) == (first.path.parent, str(first.path.parent.parent))
 
 
-def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_change_it(first, capsys):
     options = ["--set", "seed=6", "--gpus-per-node", "3", "--name", "wide", "--run-dir", "here", "--dry-run"]
     assert main(["submit", "train", *options]) == 0
     out, err = capsys.readouterr()
@@ -82,7 +80,7 @@ def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) ->
     assert (group / "code" / "train.py").read_text() == SCRIPT
 
 
-def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_current_code(first, capsys):
     run = submitted(capsys, "train", "--no-snapshot")
     assert read_job(run).code is None
     said(LaunchPlan.read(run.plan_file).reasons["repeats"])
@@ -92,7 +90,7 @@ def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> 
     assert (copied.code_dir / "train.py").read_text() == "1 / 0\n"
 
 
-def test_a_file_or_shipped_config_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_or_shipped_config_comes_first(capsys):
     Path("train").write_text("name: of-the-file\ndevice: cpu\n")
     submitted(capsys, "--name", "quickstart", "--", sys.executable, "train.py")
     for name, expected in (("train", "of-the-file"), ("quickstart", "quickstart-2")):
@@ -102,7 +100,7 @@ def test_a_file_or_shipped_config_comes_first(capsys: pytest.CaptureFixture[str]
         assert "repeats" not in json.loads(out)["reasons"]
 
 
-def test_a_run_of_an_earlier_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_earlier_version(capsys):
     Path("text.txt").write_text("a text" * 1000)
     for name in ("finished", "command"):
         run = RunDir(unpack_run(HERE / "folders" / name, Path.cwd()))
@@ -114,9 +112,7 @@ def test_a_run_of_an_earlier_version(capsys: pytest.CaptureFixture[str]) -> None
         assert plan["command"] == json.loads(run.plan_file.read_text())["command"]
 
 
-def test_what_is_refused(
-    first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(first, monkeypatch, capsys):
     def refused(name: str) -> str:
         assert main(["submit", name, "--dry-run"]) == 2
         return capsys.readouterr().err
@@ -144,9 +140,7 @@ def test_what_is_refused(
         *("data show RUN --step 1", "replay RUN --step 1"),
     ],
 )
-def test_what_executes_files_of_a_run_asks_whose_they_are(
-    first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_what_executes_files_of_a_run_asks_whose_they_are(first, monkeypatch, capsys, command):
     def refuse(folder: Path, hint: str) -> None:
         raise UsageError(f"whose is {folder}?", hint=hint)
 
@@ -165,9 +159,7 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
             act()
 
 
-def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(tmp_path, capsys):
     """The path of an interpreter selects it for a launcher. A plain name is refused, because it does not."""
     python = tmp_path / "other" / "python3"
     python.parent.mkdir()

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from steering import LIMIT_S, Desk, wait_for
@@ -79,7 +77,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def ranks(desk: Desk) -> Iterator[Ranks]:
+def ranks(desk):
     ranks = Ranks(desk)
     yield ranks
     for process in ranks.started:
@@ -88,7 +86,7 @@ def ranks(desk: Desk) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None:
+def test_every_rank_joins_the_run_of_rank_0(ranks, launcher):
     ranks.desk.works(SHOWS_RANK)
     # An earlier start at the same address was killed and left this announcement.
     before = LaunchedRank(launcher, 0, 0, (2, 2), "127.0.0.1", ranks.port)
@@ -119,7 +117,7 @@ def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None
     assert not announcement_file(ranks.run.path.parent, before).exists()
 
 
-def test_a_signal_to_all_ranks_saves_and_ends_them(ranks: Ranks) -> None:
+def test_a_signal_to_all_ranks_saves_and_ends_them(ranks):
     started = ranks.run_all()
     ranks.wait_for_ranks()
     assert ranks.desk.status(ranks.run)["state"] == "running"
@@ -130,7 +128,7 @@ def test_a_signal_to_all_ranks_saves_and_ends_them(ranks: Ranks) -> None:
     assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
 
 
-def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
+def test_a_killed_rank_ends_the_others(ranks):
     ranks.desk.works(
         """
         while not asked: time.sleep(0.02)
@@ -151,7 +149,7 @@ def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
     assert end["state"] == "failed"
 
 
-def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
+def test_what_cannot_start_is_said_by_rank_0(ranks):
     refused = {
         ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
         ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"
@@ -166,7 +164,7 @@ def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
     assert not (ranks.run.path.parent / ".steps").exists()
 
 
-def test_a_run_that_belongs_to_another_user_is_not_joined(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_belongs_to_another_user_is_not_joined(ranks, tmp_path):
     planted = RunDir(tmp_path / "planted")
     planted.path.mkdir(mode=0o777)
     planted.path.chmod(0o777)
@@ -198,7 +196,7 @@ TRAINS = ("data.seq_len=64", "model.preset=nano", "train.log_every=1", "train.ev
 
 
 @pytest.mark.slow(seconds=60)
-def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ranks: Ranks) -> None:
+def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk, ranks):
     hosts = Torchrun(desk)
     hosts.started = ranks.started
     settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]
@@ -224,7 +222,7 @@ def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ran
 
 
 @pytest.mark.slow(seconds=40)
-def test_torchrun_ends_all_hosts_when_a_rank_is_killed(desk: Desk, ranks: Ranks) -> None:
+def test_torchrun_ends_all_hosts_when_a_rank_is_killed(desk, ranks):
     hosts = Torchrun(desk)
     hosts.started = ranks.started
     settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]

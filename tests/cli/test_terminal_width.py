@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +26,7 @@ NO_TABLE = ("folder ", "workers_per_node: ")
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_table_fits_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
+def test_a_table_fits_the_terminal(tmp_path, monkeypatch, capsys, line):
     project = tmp_path / "project"
     make_project(project, ["finished", "crashed", "restarted", "sweep", "bench"])
     (project / "runs" / "finished").rename(project / "runs" / "a-run-with-a-name-that-is-quite-long")
@@ -57,7 +54,7 @@ def test_a_table_fits_the_terminal(
     assert sorted(set(words[0])) == sorted(set(words[1]))
 
 
-def test_narrow_columns_wrap_and_more_columns_follow_below() -> None:
+def test_narrow_columns_wrap_and_more_columns_follow_below():
     rows = [["run", "where", "n"], ["a", "/one/two/three/four/five", "1"]]
     assert table(rows, fit=80) == table(rows)
     assert table(rows, right=[2], fit=22).splitlines() == [

@@ -21,7 +21,7 @@ READING = ("status RUN", "logs RUN", "diagnose RUN", "report RUN")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
+def run(tmp_path, monkeypatch, capsys):
     """Return a run of a script, two folders below its project. Its supervisor is this process."""
     (tmp_path / "lab/project").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "lab/project")
@@ -81,9 +81,7 @@ READ_LATER: dict[str, tuple[Callable[[RunDir], None], str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_who_acts_on_a_run_learns_of_others(
-    run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
-) -> None:
+def test_who_acts_on_a_run_learns_of_others(run, capsys, attack):
     plant, expected = ATTACKS[attack]
     plant(run)
     for command in ACTING:
@@ -100,9 +98,7 @@ def test_who_acts_on_a_run_learns_of_others(
 
 
 @pytest.mark.parametrize("attack", READ_LATER)
-def test_a_file_is_judged_when_it_is_opened(
-    run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
-) -> None:
+def test_a_file_is_judged_when_it_is_opened(run, capsys, attack):
     plant, expected = READ_LATER[attack]
     plant(run)
     assert main(["submit", str(run.path), "--dry-run"]) == 2
@@ -111,7 +107,7 @@ def test_a_file_is_judged_when_it_is_opened(
     assert main(["submit", str(run.path), "--dry-run", "--trust"]) == 0
 
 
-def test_a_new_run_below_a_folder_of_somebody_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_below_a_folder_of_somebody_else(run, capsys):
     give(run.path.parents[2])
     submit = ["submit", "--backend", "local", "--name", "new", "--", "true"]
     assert main(submit) == 2

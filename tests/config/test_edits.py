@@ -25,7 +25,7 @@ task_args: {width: 3, blocks: [{dim: 1}, {dim: 2}], 0: zero}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG.replace(", 0: zero", ', "0": zero'))
 
@@ -154,7 +154,7 @@ def test_a_sweep_of_an_item(capsys):
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> LoadedConfig:
+def loaded(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ntrain: {steps: 7}\n")
     return load_config(file, environ={}, cwd=tmp_path)

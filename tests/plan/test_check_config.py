@@ -17,14 +17,14 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Workload
 
 
-def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
+def test_a_good_config_gives_its_plan(tmp_path):
     plan = plan_of(folder=tmp_path)
     # 869,504 parameters with 4 bytes for each value and 8 for AdamW
     assert plan.checkpoint_bytes == 10_434_048
     assert replace(plan, checkpoint_bytes=None) == plan_of()
 
 
-def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
+def test_problems_of_layout_data_and_model_together(tmp_path):
     overrides = ["train.device_batch_size=5", "train.global_batch_size=32", "model.num_heads=3"]
     overrides.append("data.source=missing.txt")
     assert [(problem.key, problem.origin) for problem in problems_of(*overrides, folder=tmp_path)] == [
@@ -35,7 +35,7 @@ def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
     ]
 
 
-def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
+def test_plan_prints_the_weights_of_a_mixture(tmp_path):
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text("hello world\n" * 10_000)
     mixture = "data.source={web.txt: 3, code.txt: 1}"
@@ -49,12 +49,12 @@ def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides", [["precision.float8=true", "precision.dtype=bf16"], ["model.vocab_size=100"]], ids=" ".join
 )
-def test_what_only_the_plan_and_the_data_show(tmp_path: Path, overrides: list[str]) -> None:
+def test_what_only_the_plan_and_the_data_show(tmp_path, overrides):
     [found] = problems_of(*overrides, folder=tmp_path)
     said(found.render())
 
 
-def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
+def test_float8_needs_blocks_that_are_compiled(tmp_path):
     machine = Machine(16, 1, ("H100",), "this machine has an H100")
     given = ["precision.float8=true", "precision.dtype=bf16", "parallel.compile=false"]
     [found] = problems_of(*given, machine=machine, folder=tmp_path)
@@ -62,7 +62,7 @@ def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
     plan_of(*given[:2], machine=machine, folder=tmp_path)
 
 
-def test_where_weights_are_not_sharded_none_are_gathered(tmp_path: Path) -> None:
+def test_where_weights_are_not_sharded_none_are_gathered(tmp_path):
     machine = Machine(16, 2, ("H100", "H100"), "this machine has two H100")
     given = ["precision.float8=gather", "launch.backend=local"]
     assert plan_of(*given, "parallel.dp_shard=2", machine=machine, folder=tmp_path).warnings == ()
@@ -78,14 +78,14 @@ def warnings_of(tmp_path: Path, gpus: dict[str, int], *overrides: str) -> tuple[
     return plan_of(*given, target=target, folder=tmp_path).warnings
 
 
-def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path: Path) -> None:
+def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path):
     said("\n".join(warnings_of(tmp_path, {"": 4})))
     said("\n".join(warnings_of(tmp_path, {"": 4, "zx81": 4})))
     said("\n".join(warnings_of(tmp_path, {"zx81": 4}, "resources.gpu_type=zx81")))
     said("\n".join(warnings_of(tmp_path, {}, "device=cuda", "resources.gpus_per_node=4")))
 
 
-def test_gpus_of_known_memory_are_checked(tmp_path: Path) -> None:
+def test_gpus_of_known_memory_are_checked(tmp_path):
     with pytest.raises(ConfigError) as error:
         warnings_of(tmp_path, {"h100": 4})
     assert [problem.key for problem in error.value.problems] == ["parallel.dp_shard"]
@@ -93,7 +93,7 @@ def test_gpus_of_known_memory_are_checked(tmp_path: Path) -> None:
     assert warnings_of(tmp_path, {"": 4}, "device=cpu", "model.preset=tiny") == ()
 
 
-def test_a_gpu_of_this_machine_that_is_unknown(tmp_path: Path) -> None:
+def test_a_gpu_of_this_machine_that_is_unknown(tmp_path):
     machine = Machine(16, 1, ("NVIDIA ZX81",), "this machine has 1 x NVIDIA ZX81")
     [warning] = plan_of(machine=machine, folder=tmp_path).warnings
     said(warning)

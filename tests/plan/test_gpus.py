@@ -53,7 +53,7 @@ from trainkit.plan.torch_build import release_problem
         ("NVIDIA RTX A6000", "RTX A6000", 49_140, 154.8e12),
     ],
 )
-def test_gpu(name: str, called: str, mib: int, peak: float | None) -> None:
+def test_gpu(name, called, mib, peak):
     gpu = find_gpu(name)
     assert (gpu.name, gpu.memory) == (called, mib * MIB)
     assert gpu.usable < gpu.memory <= gpu.most_memory
@@ -65,11 +65,11 @@ OTHERS = ("gpu", "", "NVIDIA Something New", "MIG device", "1g.10gb", "h1000", "
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
-def test_others_are_not_known(name: str) -> None:
+def test_others_are_not_known(name):
     assert find_gpu(name) is peak_flops(name, "fp16") is None
 
 
-def test_a_name_for_several_sizes() -> None:
+def test_a_name_for_several_sizes():
     """A plan assumes the most common size. A refusal assumes the largest."""
     a100, h100 = find_gpu("a100"), find_gpu("h100")
     assert h100 is not None
@@ -79,19 +79,19 @@ def test_a_name_for_several_sizes() -> None:
     assert exact.most_memory == exact.memory
 
 
-def test_every_name_that_is_offered_is_known() -> None:
+def test_every_name_that_is_offered_is_known():
     assert all(find_gpu(name) for name in known_gpus())
 
 
 @pytest.mark.parametrize(
     "version", ["2.11.0", "2.11.0+cu130", "2.11.0a0+git1a2b3c", "2.13.0", "3.0", "", "git"]
 )
-def test_releases_that_the_trainer_supports(version: str) -> None:
+def test_releases_that_the_trainer_supports(version):
     assert release_problem(version) is None
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.0+cu121", "2.10.0"])
-def test_older_ones_are_refused_by_name(version: str) -> None:
+def test_older_ones_are_refused_by_name(version):
     said("\n".join(release_problem(version)))
 
 
@@ -140,20 +140,13 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
         ((), NO_GPU, CLUSTER, (None, None), ("H100 80GB", 8, 8)),
     ],
 )  # fmt: skip
-def test_hardware(
-    overrides: tuple[str, ...],
-    machine: Machine,
-    target: Target,
-    typed: tuple[str | None, int | None],
-    found: tuple[str, int, int],
-    tmp_path: Path,
-) -> None:
+def test_hardware(overrides, machine, target, typed, found, tmp_path):
     result = find_hardware(config(tmp_path, *overrides), machine, target, *typed)
     assert (result.gpu.name, result.num_gpus, result.node_size) == found
     assert result.num_nodes * result.node_size == result.num_gpus
 
 
-def test_a_gpu_without_a_type_is_refused(tmp_path: Path) -> None:
+def test_a_gpu_without_a_type_is_refused(tmp_path):
     nameless = config(tmp_path, "resources.partition=nameless")
     with pytest.raises(UsageError) as error:
         find_hardware(nameless, NO_GPU, CLUSTER, None, None)
@@ -161,7 +154,7 @@ def test_a_gpu_without_a_type_is_refused(tmp_path: Path) -> None:
     assert error.value.hint
 
 
-def test_of_several_types_the_largest_counts(tmp_path: Path) -> None:
+def test_of_several_types_the_largest_counts(tmp_path):
     names = gpu_names(config(tmp_path), NO_GPU, CLUSTER)
     assert names == ["h100", "a100"]
     largest = known_gpu(names)

@@ -30,7 +30,7 @@ def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = 
     return found
 
 
-def test_what_fits_is_reported(tmp_path: Path) -> None:
+def test_what_fits_is_reported(tmp_path):
     full = "parallel.activation_checkpointing=full"
     plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
     said(plan.reasons["memory"])
@@ -38,18 +38,18 @@ def test_what_fits_is_reported(tmp_path: Path) -> None:
     said(tight.reasons["memory"])
 
 
-def test_too_large_a_batch(tmp_path: Path) -> None:
+def test_too_large_a_batch(tmp_path):
     found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
     said(found.render())
 
 
-def test_too_large_a_model(tmp_path: Path) -> None:
+def test_too_large_a_model(tmp_path):
     found = problem(tmp_path, cluster("a100-40gb"), "model.preset=70b", "train.device_batch_size=1")
     assert found.key == "parallel.dp_shard"
     said(found.message)
 
 
-def test_on_this_machine(tmp_path: Path) -> None:
+def test_on_this_machine(tmp_path):
     machine = Machine(16, 1, ("NVIDIA L4",), "this machine has 1 x NVIDIA L4")
     found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)
     assert (found.key, found.origin) == ("parallel.dp_shard", "")
@@ -64,11 +64,11 @@ def test_on_this_machine(tmp_path: Path) -> None:
         (cluster("h100"), ("device=cpu",)),
     ],
 )
-def test_silent_where_memory_is_not_known(target: Target, overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_silent_where_memory_is_not_known(target, overrides, tmp_path):
     assert "memory" not in check(tmp_path, target, *overrides).reasons
 
 
-def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
+def test_a_layout_that_the_model_does_not_allow(tmp_path):
     overrides = ("parallel.tp=8", "model.num_kv_heads=4", "train.device_batch_size=1")
     found = problem(tmp_path, cluster("h100"), *overrides)
     assert (found.key, found.origin) == ("parallel.tp", "--set parallel.tp=8")
@@ -76,7 +76,7 @@ def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
     assert problem(tmp_path, cluster("h100"), *overrides).key == "parallel.pp_microbatches"
 
 
-def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
+def test_a_model_that_is_larger_than_this_machine(tmp_path):
     small, large = (replace(NO_GPU, memory=size * 2**30) for size in (100, 101))
     options = ("device=cpu", "train.device_batch_size=1")
     found = problem(tmp_path, LOCAL, *options, machine=small)
@@ -90,7 +90,7 @@ def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
     check(tmp_path, Target("launcher", "two hosts", per="node"), *two, machine=small)
 
 
-def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path: Path) -> None:
+def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path):
     """A copy needs 12 bytes for each of 6.7 billion parameters, once per node."""
     options = ("resources.nodes=2", "train.device_batch_size=1", "parallel.dp_replicate=2")
     found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
@@ -100,7 +100,7 @@ def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path
     check(tmp_path, cluster("h200"), *options, 'resources.mem="0"')
 
 
-def test_no_memory_for_copies_on_this_machine(tmp_path: Path) -> None:
+def test_no_memory_for_copies_on_this_machine(tmp_path):
     names = ("NVIDIA H200",) * 2
     machine = replace(NO_GPU, num_gpus=2, gpu_names=names, gpu_reason="two", memory=64 * 2**30)
     found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)

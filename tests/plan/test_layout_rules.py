@@ -16,13 +16,7 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import StepWork
 
 
-def problems(
-    device_batch_size: int = 8,
-    seq_len: int = 64,
-    num_layers: int = 8,
-    accumulation_steps: int = 1,
-    **parallel: object,
-) -> list[str]:
+def problems(device_batch_size=8, seq_len=64, num_layers=8, accumulation_steps=1, **parallel):
     section = ParallelConfig.model_validate(parallel)
     shape = resolve_model_shape(ModelConfig(preset="nano", num_layers=num_layers), 257)
     layout = Layout(tp=section.tp, pp=section.pp, cp=section.cp)
@@ -44,7 +38,7 @@ def problems(
         {"tp": 2, "seq_len": 33, "sequence_parallel": False},  # the sequence is not split
     ],
 )
-def test_what_fits(parallel: dict[str, object]) -> None:
+def test_what_fits(parallel):
     assert problems(**parallel) == []  # type: ignore[arg-type]
 
 
@@ -81,17 +75,17 @@ pp: 8, num_layers: 8
 
 
 @pytest.mark.parametrize(("options", "message"), messages(PROBLEMS))
-def test_what_does_not(options: str, message: str) -> None:
+def test_what_does_not(options, message):
     assert problems(**yaml.safe_load(f"{{{options}}}")) == [message]
 
 
-def test_degrees_that_no_number_of_copies_makes_up_for() -> None:
+def test_degrees_that_no_number_of_copies_makes_up_for():
     with pytest.raises(ConfigError) as error:
         make_layout(ParallelConfig(tp=2, pp=4), 12)
     said(str(error.value))
 
 
-def test_a_layout_in_words() -> None:
+def test_a_layout_in_words():
     words = make_layout(ParallelConfig(tp=2, pp=2), 8)[1]
     said(words)
 
@@ -109,7 +103,7 @@ SHARDED, COPIED = (f"(derived from parallel.{key}: -1)" for key in ("dp_shard", 
         (2, 2, 4, (2, 2), "2 replicas, each sharded over 2 processes"),
     ],
 )
-def test_layout(replicate: int, shard: int, world_size: int, layout: tuple[int, int], reason: str) -> None:
+def test_layout(replicate, shard, world_size, layout, reason):
     parallel = ParallelConfig(dp_replicate=replicate, dp_shard=shard)
     assert make_layout(parallel, world_size) == (Layout(*layout), reason)
 
@@ -131,14 +125,14 @@ REFUSED = """
 
 
 @pytest.mark.parametrize(("numbers", "message"), messages(REFUSED))
-def test_refused(numbers: str, message: str) -> None:
+def test_refused(numbers, message):
     replicate, shard, world_size = map(int, numbers.split())
     with pytest.raises(ConfigError) as error:
         make_layout(ParallelConfig(dp_replicate=replicate, dp_shard=shard), world_size)
     assert error.value.message == message
 
 
-def test_degrees_of_the_model_count() -> None:
+def test_degrees_of_the_model_count():
     parallel = ParallelConfig(dp_replicate=2, dp_shard=-1, tp=2, pp=2)
     assert make_layout(parallel, 16)[0] == Layout(2, 2, tp=2, pp=2)
     with pytest.raises(ConfigError, match="does not divide 12 processes / 4 \\(tp x pp x cp\\)"):
@@ -151,7 +145,7 @@ def test_degrees_of_the_model_count() -> None:
     st.integers(1, 3),
     st.integers(1, 64),
 )
-def test_a_layout_covers_all_processes(replicate: int, shard: int, tp: int, world_size: int) -> None:
+def test_a_layout_covers_all_processes(replicate, shard, tp, world_size):
     try:
         layout, _ = make_layout(ParallelConfig(dp_replicate=replicate, dp_shard=shard, tp=tp), world_size)
     except ConfigError:

@@ -30,7 +30,7 @@ def problems(machine: Machine, *overrides: str, target: Target = LOCAL) -> list[
     return [problem.render() for problem in problems_of(*overrides, machine=machine, target=target)]
 
 
-def test_whole_plan() -> None:
+def test_whole_plan():
     made = plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.grace_s=30")
     said("\n".join(f"{key} = {reason}" for key, reason in made.reasons.items()))
     assert replace(made, reasons={}) == LaunchPlan(
@@ -70,9 +70,7 @@ def test_whole_plan() -> None:
         (CPU, ("resources.gpus_per_node=4",), "cpu", 4, "resources.gpus_per_node: 4 was requested"),
     ],
 )
-def test_workers(
-    machine: Machine, overrides: tuple[str, ...], device: str, workers: int, reason: str
-) -> None:
+def test_workers(machine, overrides, device, workers, reason):
     made = plan(machine, *overrides)
     assert (made.device, made.workers_per_node, made.reasons["workers_per_node"]) == (device, workers, reason)
 
@@ -85,7 +83,7 @@ def test_workers(
         (("resources.cpus_per_gpu=3",), 3, "resources.cpus_per_gpu: 3 was requested"),
     ],
 )
-def test_threads(overrides: tuple[str, ...], threads: int, reason: str) -> None:
+def test_threads(overrides, threads, reason):
     made = plan(CPU, *overrides)
     assert (made.threads_per_worker, made.reasons["threads_per_worker"]) == (threads, reason)
 
@@ -108,12 +106,12 @@ TOO_MANY = """
 
 
 @pytest.mark.parametrize(("typed", "problem"), messages(TOO_MANY))
-def test_more_than_this_machine_has(typed: str, problem: str) -> None:
+def test_more_than_this_machine_has(typed, problem):
     num_gpus, *overrides = typed.split()
     assert problems(GPUS if num_gpus == "4" else CPU, *overrides) == [problem]
 
 
-def test_the_ranks_of_another_launcher() -> None:
+def test_the_ranks_of_another_launcher():
     """The ranks of one host run on this machine, and have started."""
     hosts = Target("launcher", "launcher: torchrun", node_sizes=(4, 4), per="gpu")
     made = plan(GPUS, target=hosts)
@@ -125,13 +123,13 @@ def test_the_ranks_of_another_launcher() -> None:
     said(found)
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_at_once():
     typed = ("train.global_batch_size=32", "train.device_batch_size=8")
     found = problems(CPU, "device=cuda", "resources.nodes=3", "parallel.dp_replicate=2", *typed)
     said("\n".join(found))
 
 
-def test_thousands_of_nodes_are_nothing_special() -> None:
+def test_thousands_of_nodes_are_nothing_special():
     begin = time.perf_counter()
     many = replace(CPU, num_cpus=4096)
     asked = ("resources.nodes=4096", "resources.gpus_per_node=8", "train.global_batch_size=null")
@@ -141,13 +139,13 @@ def test_thousands_of_nodes_are_nothing_special() -> None:
     assert time.perf_counter() - begin < 1.0
 
 
-def test_what_only_slurm_knows_has_no_effect_without_it() -> None:
+def test_what_only_slurm_knows_has_no_effect_without_it():
     made = plan(CPU, "resources.spare_nodes=2", "requeue.follow_ups=3", "resources.partition=gpu")
     assert (made.num_nodes, made.spare_nodes, made.slurm) == (1, 0, None)
     assert "spare_nodes" not in made.reasons
 
 
-def test_a_step_that_binds_one_gpu_to_each_task() -> None:
+def test_a_step_that_binds_one_gpu_to_each_task():
     """The first task plans the run and sees only one GPU. The other ranks check their GPUs themselves."""
     one = replace(GPUS, num_gpus=1, gpu_names=("A100",))
     tasks = Target("srun", "srun: 8 tasks", node_sizes=(4, 4), per="gpu")
@@ -165,7 +163,7 @@ def test_a_step_that_binds_one_gpu_to_each_task() -> None:
 
 
 @pytest.mark.parametrize("command", [None, ("python", "train.py", "--lr", "1")])
-def test_round_trip(command: tuple[str, ...] | None) -> None:
+def test_round_trip(command):
     made = launch_plan(workload=Workload(command or ()))
     written = json.loads(json.dumps(made.to_dict()))
     assert written["world_size"] == 4
@@ -173,7 +171,7 @@ def test_round_trip(command: tuple[str, ...] | None) -> None:
     assert LaunchPlan.from_dict(written) == made
 
 
-def test_the_keys_of_records_lie_in_the_file_itself() -> None:
+def test_the_keys_of_records_lie_in_the_file_itself():
     environment = WorkerEnvironment({"A": "b"}, "debug", ("python", "-u"), "/venv", "pyxis")
     slurm = SlurmRequest({"nodes": 2}, gpu_types={"a": "h100"}, fills_nodes=True)
     made = launch_plan(workload=Workload(("x",), "torchrun", "TERM"), environment=environment, slurm=slurm)
@@ -188,7 +186,7 @@ def test_the_keys_of_records_lie_in_the_file_itself() -> None:
     assert LaunchPlan.from_dict(json.loads(json.dumps(written))) == made
 
 
-def test_a_damaged_plan_and_one_with_more_keys() -> None:
+def test_a_damaged_plan_and_one_with_more_keys():
     made = launch_plan()
     newer = {**made.to_dict(), "new": 1}
     newer["requeue"] = {**newer["requeue"], "new": 1}
@@ -206,6 +204,6 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
             LaunchPlan.from_dict(damaged)  # type: ignore[arg-type]
 
 
-def test_newer_plan() -> None:
+def test_newer_plan():
     with pytest.raises(UsageError, match=r"plan\.json has version 2, but this trainkit version supports 1"):
         LaunchPlan.from_dict({**launch_plan().to_dict(), "version": 2})

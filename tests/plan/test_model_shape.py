@@ -34,12 +34,12 @@ from trainkit.plan.step_work import attends_in_blocks
         ("350m", 32_000, False, 367_969_280),  # GaLore: 368M
     ],
 )
-def test_published_sizes(preset: Preset, vocab_size: int, tied: bool, params: int) -> None:
+def test_published_sizes(preset, vocab_size, tied, params):
     model = ModelConfig(preset=preset, vocab_size=vocab_size, tie_embeddings=tied)
     assert num_params(resolve_model_shape(model, vocab_size)) == params
 
 
-def test_small_presets_are_small_and_grow() -> None:
+def test_small_presets_are_small_and_grow():
     def size(preset: Preset) -> int:
         return num_params_between_embeddings(resolve_model_shape(ModelConfig(preset=preset), 256))
 
@@ -49,11 +49,11 @@ def test_small_presets_are_small_and_grow() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_the_schema_knows_every_preset() -> None:
+def test_the_schema_knows_every_preset():
     assert get_args(Preset) == tuple(PRESETS)
 
 
-def test_the_config_overrides_the_preset() -> None:
+def test_the_config_overrides_the_preset():
     model = ModelConfig(
         preset="nano", dim=96, num_layers=3, num_heads=6, num_kv_heads=3, ffn_dim=100, norm_eps=1e-6,
         rope_theta=500.0, dropout=0.1, tie_embeddings=True, vocab_size=300,
@@ -62,7 +62,7 @@ def test_the_config_overrides_the_preset() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "vocab_size"), [(1, 64), (64, 64), (65, 128), (257, 320), (50257, 50304)])
-def test_vocabulary_is_padded(tokens: int, vocab_size: int) -> None:
+def test_vocabulary_is_padded(tokens, vocab_size):
     assert resolve_model_shape(ModelConfig(), tokens).vocab_size == vocab_size
 
 
@@ -84,7 +84,7 @@ SEVERAL = ("dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1", "vocab num_
 
 
 @pytest.mark.parametrize(("changes", "message"), [*messages(MISFITS), SEVERAL])
-def test_shapes_that_do_not_fit(changes: str, message: str) -> None:
+def test_shapes_that_do_not_fit(changes, message):
     with pytest.raises(ConfigError) as error:
         resolve_model_shape(ModelConfig.model_validate(yaml.safe_load(f"{{{changes}}}")), 257)
     found = [problem.render() for problem in error.value.problems]
@@ -92,7 +92,7 @@ def test_shapes_that_do_not_fit(changes: str, message: str) -> None:
     assert all(words in text for words, text in zip(expected, found, strict=True))
 
 
-def test_flops_per_token() -> None:
+def test_flops_per_token():
     shape = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, False, 0.0)
     # A block has q and o with 2 * 4 * 4, k and v with 2 * 4 * 2, feed-forward with 3 * 4 * 6, and norms with
     # 2 * 4. The last norm adds 4 and the head 40.
@@ -102,7 +102,7 @@ def test_flops_per_token() -> None:
     assert flops_per_token(shape, 8) == 6 * matmul_params + 12 * 2 * 4 * 8
 
 
-def test_attention_computes_the_mask_of_documents_where_it_is_compiled_in_half_precision() -> None:
+def test_attention_computes_the_mask_of_documents_where_it_is_compiled_in_half_precision():
     shape = resolve_model_shape(ModelConfig(preset="mini"), 257)
     compiled, plain = ParallelConfig(), ParallelConfig(compile=False)
     assert attends_in_blocks(compiled, shape, "bf16", "cuda")
@@ -113,7 +113,7 @@ def test_attention_computes_the_mask_of_documents_where_it_is_compiled_in_half_p
     assert not attends_in_blocks(compiled, small_heads, "bf16", "cuda")
 
 
-def test_a_tied_head_is_multiplied_all_the_same() -> None:
+def test_a_tied_head_is_multiplied_all_the_same():
     tied = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, True, 0.0)
     untied = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, False, 0.0)
     assert num_params(untied) - num_params(tied) == 40

@@ -1,7 +1,6 @@
 """Tests that profiles and model configs name GPUs and suit them."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ DEPTHS = {"conservative": 12, "balanced": 16, "aggressive": 20}
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
+def test_memory_is_what_the_profile_says(name, tmp_path):
     text = (shipped_configs() / "profiles" / f"{name}.yaml").read_text()
     said = re.search(r"a peak of about ([\d.]+) GiB each, (\d+) %", text)
     assert said is not None
@@ -36,13 +35,13 @@ def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_one_gpu_reads_the_same_samples_a_step(name: str, tmp_path: Path) -> None:
+def test_one_gpu_reads_the_same_samples_a_step(name, tmp_path):
     loaded = load_config(shipped_configs() / "quickstart.yaml", profile=name, environ={}, cwd=tmp_path)
     train = loaded.config.train
     assert train.global_batch_size == 2 * train.device_batch_size
 
 
-def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path: Path) -> None:
+def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path):
     tried = []
     for file in sorted((shipped_configs() / "models").glob("*.yaml")):
         said = re.search(r"trainkit plan models/(\S+) --gpus (\d+) --gpu-type (\S+)", file.read_text())

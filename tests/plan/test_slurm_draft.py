@@ -35,7 +35,7 @@ def problems(*overrides: str, cluster: Cluster = WEST, per: str = "gpu") -> list
     return [problem.render() for problem in error.value.problems]
 
 
-def test_everything_from_the_default_partition() -> None:
+def test_everything_from_the_default_partition():
     made = plan()
     assert (made.device, made.workers_per_node, made.threads_per_worker, made.world_size) == ("cuda", 8, 8, 8)
     assert made.slurm.version == (24, 5, 2)
@@ -57,7 +57,7 @@ def test_everything_from_the_default_partition() -> None:
         (("resources.cpus_per_gpu=3",), 8, 3),
     ],
 )
-def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads: int) -> None:
+def test_gpus_and_their_cores(overrides, workers, threads):
     made = plan(*overrides)
     assert (made.workers_per_node, made.threads_per_worker) == (workers, threads)
 
@@ -74,20 +74,18 @@ def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads:
         (("resources.partition=cpu",), False),
     ],
 )
-def test_an_exclusive_job_uses_all_cpus_unless_their_number_is_given(
-    overrides: tuple[str, ...], fills: bool
-) -> None:
+def test_an_exclusive_job_uses_all_cpus_unless_their_number_is_given(overrides, fills):
     assert plan("resources.extra={exclusive: true}", *overrides).slurm.fills_nodes == fills
 
 
-def test_a_partition_without_gpus() -> None:
+def test_a_partition_without_gpus():
     made = plan("resources.partition=cpu", "resources.gpus_per_node=4")
     assert (made.device, made.workers_per_node, made.threads_per_worker) == ("cpu", 4, None)
     said(made.reasons["device"])
     assert not {"gpus-per-node", "gres", "cpus-per-task"} & set(made.slurm.sbatch)
 
 
-def test_the_default_time_of_the_partition() -> None:
+def test_the_default_time_of_the_partition():
     made = plan("resources.time=null", "requeue.grace_s=200")
     said(made.reasons["time"])
     said(made.reasons["notice"])
@@ -97,25 +95,25 @@ def test_the_default_time_of_the_partition() -> None:
     said(longest.reasons["time"])
 
 
-def test_no_limit_at_all_needs_no_earlier_notice() -> None:
+def test_no_limit_at_all_needs_no_earlier_notice():
     free = replace(WEST, partitions=(replace(GPU, max_time_s=None),))
     made = plan("resources.time='0'", cluster=free)
     assert "notice" not in made.reasons
     assert made.grace_s == 120
 
 
-def test_cuda_without_a_gpu_is_reported_once() -> None:
+def test_cuda_without_a_gpu_is_reported_once():
     said("\n".join(problems("device=cuda", "resources.partition=cpu")))
 
 
-def test_processes_that_no_node_has_a_core_for() -> None:
+def test_processes_that_no_node_has_a_core_for():
     asked = ("resources.partition=cpu", "resources.gpus_per_node=97", "train.device_batch_size=1")
     said(problems(*asked)[0])
     assert plan(*asked, per="node").workers_per_node == 97  # the single task gets one core from Slurm
     assert plan(*asked, "resources.extra={overcommit: true}").workers_per_node == 97
 
 
-def test_a_cluster_of_which_nothing_is_known() -> None:
+def test_a_cluster_of_which_nothing_is_known():
     unknown = Cluster("unknown", reason="unknown: nobody said anything")
     said("\n".join(problems(cluster=unknown)))
     [found] = problems("device=cuda", cluster=unknown)
@@ -125,7 +123,7 @@ def test_a_cluster_of_which_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize("overrides", [(), ("device=cuda",)])
-def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tuple[str, ...]) -> None:
+def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides):
     away = Cluster("unknown", error="Slurm did not answer (connect failure)")
     with pytest.raises(SlurmError, match=r"is auto, .* is unknown: Slurm did not answer") as error:
         plan(*overrides, cluster=away)
@@ -134,7 +132,7 @@ def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tu
     assert plan("device=cpu", cluster=away).device == "cpu"
 
 
-def test_thousands_of_kinds_of_nodes() -> None:
+def test_thousands_of_kinds_of_nodes():
     kinds = tuple(NodeKind(1, 64, 512_000, {"h100": 8}, (f"rack{number}",)) for number in range(4096))
     cluster = replace(WEST, partitions=(replace(GPU, nodes=kinds),))
     begin = time.process_time()
@@ -143,7 +141,7 @@ def test_thousands_of_kinds_of_nodes() -> None:
     assert time.process_time() - begin < 0.5
 
 
-def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too() -> None:
+def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too():
     assert plan("resources.nodes=2").workers_per_node == 8
     assert plan("resources.nodes=2", "resources.spare_nodes=1").workers_per_node == 4
 
@@ -159,7 +157,7 @@ partition=small spare_nodes=2
 
 
 @pytest.mark.parametrize(("typed", "problem"), messages(SPARE))
-def test_spare_nodes_count_against_the_limits(typed: str, problem: str) -> None:
+def test_spare_nodes_count_against_the_limits(typed, problem):
     small = Partition("small", max_nodes=2, nodes=CPU.nodes)
     cluster = replace(WEST, partitions=(GPU, small))
     given = [f"resources.{word}" for word in (*typed.split(), "gpus_per_node=1")]
@@ -167,7 +165,7 @@ def test_spare_nodes_count_against_the_limits(typed: str, problem: str) -> None:
     assert any(problem in text for text in found)
 
 
-def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
+def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key():
     said("\n".join(problems("resources.extra={no-kill: true}")))
     said(problems("launch.srun_extra={nodelist: h1}")[0])
     said(problems("launch.srun_extra={export: NONE}")[0])
@@ -178,7 +176,7 @@ def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
     plan("resources.extra={tres-per-task: 'license/matlab:1'}")
 
 
-def test_what_is_unusual_of_a_partition_is_said() -> None:
+def test_what_is_unusual_of_a_partition_is_said():
     mixed = replace(
         GPU, is_up=False, nodes=(NodeKind(2, 64, 512_000, {"h100": 2, "h100_1g.10gb": 6, "": 1}),)
     )
@@ -203,12 +201,12 @@ def test_what_is_unusual_of_a_partition_is_said() -> None:
         ("[]", "no-requeue"),
     ],
 )
-def test_slurm_starts_a_job_again_only_where_that_is_wanted(on: str, option: str) -> None:
+def test_slurm_starts_a_job_again_only_where_that_is_wanted(on, option):
     sbatch = plan(f"requeue.on={on}").slurm.sbatch
     assert {name: sbatch[name] for name in ("requeue", "no-requeue") if name in sbatch} == {option: True}
 
 
-def test_the_expedited_requeue_is_for_those_who_want_it() -> None:
+def test_the_expedited_requeue_is_for_those_who_want_it():
     for wanted, value in ((True, "expedite"), (False, True), (None, True)):
         made = plan(cluster=replace(WEST, expedited_requeue=wanted))
         assert made.slurm.sbatch["requeue"] == value
@@ -228,7 +226,7 @@ LEFT_OUT = """
 
 
 @pytest.mark.parametrize(("case", "reason"), messages(LEFT_OUT))
-def test_bad_nodes_are_left_out_as_long_as_enough_are_left(case: str, reason: str) -> None:
+def test_bad_nodes_are_left_out_as_long_as_enough_are_left(case, reason):
     nodes, left_out = case.split()
     cluster = replace(WEST, bad_nodes=BAD, forget_hint="`rm x` forgets that")
     given = (f"resources.nodes={nodes}", "resources.gpus_per_node=1", "train.device_batch_size=1")
@@ -237,7 +235,7 @@ def test_bad_nodes_are_left_out_as_long_as_enough_are_left(case: str, reason: st
     assert made.reasons["exclude"] == reason
 
 
-def test_a_bad_node_that_the_config_asks_for_is_used() -> None:
+def test_a_bad_node_that_the_config_asks_for_is_used():
     cluster = replace(WEST, bad_nodes=BAD)
     made = plan("resources.extra.nodelist=h[2-3]", "resources.gpus_per_node=1", cluster=cluster)
     assert made.slurm.sbatch["exclude"] == "h1"
@@ -246,7 +244,7 @@ def test_a_bad_node_that_the_config_asks_for_is_used() -> None:
     assert made.slurm.sbatch["exclude"] == "h3,h1"
 
 
-def test_bad_nodes_and_those_that_the_config_names() -> None:
+def test_bad_nodes_and_those_that_the_config_names():
     cluster = replace(WEST, bad_nodes=BAD)
     made = plan("resources.exclude=h[5-6]", "resources.gpus_per_node=1", cluster=cluster)
     assert made.slurm.sbatch["exclude"] == "h[5-6],h3,h1"
@@ -265,12 +263,12 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
         ("gpu", "ntasks-per-gpu: 2"),
     ],
 )
-def test_bindings_that_leave_a_rank_without_a_gpu_of_its_own(per: str, bound: str) -> None:
+def test_bindings_that_leave_a_rank_without_a_gpu_of_its_own(per, bound):
     [problem] = problems(f"launch.srun_extra={{{bound}}}", per=per)
     said(problem)
 
 
-def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:
+def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said():
     bound = "launch.srun_extra={gpus-per-task: 1}"
     made = plan(bound)
     assert made.slurm.srun["gpus-per-task"] == 1

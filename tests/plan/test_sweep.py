@@ -1,7 +1,6 @@
 """Tests the values of ``--sweep``, and how configs differ."""
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,14 +29,14 @@ from trainkit.run.files import changed, difference
         ("seed=7", (7,)),
     ],
 )
-def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> None:
+def test_values_are_those_of_a_yaml_list(text, values):
     key, found = parse_axis(text)
     assert (key, found) == (text.partition("=")[0], [*values])
     assert [type(value) for value in found] == [type(value) for value in values]
 
 
 @pytest.mark.parametrize("raw", ["()", "choice()", "{ }"])
-def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
+def test_no_hint_is_a_list_of_nothing(raw):
     assert _meant_values(("optimizer", "lr"), raw) is None
     said("\n".join(_cut_setting(["submit", "--set", "lr", "0.1"])))
 
@@ -46,21 +45,21 @@ def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
     "text",
     ["=1", "seed=", "seed=1,,2", "seed=1],[2", "seed=1 # 2", "seed=1,2,1", "optimizer.lrr=1", "name=a,b"],
 )
-def test_what_is_no_sweep(text: str) -> None:
+def test_what_is_no_sweep(text):
     with pytest.raises(UsageError) as caught:
         parse_axis(text)
     said(f"{caught.value.message}\n{caught.value.hint}")
 
 
-def test_numbers_that_are_equal_but_not_the_same_value_are_two_points() -> None:
+def test_numbers_that_are_equal_but_not_the_same_value_are_two_points():
     assert parse_axis("optimizer.lr=1,1.0")[1] == [1, 1.0]
 
 
-def test_environment_variables_get_values_as_they_are_written() -> None:
+def test_environment_variables_get_values_as_they_are_written():
     assert parse_axis("launch.env.A=1e-4,007,true,x,'2'")[1] == ["1e-4", "007", "true", "x", "2"]
 
 
-def test_a_command_can_contain_swept_values() -> None:
+def test_a_command_can_contain_swept_values():
     command = ("python", "train.py", "--lr={lr}", '{"lr": {lr}}', "{optimizer.lr}", "{other}")
     trials = sweep_trials(["lr=1e-4,3e-4", "optimizer.lr=0.5"], command)
     assert trials == [{"lr": "1e-4", "optimizer.lr": 0.5}, {"lr": "3e-4", "optimizer.lr": 0.5}]
@@ -71,7 +70,7 @@ def test_a_command_can_contain_swept_values() -> None:
     said(caught.value.hint)
 
 
-def test_every_combination_the_last_key_fastest() -> None:
+def test_every_combination_the_last_key_fastest():
     assert sweep_trials(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == [
         {"optimizer.lr": 1e-4, "seed": 1},
         {"optimizer.lr": 1e-4, "seed": 2},
@@ -80,18 +79,18 @@ def test_every_combination_the_last_key_fastest() -> None:
     ]
 
 
-def test_a_key_has_one_axis() -> None:
+def test_a_key_has_one_axis():
     with pytest.raises(UsageError, match="--sweep seed appears twice"):
         sweep_trials(["seed=1", "seed=2"])
 
 
-def test_a_typing_error_does_not_make_a_million_runs() -> None:
+def test_a_typing_error_does_not_make_a_million_runs():
     hundred = ",".join(map(str, range(100)))
     with pytest.raises(UsageError, match="1,000,000 combinations; the maximum is 100,000"):
         sweep_trials([f"seed={hundred}", f"train.steps={hundred}", f"data.seq_len={hundred}"])
 
 
-def test_for_people() -> None:
+def test_for_people():
     said(shown({"optimizer.lr": 0.1, "data.source": "a b", "train.epochs": None}))
     assert short_keys(["optimizer.lr", "train.steps"]) == ["lr", "steps"]
     assert short_keys(["model.dropout", "other.dropout", "seed"]) == [
@@ -102,7 +101,7 @@ def test_for_people() -> None:
     assert parse_axis("seed=1") == ("seed", [1])
 
 
-def test_a_difference_names_only_what_changed() -> None:
+def test_a_difference_names_only_what_changed():
     base = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": {"x": 1}}
     other = {"a": {"b": 2, "c": [1, 2]}, "d": 0, "e": {"y": 1}, "f": {}}
     assert difference(base, other) == {"a.b": 2, "d": 0, "e": {"y": 1}, "f": {}}
@@ -111,7 +110,7 @@ def test_a_difference_names_only_what_changed() -> None:
     assert difference({"env": {"A": 1}}, {"env": {"A": 1, "b.c": 2}}) == {"env": {"A": 1, "b.c": 2}}
 
 
-def test_changes_leave_the_base_as_it_is() -> None:
+def test_changes_leave_the_base_as_it_is():
     base = {"a": {"b": {"c": 1}}}
     assert changed(base, {"a.b.c": 2}) == {"a": {"b": {"c": 2}}}
     assert base == {"a": {"b": {"c": 1}}}
@@ -127,7 +126,7 @@ _TOP = st.fixed_dictionaries({"x": _VALUES, "y": _VALUES, "z": _VALUES})
 
 
 @given(_TOP, _TOP)
-def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other: dict[str, Any]) -> None:
+def test_any_difference_leads_from_one_to_the_other(base, other):
     assert json.dumps(changed(base, difference(base, other)), sort_keys=True) == json.dumps(
         other, sort_keys=True
     )
@@ -137,13 +136,10 @@ def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other:
     ("command", "hint"),
     [
         ((), "for example --sweep data.source=…"),
-        (
-            ("python", "{data}"),
-            "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
-        ),
+        (("python", "{data}"), "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND"),
     ],
 )
-def test_a_section_is_no_axis(command: tuple[str, ...], hint: str) -> None:
+def test_a_section_is_no_axis(command, hint):
     with pytest.raises(UsageError, match=r"data is a section of the config") as raised:
         parse_axis("data=/a,/b", command)
     assert raised.value.hint == hint

@@ -18,7 +18,7 @@ from trainkit.plan.workload import Workload, name_of, out_of_reach
         ("", None),
     ],
 )
-def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None:
+def test_a_run_is_named_after_its_script(command, name):
     assert name_of(command.split()) == name
 
 
@@ -49,7 +49,7 @@ def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None
         ("./train", False),
     ],
 )
-def test_whether_a_command_line_says_that_it_reads_standard_input(command: str, reads: bool) -> None:
+def test_whether_a_command_line_says_that_it_reads_standard_input(command, reads):
     assert Workload(tuple(command.split())).reads_input is reads
 
 

@@ -17,9 +17,7 @@ NOON = 1700000000
 NUM_TASKS = 10_000
 
 
-def queue_line(
-    job: int, array: int = 0, task: str = "N/A", state: str = "RUNNING", restarts: int = 0, **more: str
-) -> str:
+def queue_line(job, array=0, task="N/A", state="RUNNING", restarts=0, **more):
     """Return one record of squeue, as 22.05 printed it."""
     known = {"reason": "None", "nodes": "n[1-2]", "exit_code": "0", "name": "quick"} | more
     fields = [
@@ -30,9 +28,7 @@ def queue_line(
     return FIELD.join(fields) + f"{RECORD}\n"
 
 
-def accounting_line(
-    job_id: str, state: str = "COMPLETED", exit_code: str = "0:0", name: str = "quick", start: int = NOON + 60
-) -> str:
+def accounting_line(job_id, state="COMPLETED", exit_code="0:0", name="quick", start=NOON + 60):
     """Return one record of sacct."""
     times = (str(start), str(start + 60))
     return FIELD.join([job_id, state, "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"

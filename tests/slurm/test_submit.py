@@ -36,7 +36,7 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _impatient(monkeypatch):
     monkeypatch.setattr(submit, "time", Clock())
     monkeypatch.setattr(submit, "SETTLE_S", 0.6)
     monkeypatch.setattr(submit, "POLL_INTERVAL_S", 0.1)
@@ -44,7 +44,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path):
     path = tmp_path / "a b;'$(exit).sbatch"
     path.write_text(f"#!/bin/bash\n#SBATCH --comment={MARK}\n")
     return path

@@ -79,7 +79,7 @@ class Script:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Script:
+def script(tmp_path):
     return Script(tmp_path)
 
 

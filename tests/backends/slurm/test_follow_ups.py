@@ -44,7 +44,7 @@ ENDED = SlurmJob("7", JobState.FAILED, "FAILED", exit_code=75)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """Return a run whose first attempt is Slurm's job 7."""
     attempt = make_attempt(tmp_path / "run")
     attempt.script_file.write_text("#!/bin/bash\n")
@@ -60,9 +60,7 @@ class Sbatch:
         self.last = 99
         monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
-    def submit(
-        self, script: Path, *, token: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
-    ) -> str:
+    def submit(self, script, *, token, extra_argv, is_only_job, **more):
         assert not is_only_job  # a search for its script would find the first job
         new_id = 8 + len(self.calls)
         if new_id > self.last:
@@ -72,12 +70,12 @@ class Sbatch:
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+def sbatch(monkeypatch):
     return Sbatch(monkeypatch)
 
 
 @pytest.fixture
-def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def cancelled(monkeypatch):
     """Return the list of jobs that are cancelled in the queue."""
     ids: list[str] = []
     monkeypatch.setattr(slurm_backend, "cancel_waiting", ids.extend)

@@ -66,7 +66,7 @@ class Slurm:
 
 
 @pytest.fixture
-def connect(monkeypatch: pytest.MonkeyPatch) -> Any:
+def connect(monkeypatch):
     def connected(slurm: Slurm) -> Slurm:
         monkeypatch.setattr(group_parts, "submit_script", slurm.submit)
         monkeypatch.setattr(group_parts, "find_by_token", slurm.find)

@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +35,7 @@ SAYS = f"sbatch: Job 9 to start at {int(START.timestamp())} using 64 processors 
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def fake(tmp_path, monkeypatch):
     fake = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", fake.environ["PATH"])
     (fake.folder / "bin").mkdir(parents=True)

@@ -40,7 +40,7 @@ def on_slurm(attempt: AttemptDir, backend: str = "sbatch", job_id: str = "7") ->
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     return on_slurm(make_attempt(tmp_path / "run"))
 
 
@@ -69,7 +69,7 @@ class Sbatch:
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+def sbatch(monkeypatch):
     return Sbatch(monkeypatch)
 
 

@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ STEP |= {"SLURM_STEP_NODELIST": "node[18,1]", "SLURM_STEP_LAUNCHER_PORT": "40123
 
 
 @pytest.fixture(autouse=True)
-def no_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_scontrol(monkeypatch):
     """Make host lists be parsed without scontrol, as on a node without Slurm's commands."""
     monkeypatch.setenv("PATH", "/nowhere")
 
@@ -96,7 +95,7 @@ def test_what_cannot_be_is_refused(changes, word):
 
 
 @pytest.fixture
-def child() -> Iterator[tuple[StepListener, int, socket.socket]]:
+def child():
     """Return a listener, its process, and the other end of a connection that is open during its start."""
     before, known = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS), set(descendants(os.getpid()))
     ours, other = socket.socketpair()

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import launch_plan
 from tests.support.said import said
 from trainkit.backends.slurm import step
@@ -41,7 +40,7 @@ def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2
 
 
 @pytest.fixture(autouse=True)
-def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def resolvable(monkeypatch):
     """Return the names and addresses that resolve on this host."""
     names = {"host0", "host1"}
     monkeypatch.setattr(step, "resolves", lambda name: name in names)
@@ -50,7 +49,7 @@ def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.fixture
-def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(fake, monkeypatch):
     """Return a Slurm whose host0 has the NodeAddr 10.0.0.10, host1 has 10.0.0.11, and so on."""
     show = 'for name; do :; done; echo "NodeName=$name Arch=x86 NodeAddr=10.0.0.1${name#host} NodeHostName=h"'
     fake.add("scontrol", show)
