@@ -9,11 +9,11 @@ from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
 
 
-def load(tmp_path: Path, files: dict[str, str], **options: object) -> LoadedConfig:
+def load(tmp_path: Path, files: dict[str, str], main: str = "run.yaml", **options: object) -> LoadedConfig:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return load_config("run.yaml", cwd=tmp_path, environ={}, **options)  # type: ignore[arg-type]
+    return load_config(main, cwd=tmp_path, environ={}, **options)  # type: ignore[arg-type]
 
 
 def message(tmp_path: Path, files: dict[str, str], **options: object) -> str:
@@ -38,15 +38,11 @@ def test_later_files_win_and_this_file_wins_over_all(tmp_path):
 
 
 def test_one_file_extended_twice_is_no_circle(tmp_path):
-    files = {
-        "run.yaml": "extends: [a.yaml, b.yaml]\n",
-        "a.yaml": "extends: base.yaml\nseed: 1\n",
-        "b.yaml": "extends: base.yaml\nname: b\n",
-        "base.yaml": "seed: 9\nname: base\n",
-    }
-    assert load(tmp_path, files).config.name == "b"
+    files = {"run.yaml": "extends: [a.yaml, b.yaml]\n", "base.yaml": "seed: 9\nname: base\n"}
+    files |= {"a.yaml": "extends: base.yaml\nseed: 1\n", "b.yaml": "extends: base.yaml\nname: b\n"}
+    config = load(tmp_path, files).config
     # The second visit of base.yaml comes after a.yaml, so the second visit wins.
-    assert load(tmp_path, files).config.seed == 9
+    assert (config.name, config.seed) == ("b", 9)
 
 
 REFUSED = {
@@ -76,10 +72,7 @@ def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path):
 @pytest.mark.parametrize("place", ["sub/profiles", "profiles", "configs/profiles"])
 def test_profile_places(tmp_path, place):
     files = {"sub/run.yaml": "seed: 1\n", f"{place}/fast.yaml": "seed: 2\n"}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    loaded = load_config("sub/run.yaml", profile="fast", cwd=tmp_path, environ={})
+    loaded = load(tmp_path, files, "sub/run.yaml", profile="fast")
     assert (loaded.config.seed, loaded.origins["seed"]) == (2, f"{place}/fast.yaml:1")
 
 

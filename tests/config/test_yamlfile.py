@@ -108,12 +108,9 @@ def test_missing_file_and_folder(tmp_path):
     said(problem(tmp_path).partition(": ")[2])
 
 
-@pytest.mark.parametrize("text", ["a # b", "#x", "[1, 2] # c"])
-def test_what_yaml_would_drop_on_a_command_line_is_refused(text):
-    with pytest.raises(ValueError, match="is a comment in YAML"):
-        parse_value(text)
-
-
-def test_a_quoted_hash_is_no_comment():
+def test_what_yaml_would_drop_on_a_command_line_is_refused():
+    for text in ("a # b", "#x", "[1, 2] # c"):
+        with pytest.raises(ValueError, match="is a comment in YAML"):
+            parse_value(text)
     assert parse_value("'a # b'") == "a # b"
     assert parse_value("a#b") == "a#b"
