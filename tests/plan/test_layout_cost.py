@@ -46,13 +46,8 @@ def test_matrices_of_blocks_are_gathered_in_float8():
 
 
 def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step():
-    one, four = (
-        {
-            flow.kind: (flow.num_bytes, flow.calls)
-            for flow in traffic(step_work(layout=Layout(2, 8), accumulation_steps=steps))
-        }
-        for steps in (1, 4)
-    )
+    works = [step_work(layout=Layout(2, 8), accumulation_steps=steps) for steps in (1, 4)]
+    one, four = ({flow.kind: (flow.num_bytes, flow.calls) for flow in traffic(work)} for work in works)
     for kind in ("gather", "scatter"):
         assert four[kind] == tuple(4 * number for number in one[kind])
     assert four["reduce"] == one["reduce"]
@@ -63,16 +58,14 @@ def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step():
 
 def test_what_is_sent_with_every_pass_is_hidden_by_every_pass():
     """Four times as much communication is hidden by four times as much computation."""
-    one, four = (
-        cost_of(step_work(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
-        for steps in (1, 4)
-    )
+
+    def cost(layout, steps):
+        return cost_of(step_work(layout=layout, seq_len=512, accumulation_steps=steps), H100, 8)
+
+    one, four = (cost(Layout(dp_shard=16), steps) for steps in (1, 4))
     assert one.exposed_s["dp"] > 0.1 * one.compute_s
     assert four.exposed_s["dp"] == pytest.approx(4 * one.exposed_s["dp"])
-    copies_once, copies = (
-        cost_of(step_work(layout=Layout(dp_replicate=64), seq_len=512, accumulation_steps=steps), H100, 8)
-        for steps in (1, 4)
-    )
+    copies_once, copies = (cost(Layout(dp_replicate=64), steps) for steps in (1, 4))
     assert copies.exposed_s["dp"] == pytest.approx(copies_once.exposed_s["dp"])
 
 
@@ -96,13 +89,10 @@ def test_tensor_parallelism_reduces_four_times_a_block(mode, reductions):
 
 
 def test_a_pipeline_sends_one_activation_a_microbatch_each_way():
-    work = step_work(layout=Layout(pp=4), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
-    [pp] = traffic(work)
+    more = {"device_batch_size": 8, "pp_microbatches": 4, "accumulation_steps": 2}
+    [pp] = traffic(step_work(layout=Layout(pp=4), **more))
     assert pp.num_bytes == 2 * 8 * (2 * 4096 * 4096 * 2)
-    shared = step_work(
-        layout=Layout(pp=4, tp=2), device_batch_size=8, pp_microbatches=4, accumulation_steps=2
-    )
-    assert sent(traffic(shared))["pp"] == pp.num_bytes / 2
+    assert sent(traffic(step_work(layout=Layout(pp=4, tp=2), **more)))["pp"] == pp.num_bytes / 2
 
 
 def test_context_parallelism_sends_keys_and_values():
@@ -143,9 +133,8 @@ def test_a_bubble_lengthens_the_step():
     work = step_work(layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4)
     cost = cost_of(work, H100, 8)
     assert cost.bubble == 3 / 7
-    assert cost.step_s == pytest.approx(
-        (cost.compute_s + cost.exposed_s["pp"]) * 7 / 4 + cost.exposed_s["dp"]
-    )
+    pipeline_s = (cost.compute_s + cost.exposed_s["pp"]) * 7 / 4
+    assert cost.step_s == pytest.approx(pipeline_s + cost.exposed_s["dp"])
 
 
 def test_the_network_is_slower_than_a_node():
@@ -173,6 +162,5 @@ def test_every_step_takes_time(layout, mode, zero):
     assert cost.step_s >= cost.compute_s + cost.recompute_s > 0
     assert all(seconds >= 0 for seconds in cost.exposed_s.values())
     degrees = {"dp": layout.dp * layout.cp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
-    assert {kind for kind, sent in cost.sent.items() if sent} == {
-        kind for kind, degree in degrees.items() if degree > 1
-    }
+    sending = {kind for kind, sent in cost.sent.items() if sent}
+    assert sending == {kind for kind, degree in degrees.items() if degree > 1}

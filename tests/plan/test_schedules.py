@@ -196,19 +196,15 @@ def test_stages_share_all_layers_evenly(num_layers, stages):
     sizes = [len(stage) for stage in layers]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes), "the head is on the last"
-
-
-def test_what_is_left_over_goes_to_the_middle():
+    # What is left over goes to the middle.
     assert [len(stage) for stage in stage_layers(10, 4)] == [2, 3, 3, 2]
 
 
 @given(st.integers(2, 16), st.sampled_from(sorted(STAGES_PER_RANK)))
 def test_every_stage_is_on_one_rank(pp, schedule):
-    found = [stage for rank in range(pp) for stage in stages_of(rank, pp, schedule)]  # type: ignore[arg-type]
-    assert sorted(found) == list(range(num_stages(pp, schedule)))  # type: ignore[arg-type]
-
-
-def test_a_v_comes_back_to_the_first_rank():
+    found = [stage for rank in range(pp) for stage in stages_of(rank, pp, schedule)]
+    assert sorted(found) == list(range(num_stages(pp, schedule)))
+    # A V comes back to the first rank.
     assert [stages_of(rank, 4, "zbv") for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert [stages_of(rank, 4, "interleaved_1f1b") for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 

@@ -42,7 +42,6 @@ def plan(*overrides: str, target: Target = WEST) -> LaunchPlan:
 )
 def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s):
     made = plan(*(f"resources.{time}" for time in times))
-    assert made.slurm is not None
     given = {name: made.slurm.sbatch[name] for name in ("time", "time-min") if name in made.slurm.sbatch}
     assert given == asked
     assert (made.slurm.sbatch["signal"], made.grace_s) == (f"USR2@{lead_s}", lead_s)
@@ -52,28 +51,27 @@ def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s):
     assert plan(*(f"resources.{time}" for time in times), target=LOCAL).requeue.total_s is None
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["time=null", "slice=01:00:00"],
-        ["time='0'", "slice=01:00:00"],
-        ["time=01:00:00", "slice=90:00"],
-        ["time=2-0", "slice=13:00:00"],
-        ["time=01:00:00", "time_min=2:00:00"],
-        ["time=01:00:00", "slice=10:00", "time_min=20:00"],
-        ["time=null", "time_min=20:00"],
-        ["time_min=soon"],
-        # Slurm would accept the job, and run it for no longer than time_min.
-        ["time=13:00:00", "time_min=01:00:00"],
-    ],
-    ids=" ".join,
-)
-def test_times_that_are_refused(overrides):
-    found = problems_of(*(f"resources.{override}" for override in overrides), target=WEST)
-    said("\n".join(problem.render() for problem in found))
+TIMES = """\
+time=null slice=01:00:00
+time='0' slice=01:00:00
+time=01:00:00 slice=90:00
+time=2-0 slice=13:00:00
+time=01:00:00 time_min=2:00:00
+time=01:00:00 slice=10:00 time_min=20:00
+time=null time_min=20:00
+time_min=soon
+time=13:00:00 time_min=01:00:00
+""".splitlines()
+"""Slurm would accept the last job, and run it for no longer than time_min."""
 
 
-def test_slices_need_a_requeue_on_timeout():
+def refused(*resources, target=WEST):
+    found = problems_of(*(f"resources.{one}" for one in resources), target=target)
+    return "\n".join(problem.render() for problem in found)
+
+
+def test_times_that_are_refused():
+    said("\n".join(refused(*line.split()) for line in TIMES))
     with pytest.raises(ConfigError, match=r"is 10:00, but requeue\.on does not include timeout"):
         plan("resources.slice=10:00", "requeue.on=[crash]")
 

@@ -27,6 +27,8 @@ from trainkit.run.files import changed, difference
         ("launch.env.LR=0x10,'1'", ("0x10", "1")),
         ("seed=1,2,", (1, 2)),
         ("seed=7", (7,)),
+        ("optimizer.lr=1,1.0", (1, 1.0)),  # equal numbers of two types are two points
+        ("launch.env.A=1e-4,007,true,x,'2'", ("1e-4", "007", "true", "x", "2")),
     ],
 )
 def test_values_are_those_of_a_yaml_list(text, values):
@@ -35,28 +37,33 @@ def test_values_are_those_of_a_yaml_list(text, values):
     assert [type(value) for value in found] == [type(value) for value in values]
 
 
-@pytest.mark.parametrize("raw", ["()", "choice()", "{ }"])
-def test_no_hint_is_a_list_of_nothing(raw):
-    assert _meant_values(("optimizer", "lr"), raw) is None
+def test_no_hint_is_a_list_of_nothing():
+    assert {_meant_values(("optimizer", "lr"), raw) for raw in ("()", "choice()", "{ }")} == {None}
     said("\n".join(_cut_setting(["submit", "--set", "lr", "0.1"])))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["=1", "seed=", "seed=1,,2", "seed=1],[2", "seed=1 # 2", "seed=1,2,1", "optimizer.lrr=1", "name=a,b"],
+NO_SWEEPS = (
+    "=1",
+    "seed=",
+    "seed=1,,2",
+    "seed=1],[2",
+    "seed=1 # 2",
+    "seed=1,2,1",
+    "optimizer.lrr=1",
+    "name=a,b",
 )
-def test_what_is_no_sweep(text):
-    with pytest.raises(UsageError) as caught:
-        parse_axis(text)
-    said(f"{caught.value.message}\n{caught.value.hint}")
 
 
-def test_numbers_that_are_equal_but_not_the_same_value_are_two_points():
-    assert parse_axis("optimizer.lr=1,1.0")[1] == [1, 1.0]
-
-
-def test_environment_variables_get_values_as_they_are_written():
-    assert parse_axis("launch.env.A=1e-4,007,true,x,'2'")[1] == ["1e-4", "007", "true", "x", "2"]
+def test_what_is_no_sweep():
+    for text in NO_SWEEPS:
+        with pytest.raises(UsageError) as caught:
+            parse_axis(text)
+        said(f"{caught.value.message}\n{caught.value.hint}")
+    with pytest.raises(UsageError, match="--sweep seed appears twice"):
+        sweep_trials(["seed=1", "seed=2"])
+    hundred = ",".join(map(str, range(100)))
+    with pytest.raises(UsageError, match="1,000,000 combinations; the maximum is 100,000"):
+        sweep_trials([f"{key}={hundred}" for key in ("seed", "train.steps", "data.seq_len")])
 
 
 def test_a_command_can_contain_swept_values():
@@ -79,26 +86,10 @@ def test_every_combination_the_last_key_fastest():
     ]
 
 
-def test_a_key_has_one_axis():
-    with pytest.raises(UsageError, match="--sweep seed appears twice"):
-        sweep_trials(["seed=1", "seed=2"])
-
-
-def test_a_typing_error_does_not_make_a_million_runs():
-    hundred = ",".join(map(str, range(100)))
-    with pytest.raises(UsageError, match="1,000,000 combinations; the maximum is 100,000"):
-        sweep_trials([f"seed={hundred}", f"train.steps={hundred}", f"data.seq_len={hundred}"])
-
-
 def test_for_people():
     said(shown({"optimizer.lr": 0.1, "data.source": "a b", "train.epochs": None}))
     assert short_keys(["optimizer.lr", "train.steps"]) == ["lr", "steps"]
-    assert short_keys(["model.dropout", "other.dropout", "seed"]) == [
-        "model.dropout",
-        "other.dropout",
-        "seed",
-    ]
-    assert parse_axis("seed=1") == ("seed", [1])
+    assert short_keys(several := ["model.dropout", "other.dropout", "seed"]) == several
 
 
 def test_a_difference_names_only_what_changed():
@@ -108,9 +99,7 @@ def test_a_difference_names_only_what_changed():
     assert difference(base, base) == {}
     assert difference({"a": 1}, {"a": True}) == {"a": True}
     assert difference({"env": {"A": 1}}, {"env": {"A": 1, "b.c": 2}}) == {"env": {"A": 1, "b.c": 2}}
-
-
-def test_changes_leave_the_base_as_it_is():
+    # Changes leave the base as it is.
     base = {"a": {"b": {"c": 1}}}
     assert changed(base, {"a.b.c": 2}) == {"a": {"b": {"c": 2}}}
     assert base == {"a": {"b": {"c": 1}}}
@@ -127,20 +116,14 @@ _TOP = st.fixed_dictionaries({"x": _VALUES, "y": _VALUES, "z": _VALUES})
 
 @given(_TOP, _TOP)
 def test_any_difference_leads_from_one_to_the_other(base, other):
-    assert json.dumps(changed(base, difference(base, other)), sort_keys=True) == json.dumps(
-        other, sort_keys=True
-    )
+    found = changed(base, difference(base, other))
+    assert json.dumps(found, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    ("command", "hint"),
-    [
-        ((), "for example --sweep data.source=…"),
-        (("python", "{data}"), "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND"),
-    ],
-)
-def test_a_section_is_no_axis(command, hint):
-    with pytest.raises(UsageError, match=r"data is a section of the config") as raised:
-        parse_axis("data=/a,/b", command)
-    assert raised.value.hint == hint
+def test_a_section_is_no_axis():
+    other = "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND"
+    for command, hint in (((), "for example --sweep data.source=…"), (("python", "{data}"), other)):
+        with pytest.raises(UsageError, match=r"data is a section of the config") as raised:
+            parse_axis("data=/a,/b", command)
+        assert raised.value.hint == hint
     assert parse_axis("data={source: /a},{source: /b}")[1] == [{"source": "/a"}, {"source": "/b"}]
