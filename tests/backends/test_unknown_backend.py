@@ -23,14 +23,12 @@ def run(tmp_path):
     return attempt.run
 
 
-@pytest.mark.parametrize("name", ["flux", "", "None", "Local"])
-def test_a_backend_that_is_not_there_is_an_error(name):
-    with pytest.raises(UsageError, match=f"^unknown backend '{name}'") as caught:
-        backend_named(name)
-    said(caught.value.hint)
-
-
-def test_an_attempt_without_a_backend_is_local():
+def test_a_backend_that_is_not_there_is_an_error():
+    for name in ("flux", "", "None", "Local"):
+        with pytest.raises(UsageError, match=f"^unknown backend '{name}'") as caught:
+            backend_named(name)
+        said(caught.value.hint)
+    # An attempt without a backend is local.
     assert backend_of(AttemptRecord(1)) is backend_named("local")
 
 

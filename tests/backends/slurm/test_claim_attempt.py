@@ -37,16 +37,13 @@ from trainkit.slurm.jobs import JobDetails
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    attempt = claim_attempt(run, "7")
-    assert isinstance(attempt, AttemptDir)
-    assert attempt.number == 1
+    assert claim_attempt(run, "7").number == 1
     [entry] = read_job(run).attempts
     assert entry.pid == os.getpid()
 
 
 def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken):
     attempt = claim_attempt(taken, "7")
-    assert isinstance(attempt, AttemptDir)
     assert reasons(taken) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
     assert attempt.plan_file.read_bytes() == taken.attempt(1).plan_file.read_bytes()
     assert attempt.config_file.read_bytes() == taken.attempt(1).config_file.read_bytes()
@@ -116,19 +113,15 @@ def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(taken, monkey
     says(monkeypatch, job)
     with file_lock(taken.supervisor_lock_file):
         assert leaves_to("7", claim_attempt(taken, "8"))
-    following = claim_attempt(taken, "8")
-    assert isinstance(following, AttemptDir)
-    assert following.number == 2
+    assert claim_attempt(taken, "8").number == 2
 
 
-def test_a_job_that_slurm_has_forgotten_carries_nothing(taken, monkeypatch):
+def test_the_lock_of_a_dead_host_is_not_taken_for_a_live_job(taken, monkeypatch):
+    """A job that Slurm has forgotten carries nothing, and neither does the job before a follow-up."""
     forgotten = SlurmRefused("scontrol: Invalid job id specified")
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=forgotten))
     with file_lock(taken.supervisor_lock_file):  # the lock belongs to a host that is down
         assert isinstance(claim_attempt(taken, "8"), AttemptDir)
-
-
-def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(taken, monkeypatch):
     set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, None)
     with file_lock(taken.supervisor_lock_file):
@@ -154,7 +147,6 @@ def test_a_job_that_comes_back_does_not_run_a_finished_run_again(taken):
     assert isinstance(claim_attempt(taken, "7"), AttemptDir), "a person may have requeued it"
     AttemptEnd("finished", "finished", exit_code=0).write(taken.attempt(2))
     nothing = claim_attempt(taken, "7")
-    assert isinstance(nothing, NothingToDo)
     assert nothing.cancelled is None
     said(nothing.reason)
     assert taken.attempt_numbers() == [1, 2]
