@@ -54,45 +54,25 @@ def test_aliases_do_not_multiply_without_end(tmp_path):
         read_yaml_file(file, "a.yaml")
 
 
-@pytest.mark.parametrize("kind", ["large", "pipe"])
-def test_what_is_no_config_is_not_read(tmp_path, kind):
+def test_what_is_no_config_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 10**12)
+    for name in ("pipe", "large"):
+        with pytest.raises(ConfigError, match="this is not a config"):
+            read_yaml_file(tmp_path / name, "a.yaml")
+
+
+def test_not_a_config(tmp_path):
     file = tmp_path / "a.yaml"
-    if kind == "pipe":
-        os.mkfifo(file)
-    else:
-        with file.open("wb") as stream:
-            stream.truncate(10**12)
-    with pytest.raises(ConfigError, match="this is not a config"):
-        read_yaml_file(file, "a.yaml")
-
-
-NOT_TEXT = "a.yaml: this is not UTF-8 text"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"seed: \xff\n", f"{NOT_TEXT}: byte 0xff at offset 6\n  hint: a config is a text file in YAML"),
-        (b"a: 1\n---\nb: 2\n", None),
-        (b"a: \x00\n", None),
-        (b"a: @x\n", None),
-        (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put the key in quotes"),
-        (
-            b"seed: !secret 1\n",
-            "a.yaml:1: seed: the tag !secret is not supported\n  hint: text that begins with ! needs quotes",
-        ),
-    ],
-)
-def test_not_a_config(tmp_path, content, message):
-    file = tmp_path / "a.yaml"
-    file.write_bytes(content)
-    found = problem(file)
-    if message is None:
-        assert found.startswith("a.yaml")
-        assert ": invalid YAML: " in found
+    for content in (b"seed: \xff\n", b"1: a\n", b"seed: !secret 1\n"):
+        file.write_bytes(content)
+        said(problem(file))
+    for content in (b"a: 1\n---\nb: 2\n", b"a: \x00\n", b"a: @x\n"):
+        file.write_bytes(content)
+        found = problem(file)
+        assert (found[:6], ": invalid YAML: " in found) == ("a.yaml", True)
         assert found.count("\n") == found.count("\n  hint: ") == 1
-    else:
-        assert found == message
 
 
 def test_all_problems_of_the_form_at_once(tmp_path):

@@ -108,13 +108,10 @@ def test_what_differs_from_the_config_is_said():
         said(batch_reason(derived(loaded, layout), BatchRequest.of(loaded), layout.dp))
 
 
-def test_what_the_user_set_is_refused_with_sizes_that_work():
+def test_what_the_user_set_is_kept_or_refused_with_sizes_that_work():
     with pytest.raises(ConfigError) as error:
         derived(quickstart("train.global_batch_size=32"), Layout(dp_shard=12))
     said(error.value.message)
-
-
-def test_what_the_user_set_is_kept():
     batch = derived(quickstart("train.device_batch_size=3"), Layout(dp_shard=4))
     assert (batch.device_batch_size, batch.global_batch_size) == (3, 36)
     batch = derived(quickstart("train.global_batch_size=48"), Layout(dp_shard=16))

@@ -46,20 +46,15 @@ def test_plan_prints_the_weights_of_a_mixture(tmp_path):
     said(problem.render())
 
 
-@pytest.mark.parametrize(
-    "overrides", [["precision.float8=true", "precision.dtype=bf16"], ["model.vocab_size=100"]], ids=" ".join
-)
-def test_what_only_the_plan_and_the_data_show(tmp_path, overrides):
-    [found] = problems_of(*overrides, folder=tmp_path)
-    said(found.render())
-
-
-def test_float8_needs_blocks_that_are_compiled(tmp_path):
+def test_what_only_the_plan_and_the_data_show(tmp_path):
     machine = Machine(16, 1, ("H100",), "this machine has an H100")
-    given = ["precision.float8=true", "precision.dtype=bf16", "parallel.compile=false"]
-    [found] = problems_of(*given, machine=machine, folder=tmp_path)
+    float8 = ["precision.float8=true", "precision.dtype=bf16"]
+    for given in (float8, ["model.vocab_size=100"]):
+        [found] = problems_of(*given, folder=tmp_path)
+        said(found.render())
+    [found] = problems_of(*float8, "parallel.compile=false", machine=machine, folder=tmp_path)
     said(found.render())
-    plan_of(*given[:2], machine=machine, folder=tmp_path)
+    plan_of(*float8, machine=machine, folder=tmp_path)
 
 
 def test_where_weights_are_not_sharded_none_are_gathered(tmp_path):
@@ -83,9 +78,6 @@ def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path):
     said("\n".join(warnings_of(tmp_path, {"": 4, "zx81": 4})))
     said("\n".join(warnings_of(tmp_path, {"zx81": 4}, "resources.gpu_type=zx81")))
     said("\n".join(warnings_of(tmp_path, {}, "device=cuda", "resources.gpus_per_node=4")))
-
-
-def test_gpus_of_known_memory_are_checked(tmp_path):
     with pytest.raises(ConfigError) as error:
         warnings_of(tmp_path, {"h100": 4})
     assert [problem.key for problem in error.value.problems] == ["parallel.dp_shard"]

@@ -7,7 +7,6 @@ import pytest
 from planning import plan_of
 
 from tests.support.said import said
-from tests.support.tables import messages
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.errors import ConfigError, SlurmError
@@ -49,7 +48,8 @@ def test_everything_from_the_default_partition():
     ("resource", "workers", "threads"),
     [
         ("nodes=2", 8, 8),
-        ("nodes=3", 4, 7),  # only two nodes have eight GPUs
+        ("nodes=2 resources.spare_nodes=1", 4, 7),  # only two nodes have eight GPUs
+        ("nodes=3", 4, 7),
         ("gpu_type=a100", 4, 7),
         ("gpu_type=h100", 8, 8),
         ("gpus_per_node=2", 2, 7),  # this is the number of cores per GPU of the smallest node
@@ -58,7 +58,7 @@ def test_everything_from_the_default_partition():
     ],
 )
 def test_gpus_and_their_cores(resource, workers, threads):
-    made = plan(f"resources.{resource}")
+    made = plan(*f"resources.{resource}".split())
     assert (made.workers_per_node, made.threads_per_worker) == (workers, threads)
 
 
@@ -130,28 +130,11 @@ def test_thousands_of_kinds_of_nodes():
     assert time.process_time() - begin < 0.5
 
 
-def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too():
-    assert plan("resources.nodes=2").workers_per_node == 8
-    assert plan("resources.nodes=2", "resources.spare_nodes=1").workers_per_node == 4
-
-
-SPARE = """
-nodes=6 spare_nodes=3
-    resources.spare_nodes: is 3: 6 + 3 = 9 nodes, but partition gpu has 8 nodes
-nodes=9 spare_nodes=3
-    resources.nodes: is 9, but partition gpu has 8
-partition=small spare_nodes=2
-    resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small can have at most 2
-"""
-
-
-@pytest.mark.parametrize(("typed", "problem"), messages(SPARE))
-def test_spare_nodes_count_against_the_limits(typed, problem):
-    small = Partition("small", max_nodes=2, nodes=CPU.nodes)
-    cluster = replace(WEST, partitions=(GPU, small))
-    given = [f"resources.{word}" for word in (*typed.split(), "gpus_per_node=1")]
-    found = problems(*given, "train.device_batch_size=1", cluster=cluster)
-    assert any(problem in text for text in found)
+def test_spare_nodes_count_against_the_limits():
+    cluster = replace(WEST, partitions=(GPU, Partition("small", max_nodes=2, nodes=CPU.nodes)))
+    for typed in ("nodes=6 spare_nodes=3", "nodes=9 spare_nodes=3", "partition=small spare_nodes=2"):
+        given = [f"resources.{word}" for word in (*typed.split(), "gpus_per_node=1")]
+        said("\n".join(problems(*given, "train.device_batch_size=1", cluster=cluster)))
 
 
 def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key():
@@ -187,26 +170,15 @@ def test_slurm_starts_a_job_again_only_where_that_is_wanted():
 
 
 BAD = {"h3": "lost (small, attempt 2)", "h1": "GPU 3 is gone (big, attempt 1)"}
-LEFT_OUT = """
-1 h3,h1
-    h3: lost (small, attempt 2); h1: GPU 3 is gone (big, attempt 1); `rm x` forgets that
-7 h3
-    h3: lost (small, attempt 2); not h1, which the job needs: GPU 3 is gone (big, attempt 1);
-    `rm x` forgets that
-8 None
-    not h3, which the job needs: lost (small, attempt 2);
-    not h1, which the job needs: GPU 3 is gone (big, attempt 1); `rm x` forgets that
-"""
 
 
-@pytest.mark.parametrize(("case", "reason"), messages(LEFT_OUT))
-def test_bad_nodes_are_left_out_as_long_as_enough_are_left(case, reason):
-    nodes, left_out = case.split()
+@pytest.mark.parametrize(("nodes", "left_out"), [(1, "h3,h1"), (7, "h3"), (8, None)])
+def test_bad_nodes_are_left_out_as_long_as_enough_are_left(nodes, left_out):
     cluster = replace(WEST, bad_nodes=BAD, forget_hint="`rm x` forgets that")
     given = (f"resources.nodes={nodes}", "resources.gpus_per_node=1", "train.device_batch_size=1")
     made = plan(*given, cluster=cluster)
-    assert str(made.slurm.sbatch.get("exclude")) == left_out
-    assert made.reasons["exclude"] == reason
+    assert made.slurm.sbatch.get("exclude") == left_out
+    said(made.reasons["exclude"])
 
 
 def test_bad_nodes_and_those_that_the_config_names():
