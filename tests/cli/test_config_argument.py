@@ -20,33 +20,28 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "args",
+    "line",
     [
-        ["check"],
-        ["submit", "--backend", "local", "--dry-run", "--json"],
-        ["plan", "--gpus", "2", "--gpu-type", "h100"],
-        ["drill", "--backend", "local", "--list"],
-        ["bench", "layouts", "--backend", "local", "--gpus-per-node", "1", "--dry-run"],
+        *("check", "submit --backend local --dry-run --json", "plan --gpus 2 --gpu-type h100"),
+        *("drill --backend local --list", "bench layouts --backend local --gpus-per-node 1 --dry-run"),
     ],
-    ids=" ".join,
 )
-def test_the_quickstart_without_a_config(args, capsys):
-    assert main(args) == 0
-    out, err = capsys.readouterr()
+def test_the_quickstart_without_a_config(line, prints):
+    out, err = prints(line.split())
     assert err.startswith("config: quickstart (shipped)\n")
     assert "config: " not in out
 
 
-@pytest.mark.parametrize("args", [["submit", "--dry-run"], ["drill", "--list"]], ids=" ".join)
-def test_a_command_needs_no_config(args, capsys):
-    assert main([*args, "--backend", "local", *COMMAND]) == 0
-    assert "config: " not in "".join(capsys.readouterr())
+def test_a_command_needs_no_config(prints):
+    for args in (["drill", "--list"], ["submit", "--dry-run", "--json"]):
+        out, err = prints([*args, "--backend", "local", *COMMAND])
+        assert "config: " not in out + err
+    assert json.loads(out)["command"] == COMMAND[1:]
 
 
-def test_the_config_of_this_folder(empty_folder, capsys):
+def test_the_config_of_this_folder(empty_folder, capsys, prints):
     (empty_folder / "first-run.yaml").write_text("extends: quickstart\nname: first-run\n")
-    assert main(["check", "--json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = prints(["check", "--json"])
     assert json.loads(out)["config"]["name"] == "first-run"
     said(err)
     (empty_folder / "train.py").touch()
@@ -54,21 +49,14 @@ def test_the_config_of_this_folder(empty_folder, capsys):
         assert main(["submit", "--dry-run", *args, "--backend", "local", "--", "python", "train.py"]) == 0
         assert capsys.readouterr().out.startswith(f"{name}: ")
     (empty_folder / "config.yaml").write_text("extends: quickstart\nname: mine\n")
-    assert main(["check", "--json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = prints(["check", "--json"])
     assert json.loads(out)["config"]["name"] == "mine"
     said(err)
 
 
-def test_a_command_is_not_taken_for_a_config(capsys):
-    assert main(["submit", "--backend", "local", "--dry-run", "--json", *COMMAND]) == 0
-    assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
-
-
-def test_one_task_of_a_step_says_which_config(monkeypatch, capsys):
+def test_one_task_of_a_step_says_which_config(monkeypatch, prints):
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert main(["check", "--backend", "local"]) == 0
-    assert "config: " not in capsys.readouterr().err
+    assert "config: " not in prints(["check", "--backend", "local"]).err
 
 
 def all_examples() -> list[list[str]]:
@@ -81,9 +69,8 @@ def all_examples() -> list[list[str]]:
     lines = {line.strip() for command in commands for line in (command.epilog or "").splitlines()}
     words = [shlex.split(line) for line in sorted(lines) if "trainkit " in line and "$(" not in line]
     found = [items[items.index("trainkit") + 1 :] for items in words if "trainkit" in items]
-    return [
-        args for args in found if args[0] in ("check", "plan", "submit", "run", "drill", "bench", "shell")
-    ]
+    with_config = ("check", "plan", "submit", "run", "drill", "bench", "shell")
+    return [args for args in found if args[0] in with_config]
 
 
 @pytest.mark.parametrize("args", all_examples(), ids=" ".join)

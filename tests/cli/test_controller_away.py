@@ -26,18 +26,12 @@ def away(fake, tmp_path, monkeypatch):
     for program in PROGRAMS:
         fake.add(program, '[ "$1" = --version ] && echo slurm 22.05.8 && exit; exec /bin/sleep 60')
     monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "PATH": fake.environ["PATH"],
-        "SLURM_CONF": str(tmp_path / "slurm.conf"),
-        "XDG_STATE_HOME": str(tmp_path / "state"),
-        "XDG_CONFIG_HOME": str(tmp_path / "config"),
-    }.items():
+    slurm = {"PATH": fake.environ["PATH"], "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(client, "SHORT_TIMEOUT_S", 0.3)
     monkeypatch.setattr(discovery, "CLUSTER_TIMEOUT_S", 0.3)
-    monkeypatch.setitem(
-        client._last, (fake.environ["PATH"], str(tmp_path / "slurm.conf"), ""), (time.monotonic(), False)
-    )
+    monkeypatch.setitem(client._last, (*slurm.values(), ""), (time.monotonic(), False))
     return fake
 
 
@@ -56,16 +50,9 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     "args",
     [
-        ("submit", *CPU),
-        ("submit", *CPU, "--test-only"),
-        ("submit", *CPU, "--sweep", "seed=1,2"),
-        ("check", *CPU, "--estimate"),
-        ("init",),
-        ("cancel", "run"),
-        ("cancel", "run", "--now"),
-        ("requeue", "run"),
-        ("resume", "run"),
-        ("stacks", "run"),
+        *(("submit", *CPU), ("submit", *CPU, "--test-only"), ("submit", *CPU, "--sweep", "seed=1,2")),
+        *(("check", *CPU, "--estimate"), ("init",), ("cancel", "run"), ("cancel", "run", "--now")),
+        *(("requeue", "run"), ("resume", "run"), ("stacks", "run")),
     ],
 )
 def test_a_controller_that_is_away(away, run, args, capsys):
@@ -77,15 +64,14 @@ def test_a_controller_that_is_away(away, run, args, capsys):
     assert "sbatch" not in [call[0] for call in away.calls if "--version" not in call]
 
 
-def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(away, run, capsys):
-    assert main(["status", "run"]) == 0
-    shown = capsys.readouterr()
+def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(away, run, prints):
+    shown = prints(["status", "run"])
     assert "unknown" in shown.out
     assert "did not answer" in shown.err
 
 
 def test_the_dry_run_of_a_sweep_prints_the_script_and_apart_from_it_the_files_that_differ(
-    away, capsys, monkeypatch
+    away, prints, monkeypatch
 ):
     Path("p.py").touch()
     Path("lib/deepspeed").mkdir(parents=True)
@@ -93,8 +79,7 @@ def test_the_dry_run_of_a_sweep_prints_the_script_and_apart_from_it_the_files_th
     monkeypatch.syspath_prepend("lib")
     sweep = ("--sweep", "train.device_batch_size=2,4", "--sweep", "launch.env.X=1,2")
     launch = ("--launcher", "deepspeed", "--nodes", "2", "--dry-run", "--", "p.py", "{ds_config}")
-    assert main(("submit", *CPU, "--set", "train.global_batch_size=8", *sweep, *launch)) == 0
-    shown = capsys.readouterr()
+    shown = prints(("submit", *CPU, "--set", "train.global_batch_size=8", *sweep, *launch))
     assert shown.out.startswith("#!/bin/bash\n")
     assert "==>" not in shown.out
     for point, size in ((0, 2), (2, 4)):

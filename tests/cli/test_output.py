@@ -15,27 +15,23 @@ from trainkit.cli.main import main
 ODD = "█ ✓ é 中 \udcff \ud800"
 ENCODINGS = ("ascii", "latin-1", "cp1252", "utf-8")
 COMMANDS = (
-    *(
-        "status",
-        "status {run}",
-        "logs {run}",
-        "logs {run} --all --lines 3",
-        "logs {run} -f",
-        "diagnose {run}",
-    ),
-    *("report {run} --out report-█.html", "watch {run} --once", "ckpt ls {run}", "compare {run} {run}"),
-    *("compare {run} {run} --csv", "check --set name=é", "plan", "logs nothing-█", "status runs/█-\udcff"),
-    *("submit --backend local --name é█ --dry-run", "resume {run} --dry-run", "env", "data validate █"),
+    """
+status|status {run}|logs {run}|logs {run} --all --lines 3|logs {run} -f|diagnose {run}
+report {run} --out report-█.html|watch {run} --once|ckpt ls {run}|compare {run} {run}
+compare {run} {run} --csv|check --set name=é|plan|logs nothing-█|status runs/█-\udcff
+submit --backend local --name é█ --dry-run|resume {run} --dry-run|env|data validate █
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 AS_JSON = (
-    *("status --json", "status {run} --json", "diagnose {run} --json", "report {run} --json --out r█.html"),
-    *("watch {run} --once --json", "ckpt ls {run} --json", "compare {run} {run} --json", "schema"),
-    *(
-        "status nothing-█ --json",
-        "check --json",
-        "plan --json",
-        "submit --backend local --name é --dry-run --json",
-    ),
+    """
+status --json|status {run} --json|diagnose {run} --json|report {run} --json --out r█.html|schema
+watch {run} --once --json|ckpt ls {run} --json|compare {run} {run} --json|status nothing-█ --json
+check --json|plan --json|submit --backend local --name é --dry-run --json
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 RUN = "runs/né█"
 
@@ -71,10 +67,8 @@ def test_every_command_in_every_locale(project, encoding):
     for line in COMMANDS:
         code, out, err = printed(line, encoding)
         said = out.decode(encoding) + err.decode(encoding)
-        assert (code in (0, 1, 2), "unexpected" in said, "Unicode" in said) == (True, False, False), (
-            line,
-            said,
-        )
+        assert code in (0, 1, 2), (line, said)
+        assert re.search("unexpected|Unicode", said) is None, (line, said)
         assert said.strip(), line
         for file in (*project.glob("r*.html"), *project.glob(f"{RUN}/report.html")):
             file.unlink()

@@ -22,17 +22,7 @@ class Planted:
         return open, (str(self.file), "w")
 
 
-LOOKS = (
-    "status",
-    "logs",
-    "diagnose",
-    "report",
-    "compare",
-    "watch",
-    "status --json",
-    "ckpt ls",
-    "ckpt verify",
-)
+LOOKS = "status", "logs", "diagnose", "report", "compare", "watch", "status --json", "ckpt ls", "ckpt verify"
 
 
 def test_looking_at_a_run_executes_nothing_in_it(tmp_path, monkeypatch, capfd):

@@ -50,15 +50,9 @@ class Ranks:
         return [started[rank] for rank in sorted(started)]
 
     def started_as(self, argv: list[str], environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            argv,
-            cwd=self.desk.folder,
-            env=self.desk.environ | (environ or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        own = self.desk.environ | (environ or {})
+        process = subprocess.Popen(argv, cwd=self.desk.folder, env=own, text=True, **pipes)
         self.started.append(process)
         return process
 
@@ -98,18 +92,16 @@ def test_every_rank_joins_the_run_of_rank_0(ranks, launcher):
     assert shown.splitlines()[0] == str(ranks.run.path)
     attempt = ranks.run.attempt(1)
     found = [json.loads(attempt.rank_log(rank).read_text().splitlines()[1]) for rank in range(4)]
-    assert [(one["RANK"], one["LOCAL_RANK"], one["NODE_RANK"]) for one in found] == [
-        *(("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"))
-    ]
+    places = [one["RANK"] + one["LOCAL_RANK"] + one["NODE_RANK"] for one in found]
+    assert places == ["000", "110", "201", "311"]
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in found} == {("4", "2")}
     # The launcher may itself listen at the port.
     port = str(read_json(attempt.rendezvous_file)["port"])
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in found} == {("127.0.0.1", port)}
     assert port != str(ranks.port)
     plan = read_json(attempt.plan_file)
-    assert (plan["backend"], plan["num_nodes"], plan["workers_per_node"], plan["per"]) == (
-        *("launcher", 2, 2, "gpu"),
-    )
+    expected = {"backend": "launcher", "num_nodes": 2, "workers_per_node": 2, "per": "gpu"}
+    assert plan.items() >= expected.items()
     said(plan["reasons"]["threads_per_worker"])
     assert json.loads(shown.splitlines()[2]) == found[0]
     assert [event.name for event in read_events(ranks.run)] == ["submitted", "started", "finished"]
@@ -175,7 +167,6 @@ def test_a_run_that_belongs_to_another_user_is_not_joined(ranks, tmp_path):
         "become_sole_supervisor(RunDir(sys.argv[1]), 9); print('held', flush=True); time.sleep(999)"
     )
     holder = ranks.started_as([sys.executable, "-c", holds, str(planted.path)])
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     code, words = end_of(ranks.started_as(ranks.desk.argv("run", "small.yaml"), ranks.environ(1)))
     assert code == 2
@@ -213,8 +204,7 @@ def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk, ranks):
     both = hosts.start_hosts(2, "resume", "runs/small", "--set", f"train.stop_at_step={last}")
     assert [end_of(process)[0] for process in both] == [0, 0]
     assert read_json(hosts.run.attempt(2).plan_file)["world_size"] == 4
-    done = desk.types("run", "small.yaml", "--set", f"train.stop_at_step={last}", *settings)
-    assert done.returncode == 0, done.stderr
+    desk.types("run", "small.yaml", "--set", f"train.stop_at_step={last}", *settings, code=0)
     alone = {record["step"]: record["loss"] for record in read_metrics(RunDir(desk.folder / "runs/small-2"))}
     curve = {record["step"]: record["loss"] for record in read_metrics(hosts.run)}
     assert list(curve) == list(range(1, last + 1))

@@ -128,14 +128,17 @@ def test_a_run_is_one_line_whatever_its_name(project, show, tmp_path, columns, w
     assert sum(_column(line, at).startswith(tuple(states)) for line in lines) >= len(NAMES)
 
 
-def test_the_runs_of_a_function_are_one_line(project, show):
-    names = ["work", "work-2", "work-3", "work-4"]
+def copy_as_function(project, names):
     for name in names:
         run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / name))
-        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
-        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
-        run.job_file.write_text(json.dumps({**job, "name": "work"}))
+        for file, changes in ((run.plan_file, {"command": [*ARGV]}), (run.job_file, {"name": "work"})):
+            file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
         register(run, "work")
+
+
+def test_the_runs_of_a_function_are_one_line(project, show):
+    names = ["work", "work-2", "work-3", "work-4"]
+    copy_as_function(project, names)
     (project / "runs" / "work-4" / "attempts" / "001" / "end.json").unlink()
     shown = show("status", columns=120)[0]
     line = next(line for line in shown.splitlines() if line.startswith("runs/work"))
@@ -143,19 +146,13 @@ def test_the_runs_of_a_function_are_one_line(project, show):
     assert f"{RED}1 died, 3 finished\x1b[0m" in line
     said(shown.splitlines()[-1])
     shown = show("status --all", columns=120)[0]
-    assert [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")] == [
-        f"runs/{name}" for name in reversed(names)
-    ]
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")]
+    assert rows == [f"runs/{name}" for name in reversed(names)]
     assert len(json.loads(show("status --json")[0])) == len(shown.splitlines()) - 1
 
 
 def test_many_runs_of_a_function_print_a_warning_once(project, show):
-    for index in range(MAX_ENDED_RUNS + 3):
-        run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / f"work-{index}"))
-        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
-        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
-        run.job_file.write_text(json.dumps({**job, "name": "work"}))
-        register(run, "work")
+    copy_as_function(project, [f"work-{index}" for index in range(MAX_ENDED_RUNS + 3)])
     sweep = project / "runs" / "sweep" / "sweep.json"
     sweep.write_text(json.dumps({**json.loads(sweep.read_text()), "version": 99}))
     shown, warnings = show("status", columns=120)
