@@ -28,13 +28,6 @@ def started(desk, *args):
     return process, run, read_json(run.job_file)["attempts"][0]["pid"]
 
 
-def test_run_shows_rank_0_and_ends_with_it(desk):
-    desk.works("print('hello')")
-    done = desk.trainkit("run", str(desk.config), "--gpus-per-node", "2", code=0)
-    assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "hello"]
-    assert read_json(desk.folder / "runs/small/plan.json")["world_size"] == 2
-
-
 def test_what_fails_in_the_foreground_is_not_started_again(desk):
     desk.works("sys.exit(3)")
     done = desk.trainkit("run", str(desk.config), code=1)
@@ -119,7 +112,8 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
-    assert read_json(run.attempt(1).end_file)["reason"].startswith("saved after SIG")
+    reason = read_json(run.attempt(1).end_file)["reason"]
+    assert reason == f"saved after {'SIGINT' if end == 'fg' else 'SIGTERM'}"
 
 
 def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
@@ -161,14 +155,6 @@ def test_ctrl_c_while_it_loads_is_one_word(desk, module):
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
-def test_death_of_the_foreground_saves_and_ends(desk):
-    process, run, supervisor = started(desk)
-    process.kill()
-    process.communicate(timeout=120)
-    wait_for(lambda: not is_running(supervisor))
-    assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGTERM"
-
-
 @pytest.mark.parametrize("is_replaced", [True, False])
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_replaced):
@@ -182,11 +168,9 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         run.attempt(1).path.mkdir(parents=True)
     shown, words = process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
+    assert run.path.exists() == is_replaced
     if is_replaced:
-        assert list(run.attempt(1).path.iterdir()) == []
-        assert not run.events_file.exists()
-    else:
-        assert not run.path.exists()
+        assert (list(run.attempt(1).path.iterdir()), run.events_file.exists()) == ([], False)
     if not is_moved:
         assert process.returncode == 1
         assert "runs/small was deleted" in words
@@ -277,8 +261,8 @@ def test_a_script_in_the_foreground_has_its_name_and_a_curve(desk):
     run = RunDir(desk.folder / "runs/small_train")
     assert (done.stderr.splitlines()[0].split(":")[0], run.exists()) == ("small_train", True)
     status = json.loads(desk.typed("status", "small_train", "--json").stdout)
-    seen = {key: status[key] for key in ("name", "state", "step", "total_steps", "loss")}
-    assert seen == {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
+    expected = {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
+    assert status.items() >= expected.items()
 
 
 def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):

@@ -19,9 +19,8 @@ from trainkit.run.rundir import RunDir
 def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):
     done = desk.trainkit("submit", str(desk.config), "--nodes", "2")
     folder, job_id = done.stdout.splitlines()
-    assert folder == str(desk.folder / "runs" / "small")
     pid = read_json(RunDir(folder).job_file)["attempts"][0]["pid"]
-    assert job_id == f"local-{pid}"
+    assert (folder, job_id) == (str(desk.folder / "runs" / "small"), f"local-{pid}")
     assert is_running(pid)
     assert "batch" in done.stderr
     assert (Path(folder).stat().st_mode & 0o777) == 0o700
@@ -92,9 +91,8 @@ def test_closing_the_terminal_does_not_end_the_job(desk):
     primary, secondary = os.openpty()
     # Under nohup, the tests ignore SIGHUP, and so would the command.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    follower = desk.start(
-        "submit", str(desk.config), "--follow", stdout=secondary, stderr=secondary, start_new_session=True
-    )
+    own = {"stdout": secondary, "stderr": secondary, "start_new_session": True}
+    follower = desk.start("submit", str(desk.config), "--follow", **own)
     signal.signal(signal.SIGHUP, before)
     os.close(secondary)
     run = RunDir(desk.folder / "runs/small")
