@@ -72,9 +72,8 @@ def test_a_block_under_tensor_parallelism():
     """Sequence parallelism (section 4.2) splits the inputs of the norms. Gathered inputs stay whole here."""
     kept = {"attention": 16 + 8, "feed-forward": 48}
     for sequence_parallel, ranks in ((True, 2), (False, 1)):
-        work = step_work(
-            SMALL, layout=Layout(tp=2, dp_shard=1), seq_len=10, sequence_parallel=sequence_parallel
-        )
+        more = {"seq_len": 10, "sequence_parallel": sequence_parallel}
+        work = step_work(SMALL, layout=Layout(tp=2, dp_shard=1), **more)
         numbers = 16 / ranks + 16 + sum(kept.values()) / 2
         assert block_bytes(work) == 10 * 2 * numbers
 
@@ -241,11 +240,10 @@ def test_splitting_further_never_takes_more(work, degree):
     if degree == "pp":
         # With other schedules, a stage with fewer layers has more microbatches in flight.
         work = work.with_parallel(pp_schedule="gpipe")
-    half, more = (
-        replace(work, layout=replace(work.layout, **{degree: ranks * getattr(work.layout, degree)}))
-        for ranks in (2, 4)
-    )
-    assert memory_of(more).peak <= memory_of(half).peak
+    ranks = getattr(work.layout, degree)
+    layouts = (replace(work.layout, **{degree: times * ranks}) for times in (2, 4))
+    half, more = (memory_of(replace(work, layout=layout)).peak for layout in layouts)
+    assert more <= half
 
 
 @settings(deadline=None)

@@ -100,9 +100,8 @@ def test_a_command_has_no_batch():
 
 
 def test_workers_and_batch_stay_on_nodes_of_several_kinds_and_after_a_resume():
-    mixed = replace(
-        NODES, nodes=(NodeKind(2, 64, 512_000, {"a100": 8}), NodeKind(6, 32, 256_000, {"a100": 4}))
-    )
+    kinds = (NodeKind(2, 64, 512_000, {"a100": 8}), NodeKind(6, 32, 256_000, {"a100": 4}))
+    mixed = replace(NODES, nodes=kinds)
     target = Target("sbatch", "a test", Cluster("west", (mixed,), slurm_version=(24, 11)))
     made = plan("resources.nodes=2-8", target=target)
     for size in (2, 4, 8):
@@ -111,9 +110,8 @@ def test_workers_and_batch_stay_on_nodes_of_several_kinds_and_after_a_resume():
         assert here.slurm.sbatch == made.slurm.sbatch
     # Fewer nodes are possible at that time.
     small = Target("sbatch", "a test", replace(WEST, partitions=(replace(NODES, max_nodes=4),)))
-    again = plan(
-        "resources.nodes=2-8", "optimizer.lr_scale=linear", target=small, before=replace(made, lr=0.5)
-    )
+    given = ("resources.nodes=2-8", "optimizer.lr_scale=linear")
+    again = plan(*given, target=small, before=replace(made, lr=0.5))
     assert (again.num_nodes, again.batch.global_batch_size, again.lr, again.at(2).lr) == (4, 64, 0.5, 0.5)
 
 
@@ -121,11 +119,9 @@ def test_what_a_launcher_gets_must_not_depend_on_it():
     for launcher, words in (("lightning", ("{lr}",)), ("accelerate", ())):
         workload = Workload(("train.py", *words), launcher)
         assert plan("resources.nodes=1-2", "precision.dtype=bf16", workload=workload).fewest_nodes == 1
+    workload = Workload(("train.py", "{lr}"), "lightning")
     with pytest.raises(ConfigError) as error:
-        plan(
-            *("resources.nodes=1-2", "optimizer.lr_scale=linear"),
-            workload=Workload(("train.py", "{lr}"), "lightning"),
-        )
+        plan("resources.nodes=1-2", "optimizer.lr_scale=linear", workload=workload)
     said(error.value.render())
 
 

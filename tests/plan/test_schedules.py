@@ -10,18 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.config.running import PipelineSchedule
+from trainkit.plan import step_work
 from trainkit.plan.launch import Layout, Place
-from trainkit.plan.step_work import (
-    DEFERRED_WEIGHT_GRADS,
-    STAGES_PER_RANK,
-    bubble_fraction,
-    losses_in_flight,
-    num_stages,
-    stage_layers,
-    stages_in_flight,
-    stages_of,
-    worst_in_flight,
-)
+from trainkit.plan.step_work import bubble_fraction, stage_layers, stages_in_flight, stages_of
 
 TABLES: dict[PipelineSchedule, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
@@ -53,8 +44,8 @@ def test_in_flight_of_the_papers():
     assert [stages_in_flight("gpipe", 4, rank, 8) for rank in range(4)] == [8, 8, 8, 8]
     assert [stages_in_flight("1f1b", 4, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert [stages_in_flight("1f1b", 4, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
-    assert (losses_in_flight("gpipe", 4, 8), losses_in_flight("1f1b", 4, 8)) == (8, 1)
-    assert stages_in_flight("1f1b", 1, 0, 8) == losses_in_flight("gpipe", 1, 8) == 1
+    assert (step_work.losses_in_flight("gpipe", 4, 8), step_work.losses_in_flight("1f1b", 4, 8)) == (8, 1)
+    assert stages_in_flight("1f1b", 1, 0, 8) == step_work.losses_in_flight("gpipe", 1, 8) == 1
 
 
 @pytest.mark.parametrize("schedule", TABLES)
@@ -69,13 +60,13 @@ def test_as_in_the_tables_of_torch(schedule):
             both, last = most_in_flight(table[rank], 2 * pp - 1)
             assert both == stages_in_flight(schedule, pp, rank, microbatches), (pp, microbatches, rank)
             if 2 * pp - 1 in stages_of(rank, pp, schedule):
-                assert last == losses_in_flight(schedule, pp, microbatches)
+                assert last == step_work.losses_in_flight(schedule, pp, microbatches)
         assert waiting(table, 2 * pp) == pytest.approx(bubble_fraction(schedule, pp, microbatches))
     assert seen >= 4
 
 
 @pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
+@pytest.mark.parametrize("schedule", step_work.DEFERRED_WEIGHT_GRADS)
 def test_worst_times_are_those_of_the_tables(schedule, gradients):
     """The estimate is never below the worst time in torch's tables.
 
@@ -87,7 +78,7 @@ def test_worst_times_are_those_of_the_tables(schedule, gradients):
         for rank in range(pp if table is not None else 0):
             most = most_at_once(table[rank], gradients)
             estimated = 0.0
-            for time in worst_in_flight(schedule, pp, rank, microbatches):
+            for time in step_work.worst_in_flight(schedule, pp, rank, microbatches):
                 latest = time.summed - (rank == 0 and time.summed == 2)  # the first stage defers no gradients
                 summed = gradients * (time.summed + latest / 2)
                 estimated = max(estimated, time.whole + 1.5 * time.half + summed)
@@ -200,10 +191,10 @@ def test_stages_share_all_layers_evenly(num_layers, stages):
     assert [len(stage) for stage in stage_layers(10, 4)] == [2, 3, 3, 2]
 
 
-@given(st.integers(2, 16), st.sampled_from(sorted(STAGES_PER_RANK)))
+@given(st.integers(2, 16), st.sampled_from(sorted(step_work.STAGES_PER_RANK)))
 def test_every_stage_is_on_one_rank(pp, schedule):
     found = [stage for rank in range(pp) for stage in stages_of(rank, pp, schedule)]
-    assert sorted(found) == list(range(num_stages(pp, schedule)))
+    assert sorted(found) == list(range(step_work.num_stages(pp, schedule)))
     # A V comes back to the first rank.
     assert [stages_of(rank, 4, "zbv") for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert [stages_of(rank, 4, "interleaved_1f1b") for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -78,12 +78,8 @@ def test_a_command_can_contain_swept_values():
 
 
 def test_every_combination_the_last_key_fastest():
-    assert sweep_trials(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == [
-        {"optimizer.lr": 1e-4, "seed": 1},
-        {"optimizer.lr": 1e-4, "seed": 2},
-        {"optimizer.lr": 3e-4, "seed": 1},
-        {"optimizer.lr": 3e-4, "seed": 2},
-    ]
+    expected = [{"optimizer.lr": lr, "seed": seed} for lr in (1e-4, 3e-4) for seed in (1, 2)]
+    assert sweep_trials(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == expected
 
 
 def test_for_people():

@@ -7,15 +7,7 @@ import pytest
 from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.slurm import client
-from trainkit.slurm.client import (
-    SlurmRefused,
-    SlurmUnreachable,
-    failure,
-    query,
-    retrying,
-    run_slurm,
-    safe_value,
-)
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, failure, query, run_slurm
 
 
 def test_arguments_are_never_read_by_a_shell(fake):
@@ -88,12 +80,8 @@ def test_a_query_is_repeated_while_slurm_is_away_not_when_it_is_refused(fake):
 def test_what_the_user_prefers_to_see_does_not_matter(fake):
     shown = 'echo "$SQUEUE_STATES,$SQUEUE_FORMAT,$SLURM_TIME_FORMAT,$SLURM_BITSTR_LEN,$SLURM_CONF"'
     fake.add("squeue", shown)
-    preferred = {
-        "SQUEUE_STATES": "R",
-        "SQUEUE_FORMAT": "%i",
-        "SLURM_TIME_FORMAT": "relative",
-        "SLURM_CONF": "/c",
-    }
+    preferred = {"SQUEUE_STATES": "R", "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/c"}
+    preferred["SLURM_TIME_FORMAT"] = "relative"
     assert query(["squeue"], environ={**fake.environ, **preferred}) == ",,%s,0,/c\n"
 
 
@@ -113,7 +101,7 @@ def test_pauses_grow(monkeypatch):
             raise SlurmUnreachable("away")
         return "there"
 
-    assert retrying(ask, patience_s=100.0) == "there"
+    assert client.retrying(ask, patience_s=100.0) == "there"
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
 
 
@@ -127,14 +115,14 @@ def test_patience_is_measured_by_the_clock():
         raise SlurmUnreachable("away")
 
     with pytest.raises(SlurmUnreachable, match="away"):
-        retrying(ask, patience_s=0.6)
+        client.retrying(ask, patience_s=0.6)
     assert len(asked) == 1
 
 
 def test_values_that_could_be_options():
     for value in ("", "-x", "--all", "a\0b"):
         with pytest.raises(UsageError):
-            safe_value(value, "a host list")
+            client.safe_value(value, "a host list")
     with pytest.raises(UsageError, match="NUL"):
         run_slurm(["sh", "a\0b"], 5)
 

@@ -5,14 +5,7 @@ import pytest
 from trainkit.errors import UsageError
 from trainkit.slurm import control
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.control import (
-    cancel,
-    cancel_waiting,
-    has_expedited_requeue,
-    kill_steps,
-    parse_version,
-    requeue,
-)
+from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, requeue
 
 LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
 AWAY = "[ $n -ge 2 ] || { echo '(connect failure)' >&2; exit 1; }"
@@ -107,15 +100,15 @@ def test_config(fake):
 
 def test_versions_and_their_features():
     texts = ("slurm 22.05.8\n", "slurm-wlm 24.11.1-0ubuntu1\n", "slurm 23.02.0rc1", "slurm 25.11")
-    assert [*map(parse_version, texts)] == [(22, 5, 8), (24, 11, 1), (23, 2, 0), (25, 11, 0)]
+    assert [*map(control.parse_version, texts)] == [(22, 5, 8), (24, 11, 1), (23, 2, 0), (25, 11, 0)]
     with pytest.raises(UsageError, match="not a Slurm version"):
-        parse_version("slurm")
+        control.parse_version("slurm")
     versions = [(21, 8, 0), (22, 5, 0), (22, 5, 8), (23, 2, 7), (23, 11, 0), (25, 11, 0)]
     enabled = {"SlurmctldParameters": "cloud_dns,enable_expedited_requeue"}
-    assert [has_expedited_requeue(v, enabled) for v in versions] == [False] * 5 + [True]
-    assert has_expedited_requeue((25, 11, 0), {"SchedulerParameters": "enable_expedited_requeue"})
-    assert not has_expedited_requeue((25, 11, 0), {"SlurmctldParameters": "no_enable_expedited_requeue"})
-    assert not has_expedited_requeue((25, 11, 0), {})
+    assert [control.has_expedited_requeue(v, enabled) for v in versions] == [False] * 5 + [True]
+    assert control.has_expedited_requeue((25, 11, 0), {"SchedulerParameters": "enable_expedited_requeue"})
+    for config in ({"SlurmctldParameters": "no_enable_expedited_requeue"}, {}):
+        assert not control.has_expedited_requeue((25, 11, 0), config)
 
 
 def test_jobs_that_wait_for_a_job_follow_it_to_its_new_id(fake):

@@ -50,23 +50,16 @@ def test_another_cluster_that_jobs_are_sent_to(tmp_path):
     one, several = {**here, "SLURM_CLUSTERS": "east"}, {**here, "SLURM_CLUSTERS": "north,east"}
     assert cluster_name({**here, "SBATCH_CLUSTERS": "east"}) == cluster_name(one) == "east"
     assert cluster_name(several) is None
-    given = [
-        ("west", here),
-        ("east", here),
-        ("east", one),
-        ("east", several),
-        (None, here),
-        ("east", {"PATH": ""}),
-    ]
-    assert [other_cluster(*each) for each in given] == [None, "east", None, "east", None, None]
+    found = [other_cluster("east", each) for each in (here, one, several, {"PATH": ""})]
+    assert found == ["east", None, "east", None]
+    assert other_cluster("west", here) is other_cluster(None, here) is None
 
 
 @pytest.mark.parametrize("place", ["etc/slurm.conf", "etc/slurm/slurm.conf"])
 def test_the_file_of_a_slurm_below_a_prefix_of_its_own(tmp_path, place, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.environment.CONFIG_FILES", ())
-    sbatch, link, file = (
-        tmp_path / name for name in ("slurm-24/bin/sbatch", "bin/sbatch", f"slurm-24/{place}")
-    )
+    names = ("slurm-24/bin/sbatch", "bin/sbatch", f"slurm-24/{place}")
+    sbatch, link, file = (tmp_path / name for name in names)
     for each in (sbatch, link, file):
         each.parent.mkdir(parents=True)
     sbatch.touch(0o755)

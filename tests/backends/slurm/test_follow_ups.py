@@ -13,13 +13,7 @@ import pytest
 from tests.support.runs import make_attempt
 from tests.support.said import said
 from trainkit.backends import jobs as control_jobs
-from trainkit.backends.jobs import (
-    live_entry,
-    liveness_probe,
-    open_job_ids,
-    require_not_running,
-    status_from_jobs,
-)
+from trainkit.backends.jobs import live_entry, liveness_probe, open_job_ids, status_from_jobs
 from trainkit.backends.slurm import backend as slurm_backend
 from trainkit.backends.slurm.backend import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
@@ -48,6 +42,12 @@ def run(tmp_path):
     attempt.script_file.write_text("#!/bin/bash\n")
     add_slurm_attempt(attempt.run, 1, "7", "submit", "sbatch")
     return attempt.run
+
+
+@pytest.fixture
+def in_west(tmp_path, monkeypatch):
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
 
 class Sbatch:
@@ -148,11 +148,8 @@ def test_one_that_carries_the_run_waits_no_more(run, cancelled):
 
 @pytest.mark.parametrize(("name", "has_ended"), [("east", True), ("east", False), ("west", True)])
 def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
-    run, tmp_path, monkeypatch, capsys, name, has_ended
+    run, in_west, monkeypatch, capsys, name, has_ended
 ):
-    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
     monkeypatch.setattr(slurm_backend, "cancel_waiting", Mock(side_effect=SlurmUnreachable("it is away")))
     change_newest(run, cluster=name)
     set_follow_ups(run, ["8", "9"])
@@ -219,11 +216,11 @@ def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(run, monkeypatch,
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
     monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
     with pytest.raises(UsageError, match="is running as 7"):
-        require_not_running(run, read_job(run), "resume")
+        control_jobs.require_not_running(run, read_job(run), "resume")
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     assert live_entry(run, read_job(run), "cancel") is None, "nothing to cancel"
     assert jobs
-    require_not_running(run, read_job(run), "resume")
+    control_jobs.require_not_running(run, read_job(run), "resume")
     assert not jobs
     said(capsys.readouterr().err)
 
@@ -232,11 +229,12 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(run, monkeypatch):
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
-    for act in (lambda: require_not_running(run, read_job(run), "resume"), lambda: requeue_run(run)):
+    resume = lambda: control_jobs.require_not_running(run, read_job(run), "resume")  # noqa: E731
+    for act in (resume, lambda: requeue_run(run)):
         with pytest.raises(UsageError, match=r"has ended, but Slurm still lists its job 7 \(RUNNING\)"):
             act()
     jobs["7"] = SlurmJob("7", JobState.COMPLETING, "COMPLETING")  # a long epilog runs
-    require_not_running(run, read_job(run), "resume")
+    resume()
 
 
 @pytest.mark.parametrize(
@@ -276,9 +274,7 @@ def test_a_run_is_watched_while_its_follow_up_waits(run, monkeypatch):
     said(line)
 
 
-def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, tmp_path):
-    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, in_west):
     change_newest(run, cluster="west")
     add_slurm_attempt(run, 2, "7;east", "submit", "sbatch")
     set_follow_ups(run, ["8", "9"])
