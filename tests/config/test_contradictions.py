@@ -36,8 +36,7 @@ def test_epochs_survive_the_run_folder(tmp_path):
         ("epochs: 2", "train.steps=20", (20, None), "20 steps: {} replaces train.epochs"),
         ("steps: 9", "train.epochs=0.5", (None, 0.5), "0.5 epochs: {} replaces train.steps"),
         ("{epochs: 2, steps: null}", "train.steps=20", (20, None), "20 steps: {} replaces train.epochs"),
-        ("epochs: 2", "seed=1", (None, 2), ""),
-        ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
+        *(("epochs: 2", "seed=1", (None, 2), ""), ("{steps: 10, epochs: null}", "seed=1", (10, None), "")),
     ],
 )
 def test_a_later_length_replaces_an_earlier_one(tmp_path, file, flag, length, note):
@@ -108,9 +107,7 @@ def test_what_does_not_contradict(tmp_path):
     load(tmp_path, "checkpoint.best_metric=loss")
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")
     more = (
-        "export HF_TOKEN=$(cat ~/.token)",
-        'HF_TOKEN="$MINE" x',
-        "MAX_TOKENS=4096 x",
+        *("export HF_TOKEN=$(cat ~/.token)", 'HF_TOKEN="$MINE" x', "MAX_TOKENS=4096 x"),
         "x max_tokens=40960000",
     )
     assert load(tmp_path, f"launch.setup={json.dumps(more)}").config.launch.setup == more

@@ -27,9 +27,7 @@ def test_lines_are_those_of_the_keys(tmp_path):
     file.write_text("# comment\ntrain:\n  steps: 3\n\n  log_every:\n    5\nseed: 1\n")
     tree = read_yaml_file(file, "a.yaml")
     assert {".".join(path): (entry.value, entry.origin) for path, entry in tree.leaves()} == {
-        "train.steps": (3, "a.yaml:3"),
-        "train.log_every": (5, "a.yaml:5"),
-        "seed": (1, "a.yaml:7"),
+        **{"train.steps": (3, "a.yaml:3"), "train.log_every": (5, "a.yaml:5"), "seed": (1, "a.yaml:7")}
     }
 
 
@@ -123,8 +121,7 @@ NOT_VALUES = {
     "[1, 2": "[1, 2 is not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'",
     "!!python/name:os.system x": "the tag tag:yaml.org,2002:python/name:os.system is not supported",
     "!!int two": "the tag tag:yaml.org,2002:int is not supported",
-    "{a: 1, a: 2}": "duplicate key, first on line 1",
-    "{1: a}": "a key must be text",
+    **{"{a: 1, a: 2}": "duplicate key, first on line 1", "{1: a}": "a key must be text"},
     "&a [*a]": "the value contains an alias that refers to the value itself",
 }
 

@@ -32,8 +32,7 @@ def test_its_file_must_be_there(argv, capsys):
     "words",
     [
         "check --set resources.gpus_per_node=2 --set parallel.cp=2 --set data.seq_len=10",
-        "plan --gpus 8 --gpu-type h100",
-        "check --set model.architecture=gpt",
+        *("plan --gpus 8 --gpu-type h100", "check --set model.architecture=gpt"),
     ],
     ids=["batch", "memory", "name"],
 )

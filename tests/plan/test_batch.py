@@ -121,11 +121,7 @@ def test_what_the_user_set_is_kept_or_refused_with_sizes_that_work():
 
 
 RECIPES = {
-    "gpt_3d": 4,
-    "dual_gpu_gpt": 2,
-    "temporal_encoder": 2,
-    "multimodal_qa": 2,
-    "phase1_multimodal": 2,
+    **{"gpt_3d": 4, "dual_gpu_gpt": 2, "temporal_encoder": 2, "multimodal_qa": 2, "phase1_multimodal": 2},
     "phase2_multimodal": 2,
 }
 """Maps a recipe to its number of processes. Other configs run on any number."""

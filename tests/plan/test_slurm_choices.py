@@ -108,8 +108,7 @@ def test_gpu_types_choose_the_partitions(overrides, partitions):
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
     [
-        (["gpu_type=h100,a100-40gb"], "A100 40GB"),
-        (["gpu_type='h100, a100-40gb'"], "A100 40GB"),
+        *((["gpu_type=h100,a100-40gb"], "A100 40GB"), (["gpu_type='h100, a100-40gb'"], "A100 40GB")),
         # No partition has the other GPUs, has only these, or can start the job.
         (["gpu_type=h100,v100,t4"], "H100 80GB"),
         (["gpu_type=h100,a100-40gb", "partition=h"], "H100 80GB"),

@@ -49,12 +49,9 @@ def test_everything_from_the_default_partition():
     [
         ("nodes=2", 8, 8),
         ("nodes=2 resources.spare_nodes=1", 4, 7),  # only two nodes have eight GPUs
-        ("nodes=3", 4, 7),
-        ("gpu_type=a100", 4, 7),
-        ("gpu_type=h100", 8, 8),
+        *(("nodes=3", 4, 7), ("gpu_type=a100", 4, 7), ("gpu_type=h100", 8, 8)),
         ("gpus_per_node=2", 2, 7),  # this is the number of cores per GPU of the smallest node
-        ("gpus_per_node=6", 6, 8),
-        ("cpus_per_gpu=3", 8, 3),
+        *(("gpus_per_node=6", 6, 8), ("cpus_per_gpu=3", 8, 3)),
     ],
 )
 def test_gpus_and_their_cores(resource, workers, threads):

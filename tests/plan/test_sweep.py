@@ -17,16 +17,13 @@ from trainkit.run.files import changed, difference
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("optimizer.lr=1e-4,3e-4", (1e-4, 3e-4)),
-        ("train.epochs=1, null", (1, None)),
+        *(("optimizer.lr=1e-4,3e-4", (1e-4, 3e-4)), ("train.epochs=1, null", (1, None))),
         ("parallel.compile=true,false", (True, False)),
         ("resources.time=01:00:00,02:00:00", ("01:00:00", "02:00:00")),
         ('data.source="a,b.txt",c d', ("a,b.txt", "c d")),
         ("data.source=[a.txt,b.txt],[c.txt]", (["a.txt", "b.txt"], ["c.txt"])),
         ("model={preset: nano},{preset: tiny}", ({"preset": "nano"}, {"preset": "tiny"})),
-        ("launch.env.LR=0x10,'1'", ("0x10", "1")),
-        ("seed=1,2,", (1, 2)),
-        ("seed=7", (7,)),
+        *(("launch.env.LR=0x10,'1'", ("0x10", "1")), ("seed=1,2,", (1, 2)), ("seed=7", (7,))),
         ("optimizer.lr=1,1.0", (1, 1.0)),  # equal numbers of two types are two points
         ("launch.env.A=1e-4,007,true,x,'2'", ("1e-4", "007", "true", "x", "2")),
     ],
@@ -43,14 +40,9 @@ def test_no_hint_is_a_list_of_nothing():
 
 
 NO_SWEEPS = (
-    "=1",
-    "seed=",
-    "seed=1,,2",
-    "seed=1],[2",
+    *("=1", "seed=", "seed=1,,2", "seed=1],[2"),
     "seed=1 # 2",
-    "seed=1,2,1",
-    "optimizer.lrr=1",
-    "name=a,b",
+    *("seed=1,2,1", "optimizer.lrr=1", "name=a,b"),
 )
 
 

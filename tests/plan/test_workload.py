@@ -3,22 +3,14 @@ import pytest
 from trainkit.plan.workload import Workload, name_of, out_of_reach
 
 NAMES = {
-    "python -u src/train.py --lr 0.1": "train",
-    "pretrain_gpt.py --mock-data": "pretrain_gpt",
-    "torchrun --nproc-per-node 2 -m mine.finetune --seed 1": "finetune",
-    "./train.sh": "train",
+    **{"python -u src/train.py --lr 0.1": "train", "pretrain_gpt.py --mock-data": "pretrain_gpt"},
+    **{"torchrun --nproc-per-node 2 -m mine.finetune --seed 1": "finetune", "./train.sh": "train"},
     "my-trainer config.toml": "my-trainer",
     **dict.fromkeys(("python -c print(1)", "python last.py", "python 12.py", "python .hidden.py", "")),
 }
 READ_INPUT = (
     *(
-        "python3 - --lr 0.1",
-        "python3",
-        "/usr/bin/python3.11 -u",
-        "bash -s a b",
-        "sh -es",
-        "sh",
-        "cat",
+        *("python3 - --lr 0.1", "python3", "/usr/bin/python3.11 -u", "bash -s a b", "sh -es", "sh", "cat"),
         "perl",
     ),
     *("tool --config -", "python /dev/stdin", "env X=1 python -", "uv run python3", "nice -n 5 bash"),
@@ -49,10 +41,8 @@ def test_whether_a_command_line_says_that_it_reads_standard_input():
         (["timeout", "1d", "sudo", "docker", "run", "it"], "docker"),
         (["sh", "-c", "python train.py > log 2>&1 & wait"], None),
         (["bash", "-c", "python train.py 2>&1 | tee log && echo ssh"], None),
-        (["python", "train.py", "--launcher", "ssh"], None),
-        (["bash", "run.sh", "docker"], None),
-        (["uv", "run", "train.py"], None),
-        (["parallel", "python", "train.py", ":::", "1"], None),
+        *((["python", "train.py", "--launcher", "ssh"], None), (["bash", "run.sh", "docker"], None)),
+        *((["uv", "run", "train.py"], None), (["parallel", "python", "train.py", ":::", "1"], None)),
     ],
 )
 def test_what_a_notice_may_not_reach(argv, program):

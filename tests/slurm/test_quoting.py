@@ -52,20 +52,26 @@ def test_what_is_written_stays_readable():
     assert {path: log_path(path) for path in paths} == paths
 
 
+NUL = r"^'a\\x00b' cannot be written in a script: it contains a NUL"
+BREAK = "cannot be written in an #SBATCH line: it contains a line break"
+
+
 @pytest.mark.parametrize(
-    ("write", "value", "where"),
+    ("write", "value", "message"),
     [
-        *((write, "a\0b", "a script: it contains a NUL") for write in (quote, directive)),
-        *((quote, value, "a script") for value in (None, True, ["a"])),
-        *((directive, value, "an #SBATCH line: it contains a line break") for value in ("a\nb", "a\r")),
-        (directive, "x\udcff", "an #SBATCH line: it contains bytes that are not UTF-8"),
+        *(
+            (quote, "a\0b", NUL),
+            (directive, "a\0b", NUL),
+            (directive, "a\nb", BREAK),
+            (directive, "a\r", BREAK),
+        ),
+        *((quote, value, "cannot be written in a script") for value in (None, True, ["a"])),
+        (directive, "x\udcff", "cannot be written in an #SBATCH line: it contains bytes that are not UTF-8"),
     ],
 )
-def test_what_cannot_be_written(write, value, where):
-    with pytest.raises(UsageError, match="cannot be written") as caught:
+def test_what_cannot_be_written(write, value, message):
+    with pytest.raises(UsageError, match=message):
         write(value)
-    assert f"cannot be written in {where}" in caught.value.message
-    assert value != "a\0b" or caught.value.message.startswith(r"'a\x00b' cannot")
 
 
 def sbatch(cluster: Any, cwd: Path, *lines: str) -> str:

@@ -22,10 +22,7 @@ from trainkit.slurm.submit import Answer
 
 KIND = NodeKind(4, 64, 512_000, {"h100": 8})
 PARTITIONS = {
-    "gpu": {"is_default": True},
-    "high": {},
-    "debug": {"max_time_s": 300},
-    "secret": {"is_hidden": True},
+    **{"gpu": {"is_default": True}, "high": {}, "debug": {"max_time_s": 300}, "secret": {"is_hidden": True}}
 }
 WEST = Cluster("west", tuple(Partition(name, nodes=(KIND,), **more) for name, more in PARTITIONS.items()))
 START = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
@@ -99,8 +96,7 @@ def test_table():
     ]
     later = f"in 2h05m ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
     assert list(wait_lines(found, START)) == [
-        "partition        would start",
-        f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2",
+        *("partition        would start", f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2"),
         f"high             {later}  on a, … and f (6 nodes)",
         f"debug            {'no'.ljust(len(later))}  never",
     ]
