@@ -195,7 +195,7 @@ def test_stages_share_all_layers_evenly(num_layers, stages):
 def test_every_stage_is_on_one_rank(pp, schedule):
     found = [stage for rank in range(pp) for stage in stages_of(rank, pp, schedule)]
     assert sorted(found) == list(range(step_work.num_stages(pp, schedule)))
-    # A V comes back to the first rank.
+    # A V returns to the first rank.
     assert [stages_of(rank, 4, "zbv") for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert [stages_of(rank, 4, "interleaved_1f1b") for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 

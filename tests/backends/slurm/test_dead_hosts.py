@@ -52,8 +52,8 @@ def test_a_host_that_died_has_its_end_written_and_reported(run, slurm, monkeypat
     with webhook() as found:
         monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", found.url)
         assert supervise_job(run, PASS) == 0
-    told = sorted((one["event"], one["attempt"]) for one in found.messages)
-    assert told == [("finished", 2), ("requeued", 1)]
+    reported = sorted((one["event"], one["attempt"]) for one in found.messages)
+    assert reported == [("finished", 2), ("requeued", 1)]
     first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
     assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
     assert second["state"] == "finished"
