@@ -100,18 +100,14 @@ def test_it_has_no_best_value(project, monkeypatch):
 @pytest.mark.parametrize(
     ("records", "attempt", "since"),
     [
-        ("", 1, None),
-        ("1:1.0 1:2.0", 1, None),
-        ("1:1.0 1:- 1:-", 1, 2),
+        *(("", 1, None), ("1:1.0 1:2.0", 1, None), ("1:1.0 1:- 1:-", 1, 2)),
         ("1:- 1:2.0", 1, None),  # the loss is finite again
-        ("1:1.0 1:- 1:2.0 1:-", 1, 4),
-        ("1:1.0 1:Infinity 1:1e999", 1, 2),
+        *(("1:1.0 1:- 1:2.0 1:-", 1, 4), ("1:1.0 1:Infinity 1:1e999", 1, 2)),
         ("1:1.0 1:NaN 1:acc", 1, 2),  # one record has no loss
         ("1:1.0 1:-", 2, None),  # the new attempt has no step yet
         ("1:1.0 1:-", None, 2),
         ("1:1.0 1:- 1:- 2@2:- 2:-", 2, 2),  # one step was computed twice
-        ("1:1.0 1:2.0 1:3.0 2@2:- 2:-", 2, 2),
-        ("1:1.0 1:'text'", 1, None),
+        *(("1:1.0 1:2.0 1:3.0 2@2:- 2:-", 2, 2), ("1:1.0 1:'text'", 1, None)),
     ],
 )
 def test_since_when(tmp_path, records, attempt, since):
