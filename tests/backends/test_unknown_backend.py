@@ -1,7 +1,6 @@
 """Tests a run that a newer version started on a scheduler that this version does not support."""
 
 import signal
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,24 +14,21 @@ from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
 from trainkit.run.record import AttemptRecord, add_slurm_attempt, read_job
-from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     attempt = make_attempt(tmp_path / "run")
     add_slurm_attempt(attempt.run, 1, "7", "submit", "flux")
     return attempt.run
 
 
-@pytest.mark.parametrize("name", ["flux", "", "None", "Local"])
-def test_a_backend_that_is_not_there_is_an_error(name):
-    with pytest.raises(UsageError, match=f"^unknown backend '{name}'") as caught:
-        backend_named(name)
-    said(caught.value.hint)
-
-
-def test_an_attempt_without_a_backend_is_local():
+def test_a_backend_that_is_not_there_is_an_error():
+    for name in ("flux", "", "None", "Local"):
+        with pytest.raises(UsageError, match=f"^unknown backend '{name}'") as caught:
+            backend_named(name)
+        said(caught.value.hint)
+    # An attempt without a backend is local.
     assert backend_of(AttemptRecord(1)) is backend_named("local")
 
 

@@ -14,27 +14,21 @@ from trainkit.run.rundir import RunDir
 @pytest.mark.parametrize(
     ("after_s", "reasons", "said"),
     [
-        (0.0, [], []),
-        (0.0, ["", ""], []),
-        (0.0, ["a", "a", "a"], ["a"]),
-        (0.0, ["a", "b", "a"], ["a", "b", "a"]),
-        (0.0, ["a", "", "a"], ["a", "a"]),
-        (2.0, ["a", "a", "a", "a"], ["a"]),
-        (2.0, ["a", "b"], []),  # the wait is too short for a line
-        (2.0, ["a", "b", "c"], ["c"]),
-        (2.0, ["a", "a", "", ""], []),
+        *((0.0, "", ""), (0.0, "--", ""), (0.0, "aaa", "a"), (0.0, "aba", "aba"), (0.0, "a-a", "aa")),
+        *((2.0, "aaaa", "a"), (2.0, "abc", "c"), (2.0, "aa--", "")),
+        (2.0, "ab", ""),  # the wait is too short for a line
     ],
 )
 def test_a_reason_is_said_once(monkeypatch, after_s, reasons, said):
-    """Each call comes one second after the previous one, and the first comes at once."""
+    """Each letter is a reason, one second after the one before, and a dash is no reason."""
     now_s = 0.0
     monkeypatch.setattr(jobs.time, "monotonic", lambda: now_s)
     found: list[str] = []
     waiting = jobs.Waiting(found.append, after_s)
     for reason in reasons:
-        waiting.look(reason)
+        waiting.look(reason.strip("-"))
         now_s += 1.0
-    assert found == said
+    assert "".join(found) == said
 
 
 def test_a_run_on_this_machine_waits_for_its_turn(tmp_path, monkeypatch):
@@ -63,26 +57,14 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("states", "said"),
     [
-        (
-            [("pending", "waiting for earlier runs of the group")],
-            "sweep: 1 pending: waiting for earlier runs of the group",
-        ),
-        ([("pending", None)], ""),
-        (
-            [("finished", "done"), ("pending", "Priority\nof others")],
-            "sweep: 1 pending, 1 finished: Priority of others",
-        ),
+        ([("pending", "waiting for others")], "sweep: 1 pending: waiting for others"),
+        ([("finished", "done"), ("pending", "A\nb")], "sweep: 1 pending, 1 finished: A b"),
         ([("pending", None), ("requeueing", "BeginTime")], "sweep: 1 requeueing, 1 pending: BeginTime"),
-        ([("running", None), ("pending", "Priority")], ""),
-        ([("stopping", None), ("pending", "Priority")], ""),
-        ([("finished", "done"), ("failed", "why")], ""),
-        ([], ""),
+        *(([(state, None), ("pending", "Priority")], "") for state in ("running", "stopping")),
+        *(([("pending", None)], ""), ([("finished", "done"), ("failed", "why")], ""), ([], "")),
     ],
 )
 def test_a_group_waits_while_none_of_its_runs_runs(states, said):
-    trials = [
-        TrialStatus(index, {}, state, reason, "12", None, "/x")
-        for index, (state, reason) in enumerate(states)
-    ]
+    trials = [TrialStatus(index, {}, *state, "12", None, "/x") for index, state in enumerate(states)]
     group = GroupStatus("sweep", "/x", "12", "0-1", [], 1, 1, 1.0, trials)
     assert _queued(group) == said

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ sys.exit(75)
 """
 
 
+Ended = subprocess.CompletedProcess[str]
+
+
+def with_code(done: Ended, code: int | None) -> Ended:
+    """Return an ended command with this exit code; None stands for any code."""
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
 class Desk:
     """A folder with a config, a separate state folder, and the command `trainkit`."""
 
@@ -71,24 +80,25 @@ class Desk:
     def argv(self, *args: str) -> list[str]:
         return [sys.executable, str(Path(__file__).with_name("driver.py")), str(self.worker), *args]
 
-    def trainkit(self, *args: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        """Run `trainkit` to its end, `within` another command."""
-        return run_program(*within, *self.argv(*args), cwd=self.folder, env=self.environ, timeout=LIMIT_S)
+    def trainkit(self, *args: str, within: Sequence[str] = (), code: int | None = None) -> Ended:
+        """Run `trainkit` to its end, `within` another command, and check its exit code if one is given."""
+        where = {"cwd": self.folder, "env": self.environ, "timeout": LIMIT_S}
+        return with_code(run_program(*within, *self.argv(*args), **where), code)
 
-    def types(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def types(self, *args: str, code: int | None = None, **options: Any) -> Ended:
         """Run `trainkit` without replacing the trainer or a COMMAND with the worker."""
-        argv = [sys.executable, "-m", "trainkit", *args]
-        return run_program(*argv, **{"cwd": self.folder, "env": self.environ, "timeout": 400, **options})
+        where = {"cwd": self.folder, "env": self.environ, "timeout": 400, **options}
+        return with_code(run_program(sys.executable, "-m", "trainkit", *args, **where), code)
 
-    def typed(self, *args: str) -> subprocess.CompletedProcess[str]:
+    def typed(self, *args: str, code: int | None = None) -> Ended:
         """Run a command in this process, for commands that start nothing."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.folder)
             for name, value in {"COLUMNS": "80", **self.environ}.items():
                 patch.setenv(name, value)
-            code = main([*args])
-        return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+            found = main([*args])
+        return with_code(subprocess.CompletedProcess(args, found, out.getvalue(), err.getvalue()), code)
 
     def refused(self, *args: str) -> dict[str, Any]:
         """Return the error of a refused command, which starts nothing."""
@@ -107,8 +117,7 @@ class Desk:
 
     def submit(self, *args: str) -> RunDir:
         """Submit a run, and wait until every rank of the first attempt has started."""
-        done = self.trainkit("submit", str(self.config), *args)
-        assert done.returncode == 0, done.stderr
+        done = self.trainkit("submit", str(self.config), *args, code=0)
         run = RunDir(done.stdout.splitlines()[0])
         for rank in range(read_json(run.plan_file)["world_size"]):
             self.wait_for_log(run, f"attempt 1 rank {rank}", rank=rank)
@@ -140,7 +149,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path):
     """Make a folder to type `trainkit` in, and kill the processes that still run after the test."""
     desk = Desk(tmp_path)
     yield desk

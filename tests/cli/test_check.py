@@ -19,40 +19,36 @@ from trainkit.config import yamlfile
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a;b 'c.yaml").write_text("extends: quickstart.yaml\ndevice: cpu\nresources: {nodes: 2}\n")
     return "a;b 'c.yaml"
 
 
-def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config]) == 0
-    out, err = capsys.readouterr()
+def test_derived_values_with_their_reasons(config, prints):
+    out, err = prints(["check", config])
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     said(lines["device"])
     said(lines["batch"])
     assert lines["backend"].startswith("local: ")
-    names = ("backend", "device", "workers_per_node", "layout", "batch", "lr", "threads_per_worker")
-    assert set(lines) == {*names}
+    names = "backend device workers_per_node layout batch lr threads_per_worker"
+    assert set(lines) == {*names.split()}
     assert err == "a;b 'c.yaml: no problems\n"
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])
-def test_a_file_system_without_locks_is_refused(
-    config: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_refused(config, command, prints, monkeypatch):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    assert main([command, config]) == 2
-    out, err = capsys.readouterr()
+    out, err = prints([command, config], code=2)
     assert out == ""
     said(err[err.index("error: ") :])
     assert [path.name for path in Path.cwd().iterdir()] == [config]
 
 
-def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_origin(config, capsys):
     assert main(["check", config, "--show-origin", "--nodes", "4", "--set", "seed=7"]) == 0
     rows = {line.split()[0]: line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line}
     assert rows["device"] == ["device", '"cpu"', "a;b 'c.yaml:2"]
@@ -62,9 +58,8 @@ def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["model.preset"][2].endswith("models/nano.yaml:3")
 
 
-def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config, "--profile", "smoke", "--json"]) == 0
-    out, err = capsys.readouterr()
+def test_json(config, prints):
+    out, err = prints(["check", config, "--profile", "smoke", "--json"])
     value = json.loads(out)
     assert (value["plan"]["world_size"], value["config"]["train"]["steps"]) == (2, 20)
     assert value["config"]["checkpoint"]["async"] is True
@@ -72,7 +67,7 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_problem_as_json(config, capsys):
     assert main(["check", config, "--json", "--nodes", "3", "--set", "train.global_batch_size=32"]) == 2
     out, err = capsys.readouterr()
     value = json.loads(out)
@@ -84,10 +79,9 @@ def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) 
     assert err == ""
 
 
-def test_places_of_problems_as_json(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_of_problems_as_json(config, tmp_path, prints):
     (tmp_path / "x.yaml").write_text("train:\n  stps: 3\n")
-    assert main(["check", "x.yaml", "--json", "--set", "resources.time=x:00"]) == 2
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(prints(["check", "x.yaml", "--json", "--set", "resources.time=x:00"], code=2).out)
     assert value["error"].startswith("2 problems\n\n")
     said(value["error"])
     assert value["hint"] == "\n".join(problem["hint"] for problem in value["problems"])
@@ -98,43 +92,33 @@ def test_places_of_problems_as_json(config: str, tmp_path: Path, capsys: pytest.
     assert all(f"{it['key']}: {it['message']}" in value["error"] for it in value["problems"])
 
 
-def test_a_test_notification(
-    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_test_notification(config, monkeypatch, prints):
     args = ["check", config, "--test-notification"]
-    assert main(args) == 2
-    said(capsys.readouterr().err)
-    assert main([*args, "--set", "notify.webhook=null"]) == 2
-    said(capsys.readouterr().err)
+    said(prints(args, code=2).err)
+    said(prints([*args, "--set", "notify.webhook=null"], code=2).err)
     with webhook() as found:
         monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", found.url)
-        assert main(args) == 0
-        out, err = capsys.readouterr()
+        out, err = prints(args)
         assert found.events == ["test"]
         said("\n".join(line for line in out.splitlines() if line.startswith("notify: ")))
         said(err)
         found.status = 404
-        assert main(args) == 1
-        out, err = capsys.readouterr()
+        out, err = prints(args, code=1)
         said(err)
         assert SECRET not in out + err
     monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", f"ftp://host/{SECRET}")
-    assert main(args) == 2
-    err = capsys.readouterr().err
-    said(err)
-    assert SECRET not in err
+    said(prints(args, code=2).err)
 
 
-def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_reported_is_said(config, capsys):
     given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=restart"]
     assert main(["check", config, *(word for text in given for word in ("--set", text))]) == 0
     said("\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")))
 
 
-def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_far_away(config, prints):
     args = ["check", config, "--cluster", "example", "--no-estimate", "--set", "device=auto"]
-    assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(prints([*args, "--set", "train.device_batch_size=2", "--json"]).out)
     assert (value["plan"]["device"], value["plan"]["world_size"]) == ("cuda", 16)
     assert value["plan"]["slurm"]["sbatch"]["account"] == "physics"
     assert value["config"]["launch"]["network"] == "ib"
@@ -142,16 +126,14 @@ def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert value["wait"] is None
 
 
-def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_in_one_pass(config, prints):
     args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "data.source=none.txt"]
-    assert main(["check", config, *args]) == 2
-    err = capsys.readouterr().err
+    err = prints(["check", config, *args], code=2).err
     assert _keys(err) == ["resources.partition", "resources.time", "data.source"]
     said(err)
     later = err.partition("\n\n")[2]
     for command in ("check", "submit", "drill"):
-        assert main([command, config, *args, "--set", "train.stps=1", "--set", "seed=-1"]) == 2
-        out, err = capsys.readouterr()
+        out, err = prints([command, config, *args, "--set", "train.stps=1", "--set", "seed=-1"], code=2)
         assert _keys(err) == ["train.stps", "seed", "resources.partition", "resources.time", "data.source"]
         assert err.endswith(later)
         assert out == ""
@@ -164,28 +146,15 @@ def _keys(err: str) -> list[str]:
     return [match[0] for match in found if match is not None]
 
 
-def test_a_cluster_that_does_not_exist_next_to_a_misspelt_key(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", config, "--cluster", "exmple", "--set", "train.stps=1"]) == 2
-    assert _keys(capsys.readouterr().err) == ["train.stps", "launch.cluster"]
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "train.stps=1",
-        "resources.partiton=gpu",
-        "resources.nodes=many",  # the layout needs more than one node, which is the default
-        "resorces={nodes: 2}",
-        "parallel.dp_shrd=4",
-        "model.preset=8bb",
-        "launch.cluster=[]",
-    ],
+INVALID = (
+    *("train.stps=1", "resources.partiton=gpu", "resorces={nodes: 2}", "parallel.dp_shrd=4"),
+    # The layout needs more than one node, which is the default.
+    *("resources.nodes=many", "model.preset=8bb", "launch.cluster=[]"),
 )
-def test_an_invalid_value_causes_no_further_problem(
-    override: str, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+
+
+@pytest.mark.parametrize("override", INVALID)
+def test_an_invalid_value_causes_no_further_problem(override, config, capsys):
     """The run is valid on two nodes of the example cluster with eight GPUs each, and on nothing else."""
     values = ("device=auto", "parallel.dp_replicate=2", "parallel.dp_shard=8", "resources.partition=gpu")
     options = [f"--set={value}" for value in values if value.partition("=")[0] not in override]
@@ -194,50 +163,51 @@ def test_an_invalid_value_causes_no_further_problem(
     assert _keys(capsys.readouterr().err) == [override.partition("=")[0]]
 
 
-def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_reported_next_to_a_misspelt_key(config, capsys):
+    assert main(["check", config, "--cluster", "exmple", "--set", "train.stps=1"]) == 2
+    assert _keys(capsys.readouterr().err) == ["train.stps", "launch.cluster"]
     typed = ("resources.nodes=1", "train.stps=1", "resources.partition=debgu", "data.source=none.txt")
     assert main(["run", config, *(f"--set={value}" for value in typed)]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
     assert not Path("runs").exists()
 
 
-def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_is_wrong(config, tmp_path, prints):
     (tmp_path / "clusters").mkdir()
-    (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\npartition: {}\ndefaults: {sed: 3}\n")
-    assert main(["check", config, "--cluster", "mine"]) == 2
-    said(capsys.readouterr().err)
-    (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\ndefaults: {sed: 3}\n")
-    assert main(["check", config, "--cluster", "mine"]) == 2
-    said(capsys.readouterr().err)
+    for key in ("partition: {}\n", ""):
+        (tmp_path / "clusters" / "mine.yaml").write_text(f"name: mine\n{key}defaults: {{sed: 3}}\n")
+        said(prints(["check", config, "--cluster", "mine"], code=2).err)
 
 
-UNKNOWN = ["--cluster", "example", "--partition", "old", "--nodes", "2"]
-UNKNOWN += ["--set", "resources.reservation=maintenance"]
+UNKNOWN = [
+    "--cluster",
+    "example",
+    "--partition",
+    "old",
+    "--nodes",
+    "2",
+    "--set",
+    "resources.reservation=maintenance",
+]
 """Defines four GPUs of unknown type."""
 
 
-def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "models/70b", *UNKNOWN, "--no-estimate"]) == 0
-    out, err = capsys.readouterr()
+def test_gpus_of_unknown_memory_are_said(config, prints):
+    out, err = prints(["check", "models/70b", *UNKNOWN, "--no-estimate"])
     assert "memory" not in out
     said(err)
     [warning] = [line for line in err.splitlines(keepends=True) if line.startswith("warning: ")]
-    assert main(["check", "models/70b", *UNKNOWN, "--no-estimate", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(prints(["check", "models/70b", *UNKNOWN, "--no-estimate", "--json"]).out)
     assert [f"warning: {text}\n" for text in value["plan"]["warnings"]] == [warning]
     for more in ([], ["--sweep", "seed=1,2"]):
-        assert main(["submit", "models/70b", *UNKNOWN, "--dry-run", *more]) == 0
-        assert capsys.readouterr().err.count(warning) == 1
-    assert main(["plan", "models/70b", *UNKNOWN]) == 2
-    out, err = capsys.readouterr()
+        assert prints(["submit", "models/70b", *UNKNOWN, "--dry-run", *more]).err.count(warning) == 1
+    out, err = prints(["plan", "models/70b", *UNKNOWN], code=2)
     said(err)
-    assert main(["check", config]) == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "warning" not in prints(["check", config]).err
 
 
-def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
-    out, err = capsys.readouterr()
+def test_schema(prints):
+    out, err = prints(["schema"])
     schema = json.loads(out)
     assert err == ""
     assert list(schema["properties"])[:3] == ["extends", "config_version", "name"]
@@ -249,10 +219,9 @@ SHARDS = ("--set", "train.device_batch_size=1", "--set", "train.global_batch_siz
 
 
 @pytest.mark.slow
-def test_one_of_64_ranks_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_64_ranks_is_simulated(prints):
     argv = ["check", "quickstart", "--simulate-world", "64", "--rank", "63", *SHARDS, "--json"]
-    assert main(argv) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(prints(argv).out)
     assert value["plan"]["layout"]["dp_shard"] == value["plan"]["world_size"] == 64
     assert value["plan"]["device"] == "cuda"
     assert value["simulation"]["rank"] == 63
@@ -260,7 +229,7 @@ def test_one_of_64_ranks_is_simulated(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_simulation_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulation_for_a_person(capsys):
     small = ("--set", "model.preset=nano", "--set", "data.seq_len=64", "--set", "train.global_batch_size=8")
     assert main(["check", "quickstart", "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -270,22 +239,15 @@ def test_a_simulation_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("collectives per step: ")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *("--simulate-world 12", "--simulate-world 2 --rank 2", "--rank 1"),
-        *("--simulate-world 2 --no-estimate", " ".join(("--simulate-world 64 --set parallel.tp=8", *SHARDS))),
-    ],
-)
-def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], options: str) -> None:
-    assert main(["check", "quickstart", *options.split()]) == 2
-    said(capsys.readouterr().err)
+def test_what_cannot_be_simulated(prints):
+    large = " ".join(("--simulate-world 64 --set parallel.tp=8", *SHARDS))
+    small = ("--simulate-world 12", "--simulate-world 2 --rank 2", "--simulate-world 2 --no-estimate")
+    for options in (*small, "--rank 1", large):
+        said(prints(["check", "quickstart", *options.split()], code=2).err)
 
 
 @pytest.mark.parametrize("command", [["check"], ["submit", "--dry-run", "--sweep", "seed=1,2"]])
-def test_a_config_from_standard_input(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_from_standard_input(command, monkeypatch, capsys):
     for text, code in ((b"extends: quickstart\nname: mine\n", 0), (b"\ntrain: {steps: x}\n", 2)):
         yamlfile._standard_input.cache_clear()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -294,9 +256,7 @@ def test_a_config_from_standard_input(
 
 
 @pytest.mark.parametrize("command", ["check", "submit", "run"])
-def test_a_python_without_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_python_without_torch(tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)  # torch cannot be imported
     assert main([command, "quickstart", "--set", "device=cpu"]) == 2

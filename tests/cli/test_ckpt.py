@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from tests.run.test_manifest import change, flip, make, shard
+from tests.support.folders import names
 from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.run.events import log_event
@@ -18,7 +18,7 @@ from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """Return an ended run with checkpoints after steps 10, 20, 30 and 40. Step 20 is the best one."""
     run = RunDir(tmp_path / "run")
     run.attempts_dir.mkdir(parents=True)
@@ -37,64 +37,54 @@ def steps(run: RunDir) -> list[int]:
     return [checkpoint.step for checkpoint in published(run.checkpoints_dir)]
 
 
-def test_ls(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls(run, prints):
     aside = set_aside(published(run.checkpoints_dir)[3])
     log_event(run, 2, "checkpoint_rejected", step=40, reason="it was bad", set_aside=aside.name)
     (run.checkpoints_dir / "step-00000050.attempt-002.partial").mkdir()
     shard(published(run.checkpoints_dir)[0]).unlink()
-    assert main(["ckpt", "ls", str(run.path)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in prints(["ckpt", "ls", str(run.path)]).out.splitlines()]
     assert rows[0] == ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
-    assert [row[:2] for row in rows[1:]] == [
-        ["step-00000010", "damaged"],
-        ["step-00000020", "published"],
-        ["step-00000030", "published"],
-        ["step-00000040.rejected", "rejected"],
-        ["step-00000050.attempt-002.partial", "partial"],
-    ]
+    assert dict(row[:2] for row in rows[1:]) == {
+        **{"step-00000010": "damaged", "step-00000020": "published", "step-00000030": "published"},
+        **{"step-00000040.rejected": "rejected", "step-00000050.attempt-002.partial": "partial"},
+    }
     assert rows[1][-3:] == ["__1_0.distcp", "is", "missing"]
     assert rows[2][-3:] == ["dp_shard=2", "best", "every_steps"]
     assert rows[3][-2:] == ["dp_shard=2", "every_steps"]
     assert rows[4][-3:] == ["it", "was", "bad"]
 
 
-def test_ls_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "ls", str(run.path), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+def test_ls_json(run, prints):
+    listed = json.loads(prints(["ckpt", "ls", str(run.path), "--json"]).out)
     folder = run.checkpoint_dir(20)
     assert listed[1].pop("time").endswith("Z")
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
     assert listed[1] == {
-        "name": "step-00000020",
-        "path": str(folder),
-        "state": "published",
-        "step": 20,
-        "bytes": sum(path.stat().st_size for path in folder.iterdir()),
-        "layout": {"dp_shard": 2, "tp": 1},
-        "world_size": 2,
-        "best": True,
-        "reason": "every_steps",
-        "best_metric": None,
-        "best_value": None,
+        **{
+            "name": "step-00000020",
+            "path": str(folder),
+            "state": "published",
+            "step": 20,
+            "bytes": num_bytes,
+        },
+        **{"layout": {"dp_shard": 2, "tp": 1}, "world_size": 2, "best": True, "reason": "every_steps"},
+        **{"best_metric": None, "best_value": None},
     }
 
 
-def test_ls_of_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_nothing(run, prints):
     run.checkpoints_dir.rename(run.path / "elsewhere")
-    assert main(["ckpt", "ls", str(run.path)]) == 0
-    shown = capsys.readouterr()
+    shown = prints(["ckpt", "ls", str(run.path)])
     assert shown.out == ""
     said(shown.err)
-    assert main(["ckpt", "ls", str(run.path), "--json"]) == 0
-    assert capsys.readouterr().out == "[]\n"
+    assert prints(["ckpt", "ls", str(run.path), "--json"]).out == "[]\n"
 
 
-def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "verify", str(run.path), "--step", "30"]) == 0
-    assert capsys.readouterr().out == "step-00000030  intact\n"
+def test_verify(run, capsys, prints):
+    assert prints(["ckpt", "verify", str(run.path), "--step", "30"]).out == "step-00000030  intact\n"
     flip(shard(published(run.checkpoints_dir)[2]))
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    assert main(["ckpt", "verify", str(run.path)]) == 1
-    said(capsys.readouterr().out)
+    said(prints(["ckpt", "verify", str(run.path)], code=1).out)
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
     shard(published(run.checkpoints_dir)[3]).unlink()
     assert main(["ckpt", "verify", str(run.path), "--step", "40", "--json"]) == 1
@@ -102,52 +92,39 @@ def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == [damage]
 
 
-def test_prune_keeps_the_newest_and_the_best(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 0
-    shown = capsys.readouterr()
+def test_prune_keeps_the_newest_and_the_best(run, prints):
+    shown = prints(["ckpt", "prune", str(run.path), "--keep-last", "1"])
     assert shown.out.splitlines() == [f"removed {run.checkpoint_dir(step)}" for step in (10, 30)]
     assert shown.err == "kept: step-00000020, step-00000040\n"
     assert steps(run) == [20, 40]
-    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == [
-        "best",
-        "step-00000020",
-        "step-00000040",
-    ]
+    assert names(run.checkpoints_dir) == ["best", "step-00000020", "step-00000040"]
 
 
-def test_prune_keeps_the_newest_that_is_intact(run: RunDir) -> None:
+def test_prune_keeps_the_newest_that_is_intact(run):
     flip(shard(published(run.checkpoints_dir)[3]))
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 0
     assert steps(run) == [20, 30, 40]
+    assert main(["ckpt", "prune", str(run.path)]) == 2  # it needs to know how many
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "0"]) == 2
+    assert steps(run) == [20, 30, 40]
 
 
-def test_dry_run_removes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_removes_nothing(run, capsys):
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run"]) == 0
     assert capsys.readouterr().out == f"would remove {run.checkpoint_dir(10)}\n"
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert value == {
-        "run_dir": str(run.path),
-        "removed": [str(run.checkpoint_dir(10))],
-        "kept": [str(run.checkpoint_dir(step)) for step in (20, 30, 40)],
-        "dry_run": True,
-    }
+    removed, *kept = (str(run.checkpoint_dir(step)) for step in (10, 20, 30, 40))
+    assert value == {"run_dir": str(run.path), "removed": [removed], "kept": kept, "dry_run": True}
     assert steps(run) == [10, 20, 30, 40]
 
 
-def test_prune_needs_to_know_how_many(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "prune", str(run.path)]) == 2
-    assert main(["ckpt", "prune", str(run.path), "--keep-last", "0"]) == 2
-    assert steps(run) == [10, 20, 30, 40]
-
-
-def test_prune_of_a_live_run_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_of_a_live_run_is_refused(run, capsys, prints):
     entry = add_attempt(run, 1, os.getpid(), "submit")
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {run.path} is running as {entry.job_id}\n")
     job = read_json(run.job_file)
     job["attempts"][0] |= {"host": f"not-{socket.gethostname()}", "boot_id": "another"}
     write_json(run.job_file, job)
-    assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
-    said(capsys.readouterr().err)
+    said(prints(["ckpt", "prune", str(run.path), "--keep-last", "1"], code=2).err)
     assert steps(run) == [10, 20, 30, 40]

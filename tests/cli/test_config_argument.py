@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import click
 import pytest
@@ -15,39 +14,34 @@ COMMAND = ["--", "python", "-c", "print(1)"]
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    "args",
+    "line",
     [
-        ["check"],
-        ["submit", "--backend", "local", "--dry-run", "--json"],
-        ["plan", "--gpus", "2", "--gpu-type", "h100"],
-        ["drill", "--backend", "local", "--list"],
-        ["bench", "layouts", "--backend", "local", "--gpus-per-node", "1", "--dry-run"],
+        *("check", "submit --backend local --dry-run --json", "plan --gpus 2 --gpu-type h100"),
+        *("drill --backend local --list", "bench layouts --backend local --gpus-per-node 1 --dry-run"),
     ],
-    ids=" ".join,
 )
-def test_the_quickstart_without_a_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 0
-    out, err = capsys.readouterr()
+def test_the_quickstart_without_a_config(line, prints):
+    out, err = prints(line.split())
     assert err.startswith("config: quickstart (shipped)\n")
     assert "config: " not in out
 
 
-@pytest.mark.parametrize("args", [["submit", "--dry-run"], ["drill", "--list"]], ids=" ".join)
-def test_a_command_needs_no_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*args, "--backend", "local", *COMMAND]) == 0
-    assert "config: " not in "".join(capsys.readouterr())
+def test_a_command_needs_no_config(prints):
+    for args in (["drill", "--list"], ["submit", "--dry-run", "--json"]):
+        out, err = prints([*args, "--backend", "local", *COMMAND])
+        assert "config: " not in out + err
+    assert json.loads(out)["command"] == COMMAND[1:]
 
 
-def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_this_folder(empty_folder, capsys, prints):
     (empty_folder / "first-run.yaml").write_text("extends: quickstart\nname: first-run\n")
-    assert main(["check", "--json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = prints(["check", "--json"])
     assert json.loads(out)["config"]["name"] == "first-run"
     said(err)
     (empty_folder / "train.py").touch()
@@ -55,23 +49,14 @@ def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFix
         assert main(["submit", "--dry-run", *args, "--backend", "local", "--", "python", "train.py"]) == 0
         assert capsys.readouterr().out.startswith(f"{name}: ")
     (empty_folder / "config.yaml").write_text("extends: quickstart\nname: mine\n")
-    assert main(["check", "--json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = prints(["check", "--json"])
     assert json.loads(out)["config"]["name"] == "mine"
     said(err)
 
 
-def test_a_command_is_not_taken_for_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--backend", "local", "--dry-run", "--json", *COMMAND]) == 0
-    assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
-
-
-def test_one_task_of_a_step_says_which_config(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_task_of_a_step_says_which_config(monkeypatch, prints):
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert main(["check", "--backend", "local"]) == 0
-    assert "config: " not in capsys.readouterr().err
+    assert "config: " not in prints(["check", "--backend", "local"]).err
 
 
 def all_examples() -> list[list[str]]:
@@ -84,13 +69,12 @@ def all_examples() -> list[list[str]]:
     lines = {line.strip() for command in commands for line in (command.epilog or "").splitlines()}
     words = [shlex.split(line) for line in sorted(lines) if "trainkit " in line and "$(" not in line]
     found = [items[items.index("trainkit") + 1 :] for items in words if "trainkit" in items]
-    return [
-        args for args in found if args[0] in ("check", "plan", "submit", "run", "drill", "bench", "shell")
-    ]
+    with_config = ("check", "plan", "submit", "run", "drill", "bench", "shell")
+    return [args for args in found if args[0] in with_config]
 
 
 @pytest.mark.parametrize("args", all_examples(), ids=" ".join)
-def test_the_config_of_every_example_is_found_anywhere(args: list[str], empty_folder: Path) -> None:
+def test_the_config_of_every_example_is_found_anywhere(args, empty_folder):
     words = args[2:] if args[0] == "bench" else args[1:]
     if words and not words[0].startswith("-"):
         load_config(words[0], cwd=empty_folder, environ={})

@@ -18,8 +18,7 @@ from trainkit.run.rundir import RunDir, run_lock
 
 def test_cancel_saves_and_ends(desk):
     run = desk.submit("--nodes", "2")
-    done = desk.trainkit("cancel", "last", "--wait")
-    assert done.returncode == 0
+    done = desk.trainkit("cancel", "last", "--wait", code=0)
     assert "has ended" in done.stderr
     end = desk.wait_for_end(run)
     assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
@@ -39,11 +38,9 @@ def test_cancel_now_kills_the_whole_tree(desk):
 
 def test_cancel_while_it_starts(desk):
     for _ in range(3):
-        run_dir = json.loads(desk.trainkit("submit", str(desk.config), "--nodes", "2", "--json").stdout)[
-            "run_dir"
-        ]
-        done = desk.trainkit("cancel", run_dir, "--wait")
-        assert done.returncode == 0
+        submitted = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--json")
+        run_dir = json.loads(submitted.stdout)["run_dir"]
+        assert desk.trainkit("cancel", run_dir, "--wait").returncode == 0
         assert json.loads(desk.typed("status", run_dir, "--json").stdout)["state"] == "cancelled"
 
 
@@ -158,8 +155,7 @@ def test_run_of_another_host_is_not_touched(desk):
     away = {**job["attempts"][0], "host": "elsewhere", "boot_id": "another"}
     write_json(run.job_file, {**job, "attempts": [away]})
     for words in (["cancel"], ["requeue"], ["resume"]):
-        done = desk.typed(*words, str(run.path))
-        assert done.returncode == 2
+        done = desk.typed(*words, str(run.path), code=2)
         said(done.stderr)
     assert desk.status(run)["state"] == "unknown"
     write_json(run.job_file, job)
@@ -169,8 +165,7 @@ def test_run_of_another_host_is_not_touched(desk):
 
 def test_requeue_of_a_live_run_comes_back_by_itself(desk):
     run = desk.submit("--nodes", "2")
-    done = desk.trainkit("requeue", "last", "--json")
-    assert done.returncode == 0
+    done = desk.trainkit("requeue", "last", "--json", code=0)
     assert json.loads(done.stdout)["attempt"] == 2
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     said(read_json(run.attempt(1).end_file)["reason"])
@@ -189,8 +184,7 @@ def test_cancel_of_an_ended_run_says_so_and_requeue_keeps_config_and_plan(desk):
     assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "ended")
     assert "has already ended" in done.stderr
     assert desk.wait_for_end(run)["state"] == "finished"
-    done = desk.trainkit("requeue", "small")
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("requeue", "small", code=0)
     assert done.stdout.splitlines()[0] == str(run.path)
     desk.wait_for_end(run, attempt=2)
     for name in ("config.yaml", "plan.json"):
@@ -205,9 +199,5 @@ def test_logs_follow_a_run_over_its_attempts(desk):
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     desk.trainkit("cancel", str(run.path), "--wait")
     shown, _ = reader.communicate(timeout=120)
-    assert (first + shown).splitlines() == [
-        "attempt 1 rank 0",
-        "asked by SIGTERM",
-        "attempt 2 rank 0",
-        "asked by SIGTERM",
-    ]
+    lines = [line for attempt in (1, 2) for line in (f"attempt {attempt} rank 0", "asked by SIGTERM")]
+    assert (first + shown).splitlines() == lines

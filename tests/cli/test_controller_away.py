@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm, fake
+from tests.support.fake_slurm import fake
 from trainkit.cli.main import main
 from trainkit.cluster import discovery
 from trainkit.config import dump_effective, load_config
@@ -21,28 +21,22 @@ CPU = ("quickstart", "--set", "device=cpu")
 
 
 @pytest.fixture
-def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def away(fake, tmp_path, monkeypatch):
     """Make Slurm's commands hang, with a first query that has just timed out."""
     for program in PROGRAMS:
         fake.add(program, '[ "$1" = --version ] && echo slurm 22.05.8 && exit; exec /bin/sleep 60')
     monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "PATH": fake.environ["PATH"],
-        "SLURM_CONF": str(tmp_path / "slurm.conf"),
-        "XDG_STATE_HOME": str(tmp_path / "state"),
-        "XDG_CONFIG_HOME": str(tmp_path / "config"),
-    }.items():
+    slurm = {"PATH": fake.environ["PATH"], "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(client, "SHORT_TIMEOUT_S", 0.3)
     monkeypatch.setattr(discovery, "CLUSTER_TIMEOUT_S", 0.3)
-    monkeypatch.setitem(
-        client._last, (fake.environ["PATH"], str(tmp_path / "slurm.conf"), ""), (time.monotonic(), False)
-    )
+    monkeypatch.setitem(client._last, (*slurm.values(), ""), (time.monotonic(), False))
     return fake
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """Return a run whose job is in Slurm's queue."""
     run = RunDir(tmp_path / "run")
     run.checkpoints_dir.mkdir(parents=True)
@@ -56,21 +50,12 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(
     "args",
     [
-        ("submit", *CPU),
-        ("submit", *CPU, "--test-only"),
-        ("submit", *CPU, "--sweep", "seed=1,2"),
-        ("check", *CPU, "--estimate"),
-        ("init",),
-        ("cancel", "run"),
-        ("cancel", "run", "--now"),
-        ("requeue", "run"),
-        ("resume", "run"),
-        ("stacks", "run"),
+        *(("submit", *CPU), ("submit", *CPU, "--test-only"), ("submit", *CPU, "--sweep", "seed=1,2")),
+        *(("check", *CPU, "--estimate"), ("init",), ("cancel", "run"), ("cancel", "run", "--now")),
+        *(("requeue", "run"), ("resume", "run"), ("stacks", "run")),
     ],
 )
-def test_a_controller_that_is_away(
-    away: FakeSlurm, run: RunDir, args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_controller_that_is_away(away, run, args, capsys):
     begin = time.monotonic()
     assert main(args) == 3, capsys.readouterr().err
     assert time.monotonic() - begin < 8
@@ -79,26 +64,22 @@ def test_a_controller_that_is_away(
     assert "sbatch" not in [call[0] for call in away.calls if "--version" not in call]
 
 
-def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(
-    away: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", "run"]) == 0
-    shown = capsys.readouterr()
+def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(away, run, prints):
+    shown = prints(["status", "run"])
     assert "unknown" in shown.out
     assert "did not answer" in shown.err
 
 
 def test_the_dry_run_of_a_sweep_prints_the_script_and_apart_from_it_the_files_that_differ(
-    away: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    away, prints, monkeypatch
+):
     Path("p.py").touch()
     Path("lib/deepspeed").mkdir(parents=True)
     Path("lib/deepspeed/__init__.py").touch()
     monkeypatch.syspath_prepend("lib")
     sweep = ("--sweep", "train.device_batch_size=2,4", "--sweep", "launch.env.X=1,2")
     launch = ("--launcher", "deepspeed", "--nodes", "2", "--dry-run", "--", "p.py", "{ds_config}")
-    assert main(("submit", *CPU, "--set", "train.global_batch_size=8", *sweep, *launch)) == 0
-    shown = capsys.readouterr()
+    shown = prints(("submit", *CPU, "--set", "train.global_batch_size=8", *sweep, *launch))
     assert shown.out.startswith("#!/bin/bash\n")
     assert "==>" not in shown.out
     for point, size in ((0, 2), (2, 4)):

@@ -1,13 +1,9 @@
 import json
-from pathlib import Path
-
-import pytest
 
 from tests.support.runs import make_attempt
 from tests.support.said import said
 from trainkit.cli import logs
 from trainkit.cli.logs import print_end
-from trainkit.cli.main import main
 from trainkit.errors import EXIT_FAILED
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job, read_job
 from trainkit.run.rundir import RunDir
@@ -20,12 +16,8 @@ def test_ranks_nodes_attempts_and_lines(desk):
     assert desk.typed("logs", "last").stdout.splitlines() == ["attempt 1 rank 0", "0", "1", "2"]
     assert desk.typed("logs", "last", "--lines", "2").stdout.splitlines() == ["1", "2"]
     assert desk.typed("logs", "last", "--rank", "1").stdout.splitlines()[0] == "attempt 1 rank 1"
-    assert desk.typed("logs", "last", "--node", "1").stdout.splitlines() == [
-        "rank-0001 | attempt 1 rank 1",
-        "rank-0001 | 0",
-        "rank-0001 | 1",
-        "rank-0001 | 2",
-    ]
+    lines = [f"rank-0001 | {line}" for line in ("attempt 1 rank 1", "0", "1", "2")]
+    assert desk.typed("logs", "last", "--node", "1").stdout.splitlines() == lines
     shown = desk.typed("logs", "last", "--all").stdout
     assert {line.split()[0] for line in shown.splitlines()} == {"rank-0000", "rank-0001", "supervisor"}
     followed = desk.trainkit("logs", "last", "-f", "--lines", "1")
@@ -35,15 +27,13 @@ def test_ranks_nodes_attempts_and_lines(desk):
     assert desk.typed("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
 
 
-def test_a_log_is_not_in_memory(tmp_path, monkeypatch, capsys):
+def test_a_log_is_not_in_memory(tmp_path, monkeypatch, prints):
     attempt = make_attempt(tmp_path / "run")
     attempt.rank_log(0).parent.mkdir(exist_ok=True)
     attempt.rank_log(0).write_text("one\nthirteen\ntwo")
     monkeypatch.setattr(logs, "MAX_LINE_BYTES", 5)
-    assert main(["logs", str(attempt.run.path)]) == 0
-    said(capsys.readouterr().out)
-    assert main(["logs", str(attempt.run.path), "--lines", "1"]) == 0
-    assert capsys.readouterr().out == "two\n"
+    said(prints(["logs", str(attempt.run.path)]).out)
+    assert prints(["logs", str(attempt.run.path), "--lines", "1"]).out == "two\n"
 
 
 def test_following_ends_with_how_the_run_ended(desk):
@@ -62,14 +52,11 @@ def test_what_is_not_there(desk):
     run = desk.submit()
     desk.wait_for_end(run)
     for args in (["--rank", "5"], ["--attempt", "2"], ["--rank", "0", "--all"]):
-        done = desk.typed("logs", "last", *args)
-        assert done.returncode == 2
+        done = desk.typed("logs", "last", *args, code=2)
         assert "hint:" in done.stderr
 
 
-def test_a_job_that_ended_before_or_after_its_supervisor_began(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_ended_before_or_after_its_supervisor_began(tmp_path, capsys):
     run = RunDir(tmp_path)
     run.attempt(1).create()
     create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)

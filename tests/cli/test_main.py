@@ -32,24 +32,26 @@ def fail_with(monkeypatch, error):
     monkeypatch.setattr(main_module.cli, "main", raises)
 
 
+IMPORTS_NOTHING = """
+import sys
+from trainkit.cli.main import main
+code = main([{args}])
+assert not {slow} & set(sys.modules), {slow} & set(sys.modules)
+sys.exit(code)
+"""
+
+
 def test_help_imports_nothing_but_click():
-    script = (
-        "import sys\nfrom trainkit.cli.main import main\ncode = main(['--help'])\n"
-        "heavy = {'torch', 'pydantic', 'yaml', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\nsys.exit(code)"
-    )
+    script = IMPORTS_NOTHING.format(args="'--help'", slow="{'torch', 'pydantic', 'yaml', 'rich'}")
     done = run_program(sys.executable, "-c", script, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in COMMANDS)
+    assert all(name in done.stdout for name in (*COMMANDS, *(f"  {code} " for code in (0, 1, 2, 3, 130))))
 
 
 @pytest.mark.parametrize("command", ["status", "watch"])
 def test_a_run_is_looked_up_without_configs(command, tmp_path):
-    script = (
-        f"import sys\nfrom trainkit.cli.main import main\ncode = main(['{command}', 'nothere'])\n"
-        "slow = {'torch', 'pydantic', 'rich', 'logging', 'socket', 'trainkit.plan.launch'}\n"
-        "assert not slow & set(sys.modules), slow & set(sys.modules)\nsys.exit(code)"
-    )
+    slow = "{'torch', 'pydantic', 'rich', 'logging', 'socket', 'trainkit.plan.launch'}"
+    script = IMPORTS_NOTHING.format(args=f"'{command}', 'nothere'", slow=slow)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
     done = run_program(sys.executable, "-c", script, cwd=tmp_path, env=environ)
     assert (done.returncode, "unknown run" in done.stderr) == (2, True), done.stderr
@@ -69,9 +71,8 @@ def test_help_answers_at_once():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_examples(name, capsys):
-    assert main([name, "-h"]) == 0
-    shown = capsys.readouterr().out
+def test_every_command_has_help_with_examples(name, prints):
+    shown = prints([name, "-h"]).out
     assert shown.startswith("Usage: trainkit")
     lines = shown.partition("Examples:\n")[2].splitlines()
     assert lines
@@ -102,12 +103,6 @@ def test_every_option_stands_once_under_a_heading(name, command):
     for name, _ in records:
         assert sum(line.strip().startswith(name) for line in shown.splitlines()) == 1, name
     assert "Options:" not in shown
-
-
-def test_exit_codes_are_in_the_help(capsys):
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {code} " in shown for code in (0, 1, 2, 3, 130))
 
 
 @pytest.fixture
@@ -145,11 +140,9 @@ def test_completion_of_configs_profiles_and_keys(complete, tmp_path):
     assert complete("submit", "--set", "train.st") == ["train.steps=", "train.stop_at_step="]
 
 
-def test_error_as_json(capsys):
-    assert main(["status", "no-such-run-anywhere", "--json"]) == 2
-    value = json.loads(capsys.readouterr().out)
-    assert list(value) == ["error", "hint", "exit_code"]
-    assert value["exit_code"] == 2
+def test_error_as_json(prints):
+    value = json.loads(prints(["status", "no-such-run-anywhere", "--json"], code=2).out)
+    assert (list(value), value["exit_code"]) == (["error", "hint", "exit_code"], 2)
 
 
 @pytest.mark.parametrize(
@@ -180,53 +173,37 @@ def test_ctrl_c_around_a_command_is_one_word(place, monkeypatch, capsys):
     assert (program(), capsys.readouterr().err) == (130, "\ninterrupted\n")
 
 
-def test_unexpected_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
+def test_unexpected_error_is_one_line_and_debug_shows_where(monkeypatch, prints):
     fail_with(monkeypatch, RuntimeError("boom\nsecond line"))
-    assert main(["status"]) == 1
-    said(capsys.readouterr().err)
+    said(prints(["status"], code=1).err)
     with pytest.raises(RuntimeError):
         main(["--debug", "status"])
 
 
 def test_closed_pipe_is_quiet():
     script = f"{sys.executable} -m trainkit completion bash | true; echo ${{PIPESTATUS[0]}}"
-    argv = ["bash", "-c", script]
-    done = run_program(*argv, cwd=ROOT)
+    done = run_program("bash", "-c", script, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        ("--version >&-", 0),
-        ("status >&-", 0),
-        ("watch x --once >&-", 2),
-        ("check - <&-", 2),
-        (r"check $'\xff.yaml' 2>&-", 2),
-        ("status >&- 2>&-", 0),
-    ],
-)
-def test_a_stream_that_the_shell_has_closed(tmp_path, command, code):
+CLOSED = {
+    **{"--version >&-": 0, "status >&-": 0, "watch x --once >&-": 2, "check - <&-": 2},
+    **{r"check $'\xff.yaml' 2>&-": 2, "status >&- 2>&-": 0},
+}
+
+
+@pytest.mark.parametrize("command", CLOSED)
+def test_a_stream_that_the_shell_has_closed(tmp_path, command):
     done = run_program("bash", "-c", f"{sys.executable} -m trainkit {command}", cwd=tmp_path)
-    assert (done.returncode, "unexpected" in done.stderr) == (code, False), done.stderr
+    assert (done.returncode, "unexpected" in done.stderr) == (CLOSED[command], False), done.stderr
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell, capsys):
-    assert main(["completion", shell]) == 0
-    assert "_TRAINKIT_COMPLETE" in capsys.readouterr().out
-
-
-def test_completion_lists_commands_without_loading_them():
-    environ = {
-        **os.environ,
-        "_TRAINKIT_COMPLETE": "bash_complete",
-        "COMP_WORDS": "trainkit re",
-        "COMP_CWORD": "1",
-    }
-    argv = [sys.executable, "-m", "trainkit"]
-    done = run_program(*argv, cwd=ROOT, env=environ)
-    said(done.stdout)
+def test_completion(prints):
+    for shell in ("bash", "zsh", "fish"):
+        assert "_TRAINKIT_COMPLETE" in prints(["completion", shell]).out
+    # A shell lists commands without loading them.
+    shell = {"_TRAINKIT_COMPLETE": "bash_complete", "COMP_WORDS": "trainkit re", "COMP_CWORD": "1"}
+    said(run_program(sys.executable, "-m", "trainkit", cwd=ROOT, env={**os.environ, **shell}).stdout)
 
 
 def said_on_a_full_disk(folder, *args, unbuffered=""):
@@ -255,7 +232,6 @@ def test_an_error_that_does_not_fit_on_the_disk_is_printed_to_stderr(tmp_path):
 
 
 @pytest.mark.parametrize("file", [(), ("/run/plan.json",)], ids=["written", "opened"])
-def test_a_full_disk_behind_another_file_is_not_about_the_output(monkeypatch, capsys, file):
+def test_a_full_disk_behind_another_file_is_not_about_the_output(monkeypatch, prints, file):
     fail_with(monkeypatch, OSError(28, "No space left on device", *file))
-    assert main(["status"]) == 1
-    assert "the output" not in capsys.readouterr().err
+    assert "the output" not in prints(["status"], code=1).err

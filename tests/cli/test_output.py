@@ -15,33 +15,29 @@ from trainkit.cli.main import main
 ODD = "█ ✓ é 中 \udcff \ud800"
 ENCODINGS = ("ascii", "latin-1", "cp1252", "utf-8")
 COMMANDS = (
-    *(
-        "status",
-        "status {run}",
-        "logs {run}",
-        "logs {run} --all --lines 3",
-        "logs {run} -f",
-        "diagnose {run}",
-    ),
-    *("report {run} --out report-█.html", "watch {run} --once", "ckpt ls {run}", "compare {run} {run}"),
-    *("compare {run} {run} --csv", "check --set name=é", "plan", "logs nothing-█", "status runs/█-\udcff"),
-    *("submit --backend local --name é█ --dry-run", "resume {run} --dry-run", "env", "data validate █"),
+    """
+status|status {run}|logs {run}|logs {run} --all --lines 3|logs {run} -f|diagnose {run}
+report {run} --out report-█.html|watch {run} --once|ckpt ls {run}|compare {run} {run}
+compare {run} {run} --csv|check --set name=é|plan|logs nothing-█|status runs/█-\udcff
+submit --backend local --name é█ --dry-run|resume {run} --dry-run|env|data validate █
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 AS_JSON = (
-    *("status --json", "status {run} --json", "diagnose {run} --json", "report {run} --json --out r█.html"),
-    *("watch {run} --once --json", "ckpt ls {run} --json", "compare {run} {run} --json", "schema"),
-    *(
-        "status nothing-█ --json",
-        "check --json",
-        "plan --json",
-        "submit --backend local --name é --dry-run --json",
-    ),
+    """
+status --json|status {run} --json|diagnose {run} --json|report {run} --json --out r█.html|schema
+watch {run} --once --json|ckpt ls {run} --json|compare {run} {run} --json|status nothing-█ --json
+check --json|plan --json|submit --backend local --name é --dry-run --json
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 RUN = "runs/né█"
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     """Return a folder with a failed run, whose files have characters that most encodings lack."""
     folder = tmp_path / "project"
     make_project(folder, ["crashed"])
@@ -67,21 +63,19 @@ def printed(line: str, encoding: str, errors: str = "strict") -> tuple[int, byte
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_command_in_every_locale(project: Path, encoding: str) -> None:
+def test_every_command_in_every_locale(project, encoding):
     for line in COMMANDS:
         code, out, err = printed(line, encoding)
         said = out.decode(encoding) + err.decode(encoding)
-        assert (code in (0, 1, 2), "unexpected" in said, "Unicode" in said) == (True, False, False), (
-            line,
-            said,
-        )
+        assert code in (0, 1, 2), (line, said)
+        assert re.search("unexpected|Unicode", said) is None, (line, said)
         assert said.strip(), line
         for file in (*project.glob("r*.html"), *project.glob(f"{RUN}/report.html")):
             file.unlink()
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_json_is_json_in_every_locale(project: Path, encoding: str) -> None:
+def test_json_is_json_in_every_locale(project, encoding):
     expected = {line: json.loads(printed(line, "utf-8")[1]) for line in AS_JSON if "report" not in line}
     for line in AS_JSON:
         for file in project.glob("r*.html"):
@@ -94,12 +88,12 @@ def test_json_is_json_in_every_locale(project: Path, encoding: str) -> None:
             assert value == expected[line]
 
 
-def test_a_log_in_latin_1(project: Path) -> None:
+def test_a_log_in_latin_1(project):
     assert printed("logs {run} --lines 1", "latin-1")[1] == "? ? é ? ??? ???\n".encode("latin-1")
     assert printed("logs {run} --lines 1", "utf-8")[1].decode().startswith("█ ✓ é 中 ")
     name = printed("status {run}", "ascii", "surrogateescape")[1].decode("ascii")
     assert f"{project}/runs/n??" in name
 
 
-def test_the_bytes_of_a_name_are_printed_where_that_is_possible(project: Path) -> None:
+def test_the_bytes_of_a_name_are_printed_where_that_is_possible(project):
     assert b"runs/\xff" in printed("status runs/\udcff", "utf-8", "surrogateescape")[2]

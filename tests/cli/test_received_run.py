@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.run.events import log_event
@@ -24,22 +22,10 @@ class Planted:
         return open, (str(self.file), "w")
 
 
-LOOKS = (
-    "status",
-    "logs",
-    "diagnose",
-    "report",
-    "compare",
-    "watch",
-    "status --json",
-    "ckpt ls",
-    "ckpt verify",
-)
+LOOKS = "status", "logs", "diagnose", "report", "compare", "watch", "status --json", "ckpt ls", "ckpt verify"
 
 
-def test_looking_at_a_run_executes_nothing_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_looking_at_a_run_executes_nothing_in_it(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     attempt = make_attempt(tmp_path / "received", num_procs=2)
     run, executed = attempt.run, tmp_path / "executed"

@@ -27,30 +27,26 @@ SCRIPT = "print('as submitted')\n"
 
 
 @pytest.fixture(autouse=True)
-def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
+def first(tmp_path, monkeypatch, prints):
     """Return the run `train` of a script that has changed since."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LocalBackend, "_supervisor", lambda *args: os.getpid())
     Path("train.py").write_text(SCRIPT)
     options = ["--gpus-per-node", "2", "--launcher", "torchrun", "--note", "baseline", "--set", "seed=5"]
-    run = submitted(capsys, *options, "--backend", "local", "--", "train.py", "--lr", "0.1")
+    run = submitted(prints, *options, "--backend", "local", "--", "train.py", "--lr", "0.1")
     Path("train.py").write_text("1 / 0\n")
     return run
 
 
-def submitted(capsys: pytest.CaptureFixture[str], *args: str) -> RunDir:
-    capsys.readouterr()
-    assert main(["submit", *args]) == 0
-    return RunDir(capsys.readouterr().out.splitlines()[0])
+def submitted(prints, *args: str) -> RunDir:
+    return RunDir(prints(["submit", *args]).out.splitlines()[0])
 
 
 @pytest.mark.parametrize("name", ["train", "runs/train", "last"])
-def test_config_code_command_and_size(
-    name: str, first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_code_command_and_size(name, first, monkeypatch, prints):
     config = first.config_file.read_text()
     first.config_file.write_text(config.replace("gpus_per_node: 2", "gpus_per_node: auto"))
-    again = submitted(capsys, name)
+    again = submitted(prints, name)
     assert again.path == first.path.with_name("train-2")
     assert (again.code_dir / "train.py").read_text() == SCRIPT
     code = read_job(again).code
@@ -65,14 +61,13 @@ def test_config_code_command_and_size(
     assert not Path("runs/train-3").exists()
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    third = submitted(capsys, "train" if name == "last" else str(first.path))
+    third = submitted(prints, "train" if name == "last" else str(first.path))
     assert (third.path.parent, read_job(third).cwd) == (first.path.parent, str(first.path.parent.parent))
 
 
-def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_change_it(first, prints):
     options = ["--set", "seed=6", "--gpus-per-node", "3", "--name", "wide", "--run-dir", "here", "--dry-run"]
-    assert main(["submit", "train", *options]) == 0
-    out, err = capsys.readouterr()
+    out, err = prints(["submit", "train", *options])
     said("\n".join(line for line in out.splitlines() if line.startswith("  repeats ")))
     assert "  changed             seed: 5 -> 6\n" in err
     assert "launch.backend" not in err
@@ -82,27 +77,26 @@ def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) ->
     assert (group / "code" / "train.py").read_text() == SCRIPT
 
 
-def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run = submitted(capsys, "train", "--no-snapshot")
+def test_the_current_code(first, prints):
+    run = submitted(prints, "train", "--no-snapshot")
     assert read_job(run).code is None
     said(LaunchPlan.read(run.plan_file).reasons["repeats"])
     # It has no copy itself.
-    assert read_job(submitted(capsys, run.name)).code is None
-    copied = submitted(capsys, run.name, "--set", "launch.snapshot=true")
+    assert read_job(submitted(prints, run.name)).code is None
+    copied = submitted(prints, run.name, "--set", "launch.snapshot=true")
     assert (copied.code_dir / "train.py").read_text() == "1 / 0\n"
 
 
-def test_a_file_or_shipped_config_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_or_shipped_config_comes_first(prints):
     Path("train").write_text("name: of-the-file\ndevice: cpu\n")
-    submitted(capsys, "--name", "quickstart", "--", sys.executable, "train.py")
+    submitted(prints, "--name", "quickstart", "--", sys.executable, "train.py")
     for name, expected in (("train", "of-the-file"), ("quickstart", "quickstart-2")):
-        assert main(["submit", name, "--backend", "local", "--dry-run", "--json"]) == 0
-        out, err = capsys.readouterr()
+        out, err = prints(["submit", name, "--backend", "local", "--dry-run", "--json"])
         assert err.startswith(f"{expected}: ")
         assert "repeats" not in json.loads(out)["reasons"]
 
 
-def test_a_run_of_an_earlier_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_earlier_version(capsys):
     Path("text.txt").write_text("a text" * 1000)
     for name in ("finished", "command"):
         run = RunDir(unpack_run(HERE / "folders" / name, Path.cwd()))
@@ -114,12 +108,9 @@ def test_a_run_of_an_earlier_version(capsys: pytest.CaptureFixture[str]) -> None
         assert plan["command"] == json.loads(run.plan_file.read_text())["command"]
 
 
-def test_what_is_refused(
-    first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(first, monkeypatch, prints):
     def refused(name: str) -> str:
-        assert main(["submit", name, "--dry-run"]) == 2
-        return capsys.readouterr().err
+        return prints(["submit", name, "--dry-run"], code=2).err
 
     said(refused("trian"))
     made_up_sweep(Path("runs/sweep").absolute(), {"seed": [1, 2]})
@@ -144,17 +135,14 @@ def test_what_is_refused(
         *("data show RUN --step 1", "replay RUN --step 1"),
     ],
 )
-def test_what_executes_files_of_a_run_asks_whose_they_are(
-    first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_what_executes_files_of_a_run_asks_whose_they_are(first, monkeypatch, capsys, prints, command):
     def refuse(folder: Path, hint: str) -> None:
         raise UsageError(f"whose is {folder}?", hint=hint)
 
     for module in (options, api):
         monkeypatch.setattr(module, "refuse_foreign", refuse)
     argv = [str(first.path) if word == "RUN" else word for word in command.split()]
-    assert main(argv) == 2
-    error = capsys.readouterr().err
+    error = prints(argv, code=2).err
     assert error == f"error: whose is {first.path}?\n\nhint: use `--trust` to accept the folder anyway\n"
     if command.split()[0] not in ("resume", "requeue"):  # the supervisor is this process here
         main([*argv, "--trust"])
@@ -165,13 +153,11 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
             act()
 
 
-def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(tmp_path, prints):
     """The path of an interpreter selects it for a launcher. A plain name is refused, because it does not."""
     python = tmp_path / "other" / "python3"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
-    run = submitted(capsys, "--launcher", "torchrun", "--backend", "local", "--", "other/python3", "train.py")
+    run = submitted(prints, "--launcher", "torchrun", "--backend", "local", "--", "other/python3", "train.py")
     assert LaunchPlan.read(run.plan_file).environment.python == (str(python),)
     assert main(["submit", "--launcher", "torchrun", "--", "python3", "train.py"]) == 2

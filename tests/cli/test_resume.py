@@ -25,8 +25,7 @@ def publish(run, step):
 
 def test_live_run_is_refused(desk):
     run = desk.submit()
-    done = desk.typed("resume", "last")
-    assert done.returncode == 2
+    done = desk.typed("resume", "last", code=2)
     assert f"local-{read_json(run.job_file)['attempts'][0]['pid']}" in done.stderr
     assert "`trainkit cancel " in done.stderr
     assert run.attempt_numbers() == [1]
@@ -35,8 +34,7 @@ def test_live_run_is_refused(desk):
 def test_resume_on_more_workers_with_another_value(desk):
     run = ended_run(desk)
     args = ("--nodes", "2", "--gpus-per-node", "2", "--set", "seed=7", "--follow")
-    done = desk.trainkit("resume", "small", *args)
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("resume", "small", *args, code=0)
     assert "attempt 2 rank 0" in done.stdout
     assert not {"step 0", "beginning"} & {*done.stderr.split()}, "it has saved, and knows where it resumes"
     assert [read_json(run.attempt(number).plan_file)["world_size"] for number in (1, 2)] == [1, 4]
@@ -52,8 +50,7 @@ def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     done = desk.typed("resume", "small", "--as", "fork")
     assert (done.returncode, (desk.folder / "fork").exists()) == (2, False)
     said(done.stderr)
-    done = desk.trainkit("resume", "small")
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("resume", "small", code=0)
     assert "checkpoint          no checkpoint yet, so training restarts at step 0" in done.stderr
 
 
@@ -70,8 +67,7 @@ def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
 def test_the_steps_of_the_config_do_not_count_for_a_command(desk):
     run = ended_run(desk)
     publish(run, 20_000)
-    done = desk.trainkit("resume", "small", "--set", "train.steps=200", "--follow")
-    assert done.returncode == 0, done.stderr
+    desk.trainkit("resume", "small", "--set", "train.steps=200", "--follow", code=0)
 
 
 def test_resume_from_another_folder_works_where_it_was_submitted(desk):
@@ -100,8 +96,7 @@ def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
         publish(run, step)
     (run.checkpoints_dir / "step-00000300.partial").mkdir()
     run.checkpoint_dir(400).mkdir()
-    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json")
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json", code=0)
     fork = RunDir(json.loads(done.stdout)["run_dir"])
     assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00000200"]
     assert (fork.checkpoint_dir(200) / "data").samefile(run.checkpoint_dir(200) / "data")
@@ -114,15 +109,13 @@ def test_a_finished_run_names_what_extends_it(desk):
     publish(run, 10)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
     for more in ([], ["--as", "fork"], ["--set", "optimizer.lr=1e-4"]):
-        done = desk.typed("resume", "small", *more)
-        assert done.returncode == 2
+        done = desk.typed("resume", "small", *more, code=2)
         said(done.stderr)
 
 
 def test_a_finished_command_names_what_repeats_it(desk):
     run = ended_run(desk, 0)
-    refused = desk.typed("resume", "small", "--nodes", "1")
-    assert refused.returncode == 2
+    refused = desk.typed("resume", "small", "--nodes", "1", code=2)
     said(refused.stderr)
     assert run.attempt_numbers() == [1]
     for number, words in enumerate((["requeue"], ["resume", "--new-code"], ["resume", "--set", "seed=7"]), 2):
@@ -136,8 +129,7 @@ def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):
     programs.mkdir()
     (programs / "sbatch").symlink_to("/bin/false")
     desk.environ |= {"PATH": f"{programs}:{desk.environ['PATH']}", "SLURM_CONF": "/nowhere/slurm.conf"}
-    done = desk.trainkit("resume", "small")
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("resume", "small", code=0)
     assert "local: the run was on this machine; --backend sbatch submits it to Slurm" in done.stderr
     desk.wait_for_end(run, 2)
     assert "sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr

@@ -28,18 +28,9 @@ def started(desk, *args):
     return process, run, read_json(run.job_file)["attempts"][0]["pid"]
 
 
-def test_run_shows_rank_0_and_ends_with_it(desk):
-    desk.works("print('hello')")
-    done = desk.trainkit("run", str(desk.config), "--gpus-per-node", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "hello"]
-    assert read_json(desk.folder / "runs/small/plan.json")["world_size"] == 2
-
-
 def test_what_fails_in_the_foreground_is_not_started_again(desk):
     desk.works("sys.exit(3)")
-    done = desk.trainkit("run", str(desk.config))
-    assert done.returncode == 1
+    done = desk.trainkit("run", str(desk.config), code=1)
     assert "exit code 3\n" in done.stderr
     assert read_json(desk.folder / "runs/small/job.json")["attempts"][1:] == []
 
@@ -59,8 +50,7 @@ def test_ctrl_c_saves_and_ends(desk):
     process, run, supervisor = started(desk)
     process.send_signal(signal.SIGINT)
     shown, words = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "asked by SIGINT" in shown
+    assert (process.returncode, "asked by SIGINT" in shown) == (130, True)
     assert "saving a checkpoint before stopping" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
@@ -122,7 +112,8 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
-    assert read_json(run.attempt(1).end_file)["reason"].startswith("saved after SIG")
+    reason = read_json(run.attempt(1).end_file)["reason"]
+    assert reason == f"saved after {'SIGINT' if end == 'fg' else 'SIGTERM'}"
 
 
 def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
@@ -164,14 +155,6 @@ def test_ctrl_c_while_it_loads_is_one_word(desk, module):
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
-def test_death_of_the_foreground_saves_and_ends(desk):
-    process, run, supervisor = started(desk)
-    process.kill()
-    process.communicate(timeout=120)
-    wait_for(lambda: not is_running(supervisor))
-    assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGTERM"
-
-
 @pytest.mark.parametrize("is_replaced", [True, False])
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_replaced):
@@ -185,11 +168,9 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         run.attempt(1).path.mkdir(parents=True)
     shown, words = process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
+    assert run.path.exists() == is_replaced
     if is_replaced:
-        assert list(run.attempt(1).path.iterdir()) == []
-        assert not run.events_file.exists()
-    else:
-        assert not run.path.exists()
+        assert (list(run.attempt(1).path.iterdir()), run.events_file.exists()) == ([], False)
     if not is_moved:
         assert process.returncode == 1
         assert "runs/small was deleted" in words
@@ -225,8 +206,7 @@ def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_the_ranks_of_another_launcher_are_refused(desk, name):
     desk.environ |= {name: "4", "RANK": "1"}
-    done = desk.typed("run", str(desk.config))
-    assert done.returncode == 2
+    done = desk.typed("run", str(desk.config), code=2)
     assert f"({name}=4)" in done.stderr
     assert not (desk.folder / "runs").exists()
 
@@ -239,12 +219,9 @@ def make_venv(folder):
 def test_an_environment_without_torch_is_refused_with_its_line(desk):
     make_venv(desk.folder / "own")
     desk.config.write_text(desk.config.read_text() + "launch:\n  venv: own\n")
-    done = desk.typed("run", str(desk.config))
-    assert done.returncode == 2
-    said(done.stderr)
-    done = desk.typed("run", str(desk.config), "--set", "launch.venv=gone")
-    assert done.returncode == 2
-    said(done.stderr)
+    for options in ((), ("--set", "launch.venv=gone")):
+        done = desk.typed("run", str(desk.config), *options, code=2)
+        said(done.stderr)
     assert not (desk.folder / "runs").exists()
 
 
@@ -253,8 +230,7 @@ def test_run_uses_the_environment_of_the_config(desk):
     [packages] = (desk.folder / "own/lib").glob("python*/site-packages")
     (packages / "here.pth").write_text("\n".join(path for path in sys.path if "packages" in path))
     desk.works("import shutil; print(shutil.which('python'), os.environ['VIRTUAL_ENV'])")
-    done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=own")
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=own", code=0)
     own = desk.folder / "own"
     assert done.stdout.splitlines()[-1] == f"{own}/bin/python {own}"
     plan = read_json(desk.folder / "runs/small/plan.json")
@@ -263,8 +239,7 @@ def test_run_uses_the_environment_of_the_config(desk):
 
 def test_what_only_batch_jobs_use_is_named(desk):
     desk.works("")
-    done = desk.trainkit("run", str(desk.config), "--set", "launch.setup=[ulimit -c 0]")
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("run", str(desk.config), "--set", "launch.setup=[ulimit -c 0]", code=0)
     assert "warning: launch.setup: " in done.stderr
 
 
@@ -279,16 +254,15 @@ for step in range(1, 21):
 
 def test_a_script_in_the_foreground_has_its_name_and_a_curve(desk):
     (desk.folder / "small_train.py").write_text(PRINTS)
-    done = desk.types("run", "--nproc", "2", "--", sys.executable, "small_train.py", "--lr", "1")
-    assert done.returncode == 0, done.stderr
+    done = desk.types("run", "--nproc", "2", "--", sys.executable, "small_train.py", "--lr", "1", code=0)
     assert done.stdout.splitlines()[2:4] == ["rank 0 of 2 --lr 1", "step 1/20 | loss 2.000 | lr 1e-3"]
     assert "config:" not in done.stderr
     assert ": step, loss, lr; " in done.stderr
     run = RunDir(desk.folder / "runs/small_train")
     assert (done.stderr.splitlines()[0].split(":")[0], run.exists()) == ("small_train", True)
     status = json.loads(desk.typed("status", "small_train", "--json").stdout)
-    seen = {key: status[key] for key in ("name", "state", "step", "total_steps", "loss")}
-    assert seen == {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
+    expected = {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
+    assert status.items() >= expected.items()
 
 
 def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from steering import LIMIT_S, Desk, wait_for
@@ -52,15 +50,9 @@ class Ranks:
         return [started[rank] for rank in sorted(started)]
 
     def started_as(self, argv: list[str], environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            argv,
-            cwd=self.desk.folder,
-            env=self.desk.environ | (environ or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        own = self.desk.environ | (environ or {})
+        process = subprocess.Popen(argv, cwd=self.desk.folder, env=own, text=True, **pipes)
         self.started.append(process)
         return process
 
@@ -79,7 +71,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def ranks(desk: Desk) -> Iterator[Ranks]:
+def ranks(desk):
     ranks = Ranks(desk)
     yield ranks
     for process in ranks.started:
@@ -88,7 +80,7 @@ def ranks(desk: Desk) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None:
+def test_every_rank_joins_the_run_of_rank_0(ranks, launcher):
     ranks.desk.works(SHOWS_RANK)
     # An earlier start at the same address was killed and left this announcement.
     before = LaunchedRank(launcher, 0, 0, (2, 2), "127.0.0.1", ranks.port)
@@ -100,18 +92,16 @@ def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None
     assert shown.splitlines()[0] == str(ranks.run.path)
     attempt = ranks.run.attempt(1)
     found = [json.loads(attempt.rank_log(rank).read_text().splitlines()[1]) for rank in range(4)]
-    assert [(one["RANK"], one["LOCAL_RANK"], one["NODE_RANK"]) for one in found] == [
-        *(("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"))
-    ]
+    places = [one["RANK"] + one["LOCAL_RANK"] + one["NODE_RANK"] for one in found]
+    assert places == ["000", "110", "201", "311"]
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in found} == {("4", "2")}
     # The launcher may itself listen at the port.
     port = str(read_json(attempt.rendezvous_file)["port"])
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in found} == {("127.0.0.1", port)}
     assert port != str(ranks.port)
     plan = read_json(attempt.plan_file)
-    assert (plan["backend"], plan["num_nodes"], plan["workers_per_node"], plan["per"]) == (
-        *("launcher", 2, 2, "gpu"),
-    )
+    expected = {"backend": "launcher", "num_nodes": 2, "workers_per_node": 2, "per": "gpu"}
+    assert plan.items() >= expected.items()
     said(plan["reasons"]["threads_per_worker"])
     assert json.loads(shown.splitlines()[2]) == found[0]
     assert [event.name for event in read_events(ranks.run)] == ["submitted", "started", "finished"]
@@ -119,7 +109,7 @@ def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None
     assert not announcement_file(ranks.run.path.parent, before).exists()
 
 
-def test_a_signal_to_all_ranks_saves_and_ends_them(ranks: Ranks) -> None:
+def test_a_signal_to_all_ranks_saves_and_ends_them(ranks):
     started = ranks.run_all()
     ranks.wait_for_ranks()
     assert ranks.desk.status(ranks.run)["state"] == "running"
@@ -130,7 +120,7 @@ def test_a_signal_to_all_ranks_saves_and_ends_them(ranks: Ranks) -> None:
     assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
 
 
-def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
+def test_a_killed_rank_ends_the_others(ranks):
     ranks.desk.works(
         """
         while not asked: time.sleep(0.02)
@@ -151,7 +141,7 @@ def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
     assert end["state"] == "failed"
 
 
-def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
+def test_what_cannot_start_is_said_by_rank_0(ranks):
     refused = {
         ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
         ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"
@@ -166,7 +156,7 @@ def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
     assert not (ranks.run.path.parent / ".steps").exists()
 
 
-def test_a_run_that_belongs_to_another_user_is_not_joined(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_belongs_to_another_user_is_not_joined(ranks, tmp_path):
     planted = RunDir(tmp_path / "planted")
     planted.path.mkdir(mode=0o777)
     planted.path.chmod(0o777)
@@ -177,7 +167,6 @@ def test_a_run_that_belongs_to_another_user_is_not_joined(ranks: Ranks, tmp_path
         "become_sole_supervisor(RunDir(sys.argv[1]), 9); print('held', flush=True); time.sleep(999)"
     )
     holder = ranks.started_as([sys.executable, "-c", holds, str(planted.path)])
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     code, words = end_of(ranks.started_as(ranks.desk.argv("run", "small.yaml"), ranks.environ(1)))
     assert code == 2
@@ -198,7 +187,7 @@ TRAINS = ("data.seq_len=64", "model.preset=nano", "train.log_every=1", "train.ev
 
 
 @pytest.mark.slow(seconds=60)
-def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ranks: Ranks) -> None:
+def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk, ranks):
     hosts = Torchrun(desk)
     hosts.started = ranks.started
     settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]
@@ -215,8 +204,7 @@ def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ran
     both = hosts.start_hosts(2, "resume", "runs/small", "--set", f"train.stop_at_step={last}")
     assert [end_of(process)[0] for process in both] == [0, 0]
     assert read_json(hosts.run.attempt(2).plan_file)["world_size"] == 4
-    done = desk.types("run", "small.yaml", "--set", f"train.stop_at_step={last}", *settings)
-    assert done.returncode == 0, done.stderr
+    desk.types("run", "small.yaml", "--set", f"train.stop_at_step={last}", *settings, code=0)
     alone = {record["step"]: record["loss"] for record in read_metrics(RunDir(desk.folder / "runs/small-2"))}
     curve = {record["step"]: record["loss"] for record in read_metrics(hosts.run)}
     assert list(curve) == list(range(1, last + 1))
@@ -224,7 +212,7 @@ def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ran
 
 
 @pytest.mark.slow(seconds=40)
-def test_torchrun_ends_all_hosts_when_a_rank_is_killed(desk: Desk, ranks: Ranks) -> None:
+def test_torchrun_ends_all_hosts_when_a_rank_is_killed(desk, ranks):
     hosts = Torchrun(desk)
     hosts.started = ranks.started
     settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 import pytest
@@ -24,7 +23,7 @@ Show = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     """Return a folder with runs that have finished and failed, and a group."""
     folder = tmp_path / "project"
     make_project(folder, ["finished", "crashed", "sweep"])
@@ -34,7 +33,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
+def show(monkeypatch, capsys):
     """Return a function that prints a command to a terminal of a given width, or to a pipe."""
 
     def run(line: str, *, columns: int | None = 100) -> tuple[str, str]:
@@ -62,7 +61,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_states_have_colours_in_a_terminal(project: Path, show: Show, line: str) -> None:
+def test_states_have_colours_in_a_terminal(project, show, line):
     shown, _ = show(line)
     for text in SHOWN[line]:
         assert text in shown, shown
@@ -71,9 +70,7 @@ def test_states_have_colours_in_a_terminal(project: Path, show: Show, line: str)
 
 
 @pytest.mark.parametrize("name", ["NO_COLOR", "TERM", "--no-color", "a pipe", "json"])
-def test_nobody_gets_colours_who_wants_none(
-    project: Path, show: Show, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_nobody_gets_colours_who_wants_none(project, show, monkeypatch, name):
     if name in ("NO_COLOR", "TERM"):
         monkeypatch.setenv(name, {"NO_COLOR": "1", "TERM": "dumb"}[name])
     before, after = "--no-color " * (name == "--no-color"), " --json" * (name == "json")
@@ -85,7 +82,7 @@ def test_nobody_gets_colours_who_wants_none(
             json.loads(out)
 
 
-def test_an_error_names_its_kind_in_colour(project: Path, show: Show) -> None:
+def test_an_error_names_its_kind_in_colour(project, show):
     _, said = show("status nothing")
     assert said.startswith(f"{RED}error:\x1b[0m unknown run 'nothing'\n\n{BOLD}hint:\x1b[0m ")
     _, said = show("status \x1b[31mred")
@@ -106,9 +103,7 @@ NAMES = (
 
 @pytest.mark.parametrize("columns", [80, 100, 120])
 @pytest.mark.parametrize("where", ["here", "elsewhere", "both"])
-def test_a_run_is_one_line_whatever_its_name(
-    project: Path, show: Show, tmp_path: Path, columns: int, where: str
-) -> None:
+def test_a_run_is_one_line_whatever_its_name(project, show, tmp_path, columns, where):
     here, deep = project / "runs", tmp_path / "a-folder-of-another-project" / "below" / "others" / "runs"
     deep.mkdir(parents=True)
     for index, name in enumerate(NAMES):
@@ -133,14 +128,17 @@ def test_a_run_is_one_line_whatever_its_name(
     assert sum(_column(line, at).startswith(tuple(states)) for line in lines) >= len(NAMES)
 
 
-def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
-    names = ["work", "work-2", "work-3", "work-4"]
+def copy_as_function(project, names):
     for name in names:
         run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / name))
-        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
-        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
-        run.job_file.write_text(json.dumps({**job, "name": "work"}))
+        for file, changes in ((run.plan_file, {"command": [*ARGV]}), (run.job_file, {"name": "work"})):
+            file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
         register(run, "work")
+
+
+def test_the_runs_of_a_function_are_one_line(project, show):
+    names = ["work", "work-2", "work-3", "work-4"]
+    copy_as_function(project, names)
     (project / "runs" / "work-4" / "attempts" / "001" / "end.json").unlink()
     shown = show("status", columns=120)[0]
     line = next(line for line in shown.splitlines() if line.startswith("runs/work"))
@@ -148,19 +146,13 @@ def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
     assert f"{RED}1 died, 3 finished\x1b[0m" in line
     said(shown.splitlines()[-1])
     shown = show("status --all", columns=120)[0]
-    assert [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")] == [
-        f"runs/{name}" for name in reversed(names)
-    ]
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")]
+    assert rows == [f"runs/{name}" for name in reversed(names)]
     assert len(json.loads(show("status --json")[0])) == len(shown.splitlines()) - 1
 
 
-def test_many_runs_of_a_function_print_a_warning_once(project: Path, show: Show) -> None:
-    for index in range(MAX_ENDED_RUNS + 3):
-        run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / f"work-{index}"))
-        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
-        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
-        run.job_file.write_text(json.dumps({**job, "name": "work"}))
-        register(run, "work")
+def test_many_runs_of_a_function_print_a_warning_once(project, show):
+    copy_as_function(project, [f"work-{index}" for index in range(MAX_ENDED_RUNS + 3)])
     sweep = project / "runs" / "sweep" / "sweep.json"
     sweep.write_text(json.dumps({**json.loads(sweep.read_text()), "version": 99}))
     shown, warnings = show("status", columns=120)
@@ -178,9 +170,7 @@ def _column(line: str, at: int) -> str:
     return ""
 
 
-def test_only_the_runs_of_this_folder(
-    project: Path, show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_runs_of_this_folder(project, show, tmp_path, monkeypatch):
     other = RunDir(shutil.copytree(project / "runs" / "finished", tmp_path / "other"))
     register(other, "small")
     (project / "runs" / "link").symlink_to(project / "runs" / "finished")
@@ -197,7 +187,7 @@ def test_only_the_runs_of_this_folder(
     said(show("status --here")[1])
 
 
-def test_a_long_detail_goes_on_below_its_value(project: Path, show: Show) -> None:
+def test_a_long_detail_goes_on_below_its_value(project, show):
     lines = click.unstyle(show("status runs/crashed", columns=80)[0]).splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("state "))
     assert lines[at].startswith("state       failed - a")
@@ -207,7 +197,7 @@ def test_a_long_detail_goes_on_below_its_value(project: Path, show: Show) -> Non
     assert any(len(line) > 100 for line in whole.splitlines() if line.startswith("state "))
 
 
-def test_the_reason_of_a_trial_uses_a_wide_terminal(project: Path, show: Show) -> None:
+def test_the_reason_of_a_trial_uses_a_wide_terminal(project, show):
     wide, usual = (show("status runs/sweep", columns=columns)[0] for columns in (200, 80))
     assert "a restart would not help" in wide
     assert "a restart" not in usual
@@ -215,7 +205,7 @@ def test_the_reason_of_a_trial_uses_a_wide_terminal(project: Path, show: Show) -
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])
-def test_the_keys_of_a_comparison_are_whole(project: Path, show: Show, columns: int) -> None:
+def test_the_keys_of_a_comparison_are_whole(project, show, columns):
     shutil.copytree(project / "runs" / "finished", project / "runs" / "finished-with-another-long-name")
     config = project / "runs" / "finished-with-another-long-name" / "config.yaml"
     config.write_text(config.read_text().replace("device_batch_size: 2", "device_batch_size: 4"))

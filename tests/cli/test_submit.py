@@ -19,9 +19,8 @@ from trainkit.run.rundir import RunDir
 def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):
     done = desk.trainkit("submit", str(desk.config), "--nodes", "2")
     folder, job_id = done.stdout.splitlines()
-    assert folder == str(desk.folder / "runs" / "small")
     pid = read_json(RunDir(folder).job_file)["attempts"][0]["pid"]
-    assert job_id == f"local-{pid}"
+    assert (folder, job_id) == (str(desk.folder / "runs" / "small"), f"local-{pid}")
     assert is_running(pid)
     assert "batch" in done.stderr
     assert (Path(folder).stat().st_mode & 0o777) == 0o700
@@ -56,8 +55,7 @@ def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
     run = desk.submit("--run-dir", str(desk.folder / "mine"))
     desk.trainkit("cancel", str(run.path), "--wait")
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    done = desk.typed("submit", str(desk.config), "--run-dir", str(run.path))
-    assert done.returncode == 2
+    done = desk.typed("submit", str(desk.config), "--run-dir", str(run.path), code=2)
     assert "already contains a run" in done.stderr
     assert "hint: `trainkit resume" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
@@ -65,16 +63,14 @@ def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
 
 def test_follow_shows_the_log_and_ends_with_the_job(desk):
     desk.works("for i in range(3): print('step', i, flush=True)\nsys.stdout.write('no newline')")
-    done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow")
-    assert done.returncode == 0
+    done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow", code=0)
     assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "step 0", "step 1", "step 2", "no newline"]
     assert "finished: " in done.stderr
 
 
 def test_follow_of_a_failure_ends_with_the_verdict(desk):
     desk.works("sys.exit(3 if RANK == 1 else 0)")
-    done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow", "--json")
-    assert done.returncode == 1
+    done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow", "--json", code=1)
     assert "rank 1 failed" in done.stderr
     assert len(done.stdout.splitlines()) == 1
 
@@ -95,9 +91,8 @@ def test_closing_the_terminal_does_not_end_the_job(desk):
     primary, secondary = os.openpty()
     # Under nohup, the tests ignore SIGHUP, and so would the command.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    follower = desk.start(
-        "submit", str(desk.config), "--follow", stdout=secondary, stderr=secondary, start_new_session=True
-    )
+    own = {"stdout": secondary, "stderr": secondary, "start_new_session": True}
+    follower = desk.start("submit", str(desk.config), "--follow", **own)
     signal.signal(signal.SIGHUP, before)
     os.close(secondary)
     run = RunDir(desk.folder / "runs/small")
@@ -123,8 +118,7 @@ def test_torch_is_never_imported(desk, args):
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     desk.config.rename(desk.folder / "x.yaml")
-    argv = [sys.executable, "-c", script, *args]
-    done = run_program(*argv, cwd=desk.folder, env=desk.environ)
+    done = run_program(sys.executable, "-c", script, *args, cwd=desk.folder, env=desk.environ)
     assert done.returncode == 0, done.stderr
 
 
@@ -132,8 +126,7 @@ def test_odd_folder_names_are_only_names(desk):
     folder = str(desk.folder / "a b;'\"$(touch x)\nü")
     done = desk.trainkit("submit", str(desk.config), "--run-dir", folder, "--json")
     assert json.loads(done.stdout)["run_dir"] == folder
-    refused = desk.typed("resume", folder)
-    assert refused.returncode == 2
+    refused = desk.typed("resume", folder, code=2)
     typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends")[0])
     assert typed == ["cancel", folder]  # a name without a slash could be another run
     assert desk.trainkit(*typed, "--wait").returncode == 0
@@ -153,13 +146,11 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
         "model.preset=nano",
     ]
     first = ["submit", str(desk.config), "--nodes", "2", *(part for s in settings for part in ("--set", s))]
-    done = desk.types(*first, "--follow")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = desk.types(*first, "--follow", code=0)
     run = RunDir(done.stdout.splitlines()[0])
     assert read_json(run.attempt(1).end_file)["state"] == "stopped"
     second = ["resume", "last", "--nodes", "1", "--set", "train.stop_at_step=null", "--follow"]
-    done = desk.types(*second)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = desk.types(*second, code=0)
     assert read_json(run.attempt(2).end_file)["state"] == "finished"
     steps = [(line["attempt"], line["step"]) for line in read_jsonl(run.metrics_file)]
     assert steps == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
@@ -173,8 +164,7 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
     (desk.folder / "shows.py").write_text(f"import os\nprint('got', *(os.environ.get(n) for n in {names}))\n")
 
     def trainkit(*args):
-        done = desk.types(*args)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = desk.types(*args, code=0)
         return done
 
     launch = ["submit", str(desk.config), "--nodes", "2", "--launcher", "accelerate"]
@@ -193,17 +183,14 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
     assert (run.attempt(1).path / config.name).read_text() == before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_what_was_typed_wrong(desk):
+    for options in (
         *("--sweep optimizer.lrr=1,2", "--sweep seed=1,1", "--array 3-x", "--array %3"),
         *("--sweep seed=1,2 --array 0-1", "--sweep seed=1,2 --follow", "--sweep seed=1,2 --now"),
         *("--after nobody", "--array 0-3 --backend submitit"),
-    ],
-)
-def test_what_was_typed_wrong(desk, options):
-    value = desk.refused("submit", str(desk.config), *options.split())
-    said(f"{value['error']}\n\nhint: {value['hint']}")
+    ):
+        value = desk.refused("submit", str(desk.config), *options.split())
+        said(f"{value['error']}\n\nhint: {value['hint']}")
 
 
 def test_a_group_is_one_line_of_status_without_slurm_too(desk, tmp_path):
@@ -212,8 +199,7 @@ def test_a_group_is_one_line_of_status_without_slurm_too(desk, tmp_path):
     (tmp_path / "runs").mkdir(exist_ok=True)
     group = make_group(tmp_path, {0: {"seed": 1}, 1: {"seed": 2}})
     group.path.rename(desk.folder / "runs/lr")
-    done = desk.typed("status")
-    assert done.returncode == 0
+    done = desk.typed("status", code=0)
     (row,) = [line for line in done.stdout.splitlines() if "2 unknown" in line]
     assert row.startswith("runs/lr ")
     said(done.stderr)
@@ -238,19 +224,15 @@ sys.meta_path.insert(0, Finder())
 
 def test_an_editable_install_is_imported_from_the_copy(desk, tmp_path_factory):
     project = desk.folder
-    files = {
-        "src/flat/__init__.py": "",
-        "src/flat/inner.py": "",
-        "lib/first/__init__.py": "",
-        "lib/first/inner.py": "",
-        "python/deep/other/__init__.py": "",
-        "pyproject.toml": "",
-        "train.py": "import flat.inner, first.inner, other, json, sys\n"
-        "for module in (flat, flat.inner, first, first.inner, other, json):\n    print(module.__file__)\n",
-    }
-    for name, text in files.items():
+    modules = ("src/flat/__init__.py", "src/flat/inner.py", "lib/first/__init__.py", "lib/first/inner.py")
+    modules += ("python/deep/other/__init__.py",)
+    for name in (*modules, "pyproject.toml"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(text)
+        (project / name).touch()
+    (project / "train.py").write_text(
+        "import flat.inner, first.inner, other, json, sys\n"
+        "for module in (flat, flat.inner, first, first.inner, other, json):\n    print(module.__file__)\n"
+    )
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
     [packages] = environment.glob("lib/python*/site-packages")
@@ -259,12 +241,6 @@ def test_an_editable_install_is_imported_from_the_copy(desk, tmp_path_factory):
     (packages / "finder.py").write_text(FINDER.format(live=str(project)))
     (packages / "first.pth").write_text("import finder\n")
     python = str(environment / "bin/python")
-    done = desk.types("submit", str(desk.config), "--follow", "--", python, "train.py")
-    assert done.returncode == 0, done.stderr
+    done = desk.types("submit", str(desk.config), "--follow", "--", python, "train.py", code=0)
     code = project / "runs/small/code"
-    assert done.stdout.splitlines()[2:7] == [
-        *(f"{code}/src/flat/__init__.py", f"{code}/src/flat/inner.py"),
-        *(f"{code}/lib/first/__init__.py", f"{code}/lib/first/inner.py"),
-        f"{code}/python/deep/other/__init__.py",
-    ]
-    assert done.stdout.splitlines()[7] == json.__file__
+    assert done.stdout.splitlines()[2:8] == [*(f"{code}/{name}" for name in modules), json.__file__]

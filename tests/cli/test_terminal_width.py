@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,8 @@ from trainkit.formats import table
 
 COMMANDS = (
     *("status", "status --all --where optimizer.lr=0.1", "status runs/sweep", "status runs/bench"),
-    *(
-        "ckpt ls runs/a-run-with-a-name-that-is-quite-long",
-        "check small.yaml --show-origin",
-        "plan small.yaml --gpu-type h100 --gpus-per-node 8",
-    ),
+    *("ckpt ls runs/a-run-with-a-name-that-is-quite-long", "check small.yaml --show-origin"),
+    "plan small.yaml --gpu-type h100 --gpus-per-node 8",
     *("compare runs/finished runs/crashed runs/restarted", "drill small.yaml --list"),
     "bench settings small.yaml --sweep train.device_batch_size=1,2 --dry-run",
 )
@@ -27,9 +23,7 @@ NO_TABLE = ("folder ", "workers_per_node: ")
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_table_fits_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
+def test_a_table_fits_the_terminal(tmp_path, monkeypatch, capsys, line):
     project = tmp_path / "project"
     make_project(project, ["finished", "crashed", "restarted", "sweep", "bench"])
     (project / "runs" / "finished").rename(project / "runs" / "a-run-with-a-name-that-is-quite-long")
@@ -57,22 +51,11 @@ def test_a_table_fits_the_terminal(
     assert sorted(set(words[0])) == sorted(set(words[1]))
 
 
-def test_narrow_columns_wrap_and_more_columns_follow_below() -> None:
+def test_narrow_columns_wrap_and_more_columns_follow_below():
     rows = [["run", "where", "n"], ["a", "/one/two/three/four/five", "1"]]
     assert table(rows, fit=80) == table(rows)
-    assert table(rows, right=[2], fit=22).splitlines() == [
-        "run  where           n",
-        "a    /one/two/three  1",
-        "     /four/five",
-    ]
+    wrapped = "run  where           n\na    /one/two/three  1\n     /four/five"
+    assert table(rows, right=[2], fit=22) == wrapped
     many = [[f"head-{index}" for index in range(6)], ["key", *"12345"]]
-    assert table(many, fit=24).splitlines() == [
-        "head-0  head-1  head-2",
-        "key     1       2",
-        "",
-        "head-0  head-3  head-4",
-        "key     3       4",
-        "",
-        "head-0  head-5",
-        "key     5",
-    ]
+    first, second = "head-0  head-1  head-2\nkey     1       2", "head-0  head-3  head-4\nkey     3       4"
+    assert table(many, fit=24) == f"{first}\n\n{second}\n\nhead-0  head-5\nkey     5"

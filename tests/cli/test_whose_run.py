@@ -21,7 +21,7 @@ READING = ("status RUN", "logs RUN", "diagnose RUN", "report RUN")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
+def run(tmp_path, monkeypatch, capsys):
     """Return a run of a script, two folders below its project. Its supervisor is this process."""
     (tmp_path / "lab/project").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "lab/project")
@@ -52,26 +52,21 @@ def link_config(run: RunDir) -> None:
     run.config_file.symlink_to(Path("elsewhere.yaml").absolute())
 
 
+LAB = "lab belongs to user 65534, who could replace runs/train"
+RUN = "runs/train belongs to user 65534, who could replace the run"
+RECORD = "every user can write to runs/train/job.json and could change what the run executes"
+CODE = "runs/train/code belongs to user 65534, who could change what the run executes"
 ATTACKS: dict[str, tuple[Callable[[RunDir], None], str]] = {
-    "a folder above it": (
-        lambda run: give(run.path.parents[2]),
-        "lab belongs to user 65534, who could replace runs/train",
-    ),
-    "a group above it": (
-        lambda run: give(run.path.parents[2], 0o2775),
-        "lab belongs to user 65534, who could replace runs/train",
-    ),
+    "a folder above it": (lambda run: give(run.path.parents[2]), LAB),
+    "a group above it": (lambda run: give(run.path.parents[2], 0o2775), LAB),
     "everybody above it": (
         lambda run: run.path.parents[1].chmod(0o777),
         "project, and could replace runs/train",
     ),
-    "the run": (lambda run: give(run.path), "runs/train belongs to user 65534, who could replace the run"),
+    "the run": (lambda run: give(run.path), RUN),
     "its record": (lambda run: give(run.job_file), "runs/train/job.json belongs to user 65534"),
-    "an open record": (
-        lambda run: run.job_file.chmod(0o666),
-        "every user can write to runs/train/job.json and could change what the run executes",
-    ),
-    "its code": (plant_code, "runs/train/code belongs to user 65534, who could change what the run executes"),
+    "an open record": (lambda run: run.job_file.chmod(0o666), RECORD),
+    "its code": (plant_code, CODE),
 }
 READ_LATER: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "its config": (lambda run: give(run.config_file), "config.yaml belongs to user 65534"),
@@ -81,9 +76,7 @@ READ_LATER: dict[str, tuple[Callable[[RunDir], None], str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_who_acts_on_a_run_learns_of_others(
-    run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
-) -> None:
+def test_who_acts_on_a_run_learns_of_others(run, capsys, attack):
     plant, expected = ATTACKS[attack]
     plant(run)
     for command in ACTING:
@@ -100,22 +93,18 @@ def test_who_acts_on_a_run_learns_of_others(
 
 
 @pytest.mark.parametrize("attack", READ_LATER)
-def test_a_file_is_judged_when_it_is_opened(
-    run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
-) -> None:
+def test_a_file_is_judged_when_it_is_opened(run, prints, attack):
     plant, expected = READ_LATER[attack]
     plant(run)
-    assert main(["submit", str(run.path), "--dry-run"]) == 2
-    assert expected in capsys.readouterr().err
+    assert expected in prints(["submit", str(run.path), "--dry-run"], code=2).err
     assert main(["status", str(run.path)]) == 0
     assert main(["submit", str(run.path), "--dry-run", "--trust"]) == 0
 
 
-def test_a_new_run_below_a_folder_of_somebody_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_below_a_folder_of_somebody_else(run, prints):
     give(run.path.parents[2])
     submit = ["submit", "--backend", "local", "--name", "new", "--", "true"]
-    assert main(submit) == 2
-    said = capsys.readouterr().err
+    said = prints(submit, code=2).err
     assert "user 65534, who could" in said
     assert "--run-dir" in said
     assert not Path("runs/new").exists()

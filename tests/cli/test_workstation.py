@@ -51,8 +51,7 @@ def workstation(desk, tmp_path):
 
 def submit(desk, *args: str) -> Path:
     # A COMMAND needs no torch for GPUs.
-    done = desk.trainkit("submit", str(desk.config), *args, "--", sys.executable, str(desk.worker))
-    assert done.returncode == 0, done.stderr
+    done = desk.trainkit("submit", str(desk.config), *args, "--", sys.executable, str(desk.worker), code=0)
     return Path(done.stdout.splitlines()[0])
 
 
@@ -109,8 +108,7 @@ def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstatio
     assert found["points"][7]["reason"].endswith(f"`trainkit resume {group.path}` starts the remaining runs")
 
     (desk.folder / "end").touch()
-    resumed = desk.trainkit("resume", str(group.path))
-    assert resumed.returncode == 0, resumed.stderr
+    desk.trainkit("resume", str(group.path), code=0)
     wait_for(lambda: len(done(desk)) == 8)
     wait_for(lambda: status(desk, group.path)["states"] == {"finished": 8})
     assert Counter(done(desk)) == {str(index): 1 for index in range(8)}
@@ -123,13 +121,11 @@ def test_a_group_is_cancelled_and_resumed(workstation):
     desk = workstation
     group = RunGroup(submit(desk, "--array", "0-2"))
     wait_for(lambda: has_begun(group.run(0)))
-    refused = desk.typed("resume", str(group.path))
-    assert refused.returncode == 2
+    refused = desk.typed("resume", str(group.path), code=2)
     assert f"runs/{group.path.name} is running" in refused.stderr
     waiting = desk.trainkit("cancel", f"{group.path}/1")
     assert f"runs/{group.path.name}/1 has not started" in waiting.stderr
-    cancelled = desk.trainkit("cancel", str(group.path), "--wait")
-    assert cancelled.returncode == 0
+    cancelled = desk.trainkit("cancel", str(group.path), "--wait", code=0)
     assert "1 run ended, 2 runs" in cancelled.stderr
     assert status(desk, group.path)["states"] == {"cancelled": 3}
     (desk.folder / "end").touch()

@@ -36,9 +36,7 @@ def test_epochs_survive_the_run_folder(tmp_path):
         ("epochs: 2", "train.steps=20", (20, None), "20 steps: {} replaces train.epochs"),
         ("steps: 9", "train.epochs=0.5", (None, 0.5), "0.5 epochs: {} replaces train.steps"),
         ("{epochs: 2, steps: null}", "train.steps=20", (20, None), "20 steps: {} replaces train.epochs"),
-        ("epochs: 2", "seed=1", (None, 2), ""),
-        ("epochs: 2", "train.steps=2000000", (2000000, None), "2000000 steps: {} replaces train.epochs"),
-        ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
+        *(("epochs: 2", "seed=1", (None, 2), ""), ("{steps: 10, epochs: null}", "seed=1", (10, None), "")),
     ],
 )
 def test_a_later_length_replaces_an_earlier_one(tmp_path, file, flag, length, note):
@@ -74,12 +72,30 @@ checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
 notify.mail=me@x.org resources.mail_user=you@x.org
 notify.mail=me@x.org resources.mail_type=ALL
 notify.mail=me@x.org notify.on=[stalled,slow]
+launch.env.HF_TOKEN=abc
+launch.env.WANDB_API_KEY=abc
+launch.env.MY_PASSWORD=abc
+data.document_mask=true parallel.cp=2
+data.document_mask=true parallel.pp=2
+data.document_mask=true model.architecture=mine.py:Mine
+data.document_mask=true task=mine.py:Mine
+notify.webhook=https://hooks.example.org/services/T0P
+notify.webhook=hooks.example.org/x
+notify.webhook=MY_HOOK launch.env.MY_HOOK=https://hooks.example.org/services/T0P
+notify.webhook=MY_HOOK launch.env.MY_HOOK=hooks.example.org/x
 """.splitlines()
+ONE_OVERRIDE = (
+    "notify.webhook=a b",
+    *('launch.setup=["export HF_TOKEN=hf_abcdefgh"]', """launch.setup=["A_KEY='long enough' python x.py"]"""),
+    *("logging.pattern=step (", "logging.pattern=loss (?P<loss>.)"),
+    *(f"logging.pattern=(?P<step>.) (?P<{name}>.)" for name in ("time", "attempt", "source")),
+)
 
 
-@pytest.mark.parametrize("overrides", CONTRADICTIONS)
-def test_contradictions(tmp_path, overrides):
-    said(problem(tmp_path, *overrides.split()))
+def test_contradictions(tmp_path):
+    """The message about a secret does not show the secret."""
+    cases = [*(line.split() for line in CONTRADICTIONS), *([one] for one in ONE_OVERRIDE)]
+    said("\n".join(problem(tmp_path, *overrides) for overrides in cases))
 
 
 def test_what_does_not_contradict(tmp_path):
@@ -89,20 +105,21 @@ def test_what_does_not_contradict(tmp_path):
         load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")
     load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")
     load(tmp_path, "checkpoint.best_metric=loss")
+    load(tmp_path, "data.document_mask=true", "parallel.tp=2")
+    more = (
+        *("export HF_TOKEN=$(cat ~/.token)", 'HF_TOKEN="$MINE" x', "MAX_TOKENS=4096 x"),
+        "x max_tokens=40960000",
+    )
+    assert load(tmp_path, f"launch.setup={json.dumps(more)}").config.launch.setup == more
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
-def test_a_secret_must_not_be_written_down(tmp_path, name):
-    said(problem(tmp_path, f"launch.env.{name}=abc"))
+NO_NAMES = ("1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä", "A\nB", "A.B", "A\0")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        *(
-            (name, "1", f"{name!r} is not a valid environment variable name")
-            for name in ("1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä", "A\nB", "A.B", "A\0")
-        ),
+        *((name, "1", f"{name!r} is not a valid environment variable name") for name in NO_NAMES),
         *((name, "1", "is a variable that bash itself sets in the job") for name in OF_BASH),
         ("A", "\0", "has a NUL character, which an environment variable cannot contain"),
     ],
@@ -135,62 +152,13 @@ def test_bash_sets_these_variables_itself():
 )
 def test_what_is_no_path(tmp_path, key, path, message):
     assert f"--set {key}={path}: {key}: {message}" in problem(tmp_path, f"{key}={path}")
-    assert message in problem(tmp_path, f"{key}={path}")
     file = tmp_path / "config.yaml"
     file.write_text(f"extends: {path}\n")
     with pytest.raises(ConfigError, match=re.escape(f"config.yaml:1: extends: {message}")):
         load_config(file, environ={}, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("url", ["https://hooks.example.org/services/T0P", "hooks.example.org/x", "a b"])
-def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path, url):
-    text = problem(tmp_path, f"notify.webhook={url}")
-    said(text)
-    said(problem(tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"))
-
-
-@pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
-def test_a_secret_in_a_line_of_setup(tmp_path, line):
-    text = problem(tmp_path, f"launch.setup=[{json.dumps(line)}]")
-    assert "launch.setup: sets " in text
-    said(text)
-    assert "abcdefgh" not in text
-    assert "long enough" not in text
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["export HF_TOKEN=$(cat ~/.token)", 'HF_TOKEN="$MINE" x', "MAX_TOKENS=4096 x", "x max_tokens=40960000"],
-)
-def test_what_is_no_secret_in_a_line_of_setup(tmp_path, line):
-    assert load(tmp_path, f"launch.setup=[{json.dumps(line)}]").config.launch.setup == (line,)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *("step (", "loss (?P<loss>.)"),
-        *(f"(?P<step>.) (?P<{name}>.)" for name in ("time", "attempt", "source")),
-    ],
-)
-def test_a_pattern_that_cannot_be_used(tmp_path, pattern):
-    said(problem(tmp_path, f"logging.pattern={pattern}"))
-
-
-@pytest.mark.parametrize(
-    "other", ["parallel.cp=2", "parallel.pp=2", "model.architecture=mine.py:Mine", "task=mine.py:Mine"]
-)
-def test_document_mask(tmp_path, other):
-    said(problem(tmp_path, "data.document_mask=true", other))
-    load(tmp_path, "data.document_mask=true", "parallel.tp=2")
-    load(tmp_path, other)
-
-
 @pytest.mark.parametrize("name", ["last", "local-12", "4711", "4711_3"])
 def test_a_name_that_means_another_run(tmp_path, name):
-    with pytest.raises(ConfigError) as error:
-        load_config(None, overrides=[f'name="{name}"'], environ={}, cwd=tmp_path)
-    [problem] = error.value.problems
-    assert problem.key == "name"
-    said(problem.hint)
-    assert load_config(None, overrides=[f"name=run-{name}"], environ={}, cwd=tmp_path).config.name
+    said(problem(tmp_path, f'name="{name}"'))
+    assert load(tmp_path, f"name=run-{name}").config.name

@@ -12,23 +12,12 @@ from trainkit.config.hf_model import find_hf_model
 from trainkit.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500000.0,
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 500000.0},
     "vocab_size": 320,
 }
-SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING = {"rope_type": "llama3", **FACTORS, "original_max_position_embeddings": 8192}
 
 
 def write(folder: Path, without: str = "", **changes: Any) -> Path:
@@ -76,34 +65,23 @@ def test_the_sizes_of_a_llama(tmp_path):
     ],
 )
 def test_both_ways_to_write_the_rotary_embedding(tmp_path, changes):
-    write(tmp_path / "model", **changes)
+    """Qwen 2 differs from Llama only in its biases."""
+    qwen = {"model_type": "qwen2", "tie_word_embeddings": True, "layer_types": ["full_attention"] * 3}
+    write(tmp_path / "model", **qwen, **changes)
     model = load(tmp_path).config.model
     assert (model.rope_theta, model.rope_scaling) == (500000.0, None)
-
-
-def test_qwen2_has_biases(tmp_path):
-    write(
-        tmp_path / "model", model_type="qwen2", tie_word_embeddings=True, layer_types=["full_attention"] * 3
-    )
-    model = load(tmp_path).config.model
     assert (model.architecture, model.qkv_bias, model.tie_embeddings) == ("llama", True, True)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "gpt2"},
-        {"without": "hidden_size"},
-        {"hidden_act": "gelu"},
-        {"head_dim": 32},
-        {"attention_bias": True},
-        {"attention_dropout": 0.1},
-        {"model_type": "mistral", "sliding_window": 4096},
-        {"model_type": "mistral"},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-    ],
-)
+OTHER_MODELS: list[dict[str, Any]] = [
+    *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}, {"head_dim": 32}),
+    *({"attention_bias": True}, {"attention_dropout": 0.1}, {"model_type": "mistral"}),
+    {"model_type": "mistral", "sliding_window": 4096},
+    *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "linear"}, {"rope_type": "llama3"})),
+]
+
+
+@pytest.mark.parametrize("changes", OTHER_MODELS)
 def test_other_models_need_transformers(tmp_path, changes):
     folder = write(tmp_path / "model", **changes)
     said(find_hf_model(str(folder), tmp_path).reason)
@@ -120,29 +98,34 @@ def test_lora_needs_transformers(tmp_path):
 THEIRS = "model.architecture=transformers"
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(["model.dim=128"], ["model.preset=7b"], ["model.quantize=nf4"]),
-        *(
-            ["model.hf=org/absent"],
-            ["model.hf=org/my--model"],
-            [f"model.hf={'x' * 300}"],
-            ["model.hf=absent"],
-        ),
-        *(["model.hf=."], ["model.hf=null", "model.from_scratch=true"]),
-        *(["model.architecture=mine.py:Mine"], ["model.from_scratch=true", "model.lora={r: 8}"]),
-        *(["model.lora={r: 8}", "model.architecture=llama"], [THEIRS, "model.qkv_bias=true"]),
-        *([THEIRS, "model.dropout=0.1"], [THEIRS, "model.dim=96"], [THEIRS, "parallel.pp=2"]),
-        *([THEIRS, "parallel.cp=2"], [THEIRS, "parallel.tp=2", "model.lora={r: 8}"]),
-        *([THEIRS, "data.source={a: 1, b: 2}"], [THEIRS, "precision.float8=true"]),
-    ],
-    ids=lambda overrides: " ".join(overrides)[:60],
-)
-def test_contradictions(tmp_path, monkeypatch, overrides):
+CONTRADICTIONS = f"""\
+model.dim=128
+model.preset=7b
+model.quantize=nf4
+model.hf=org/absent
+model.hf=org/my--model
+model.hf={"x" * 300}
+model.hf=absent
+model.hf=.
+model.hf=null; model.from_scratch=true
+model.architecture=mine.py:Mine
+model.from_scratch=true; model.lora={{r: 8}}
+model.lora={{r: 8}}; model.architecture=llama
+model.architecture=transformers; model.qkv_bias=true
+model.architecture=transformers; model.dropout=0.1
+model.architecture=transformers; model.dim=96
+model.architecture=transformers; parallel.pp=2
+model.architecture=transformers; parallel.cp=2
+model.architecture=transformers; parallel.tp=2; model.lora={{r: 8}}
+model.architecture=transformers; data.source={{a: 1, b: 2}}
+model.architecture=transformers; precision.float8=true
+"""
+
+
+def test_contradictions(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     write(tmp_path / "model")
-    said(problem(tmp_path, *overrides))
+    said("\n".join(problem(tmp_path, *line.split("; ")) for line in CONTRADICTIONS.splitlines()))
 
 
 def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
@@ -150,10 +133,9 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
 
     hub = tmp_path / "hub"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
-    snapshot = hub / "models--org--name" / "snapshots" / "0123abc"
+    snapshot, refs = (hub / "models--org--name" / name for name in ("snapshots/0123abc", "refs"))
     snapshot.mkdir(parents=True)
     write(snapshot)
-    refs = hub / "models--org--name" / "refs"
     refs.mkdir()
     (refs / "main").write_text("0123abc")
     assert load(tmp_path, "model.hf=org/name").config.model.hf == str(snapshot)
@@ -174,24 +156,11 @@ def test_a_shipped_config_does_not_set_sizes(tmp_path):
         assert config.data.tokenizer == str(folder / "tokenizer.json")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"quantization_config": {"bits": 4}},
-        {"num_attention_heads": 0},
-        {"hidden_size": "64"},
-        {"rope_scaling": [1]},
-        {"vocab_size": 0},
-    ],
-    ids=str,
-)
-def test_values_that_no_model_has(tmp_path, changes):
-    write(tmp_path / "model", **changes)
-    said(problem(tmp_path))
-
-
-def test_a_damaged_config_json(tmp_path):
-    folder = write(tmp_path / "model")
+def test_values_that_no_model_has(tmp_path):
+    wrong = {"num_attention_heads": 0, "hidden_size": "64", "rope_scaling": [1], "vocab_size": 0}
+    for key, value in {"quantization_config": {"bits": 4}, **wrong}.items():
+        folder = write(tmp_path / "model", **{key: value})
+        said(problem(tmp_path))
     for text in ("{", "{}"):
         (folder / "config.json").write_text(text)
         said(problem(tmp_path))

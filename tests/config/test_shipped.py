@@ -12,9 +12,8 @@ from tests.support.programs import run_program
 from trainkit.config import RunConfig, load_config
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
 
-FILES = sorted(
-    file for file in shipped_configs().rglob("*.yaml") if file.parent.name != "clusters"
-)  # profiles of clusters are no run configs
+# Profiles of clusters are no run configs.
+FILES = sorted(file for file in shipped_configs().rglob("*.yaml") if file.parent.name != "clusters")
 PROFILES = [file for file in FILES if "." in file.stem]
 SHIPPED = [file for file in FILES if file not in PROFILES]
 
@@ -40,30 +39,25 @@ def test_profile_of_one_config(file, tmp_path):
     assert loaded.config.precision.dtype == "bf16"
 
 
-def test_quickstart_and_a_model_of_every_useful_size_ship():
+def test_names_of_shipped_configs(tmp_path):
     names = {str(file.relative_to(shipped_configs())) for file in SHIPPED}
     assert names >= {"quickstart.yaml", "models/tiny.yaml", "models/8b.yaml", "profiles/smoke.yaml"}
-
-
-def test_every_model_config_is_named_for_its_preset(tmp_path):
+    assert shipped_config_names()[0] == "quickstart"
+    assert all(find_shipped_config(name) is not None for name in shipped_config_names())
     for file in (shipped_configs() / "models").glob("*.yaml"):
         assert load_config(file, environ={}, cwd=tmp_path).config.model.preset == file.stem.partition("-")[0]
 
 
-def test_every_field_has_one_sentence():
+def test_every_field_has_one_sentence_and_is_frozen():
     def check(model: type[BaseModel]) -> None:
         for name, field in model.model_fields.items():
-            assert field.description, name
-            assert field.description.endswith("."), name
+            assert (field.description or "").endswith("."), name
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 check(field.annotation)
 
     check(RunConfig)
-
-
-def test_frozen():
     with pytest.raises(ValueError, match="frozen"):
-        RunConfig().train.steps = 3  # type: ignore[misc]
+        RunConfig().train.steps = 3
 
 
 def test_config_and_plan_load_neither_torch_nor_numpy():
@@ -75,29 +69,20 @@ def test_config_and_plan_load_neither_torch_nor_numpy():
     assert result.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("quickstart", "quickstart.yaml"),
-        ("quickstart.yaml", "quickstart.yaml"),
-        ("configs/quickstart.yaml", "quickstart.yaml"),
-        ("./configs/quickstart.yaml", "quickstart.yaml"),
-        ("models/8b", "models/8b.yaml"),
-        ("models/8b.yaml", "models/8b.yaml"),
-        ("configs/models/8b.yaml", "models/8b.yaml"),
-    ],
-)
-def test_names_of_a_shipped_config(name, file, tmp_path):
-    assert find_shipped_config(name) == shipped_configs() / file
-    loaded = load_config(name, cwd=tmp_path, environ={})
-    assert str(shipped_configs() / file) in {origin.rpartition(":")[0] for origin in loaded.origins.values()}
+NAMES = {
+    "quickstart.yaml": "quickstart quickstart.yaml configs/quickstart.yaml ./configs/quickstart.yaml",
+    "models/8b.yaml": "models/8b models/8b.yaml configs/models/8b.yaml",
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "configs", "models", "8b", "/quickstart", "../configs/quickstart", "quickstart.json"]
-)
-def test_what_is_no_name_of_a_shipped_config(name):
-    assert find_shipped_config(name) is None
+@pytest.mark.parametrize("file", NAMES)
+def test_names_of_a_shipped_config(file, tmp_path):
+    for name in NAMES[file].split():
+        assert find_shipped_config(name) == shipped_configs() / file
+        origins = load_config(name, cwd=tmp_path, environ={}).origins.values()
+        assert str(shipped_configs() / file) in {origin.rpartition(":")[0] for origin in origins}
+    wrong = ". configs models 8b /quickstart ../configs/quickstart quickstart.json"
+    assert {find_shipped_config(name) for name in ["", *wrong.split()]} == {None}
 
 
 def test_a_file_wins_over_a_shipped_config(tmp_path):
@@ -108,11 +93,6 @@ def test_a_file_wins_over_a_shipped_config(tmp_path):
     assert load_config("models/8b.yaml", cwd=tmp_path, environ={}).config.seed == 2
     # A folder is no config, and a shipped name in it still refers to the shipped config.
     assert load_config("models/7b", cwd=tmp_path, environ={}).config.model.preset == "7b"
-
-
-def test_every_name_that_is_listed_is_found():
-    assert shipped_config_names()[0] == "quickstart"
-    assert all(find_shipped_config(name) is not None for name in shipped_config_names())
 
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +110,6 @@ def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path, code, is_loaded)
     (tmp_path / "tracker.py").write_text("raise ImportError('it was loaded')\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     environ.pop("PYDANTIC_DISABLE_PLUGINS", None)
-    argv = [sys.executable, "-c", code]
-    done = run_program(*argv, env=environ)
+    done = run_program(sys.executable, "-c", code, env=environ)
     assert done.returncode == 0, done.stderr
     assert ("it was loaded" in done.stderr) == is_loaded

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.target import LOCAL, Target
+from trainkit.cluster.target import LOCAL
 from trainkit.config import load_config
 from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig, Preset
 from trainkit.data.checks import inspect_data
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.plan.launch import Layout
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.step_work import StepWork
@@ -27,16 +27,16 @@ def llama(preset: Preset, vocab_size: int = 32_000, **changes: Any) -> ModelShap
 
 
 def step_work(
-    shape: ModelShape | Preset = "7b",
+    shape="7b",
     *,
-    layout: Layout = EIGHT_GPUS,
-    seq_len: int = 4096,
-    device_batch_size: int = 1,
-    accumulation_steps: int = 1,
-    dtype: str = "bf16",
-    device: str = "cuda",
-    **parallel: Any,
-) -> StepWork:
+    layout=EIGHT_GPUS,
+    seq_len=4096,
+    device_batch_size=1,
+    accumulation_steps=1,
+    dtype="bf16",
+    device="cuda",
+    **parallel,
+):
     """Return the work of a step. The default is Llama 2 7B on 8 GPUs that share its state."""
     return StepWork(
         shape=llama(shape) if isinstance(shape, str) else shape,
@@ -53,18 +53,14 @@ def step_work(
 NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 
 
-def plan_of(
-    *overrides: str, machine: Machine = NO_GPU, target: Target = LOCAL, folder: Path | None = None
-) -> LaunchPlan:
+def plan_of(*overrides, machine=NO_GPU, target=LOCAL, folder=None):
     """Return the plan of a config. If its `folder` is given, its data is checked too."""
     loaded = load_config(None, overrides=overrides, environ={}, cwd=folder or Path("/nowhere"))
     data = None if folder is None else inspect_data(loaded.config.data)
     return make_plan(loaded, Facts(machine, target, data))
 
 
-def problems_of(
-    *overrides: str, machine: Machine = NO_GPU, target: Target = LOCAL, folder: Path | None = None
-) -> list[Problem]:
+def problems_of(*overrides, machine=NO_GPU, target=LOCAL, folder=None):
     """Return the problems that prevent a plan of a config."""
     with pytest.raises(ConfigError) as error:
         plan_of(*overrides, machine=machine, target=target, folder=folder)

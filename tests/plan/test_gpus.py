@@ -20,40 +20,30 @@ from trainkit.plan.torch_build import release_problem
 @pytest.mark.parametrize(
     ("name", "called", "mib", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "H100 80GB", 81_559, 989e12),
-        ("h100", "H100 80GB", 81_559, 989e12),
+        *(("NVIDIA H100 80GB HBM3", "H100 80GB", 81_559, 989e12), ("h100", "H100 80GB", 81_559, 989e12)),
         ("nvidia_h100_80gb_hbm3", "H100 80GB", 81_559, 989e12),
         ("NVIDIA H100 PCIe", "H100 PCIe", 81_559, 756e12),
-        ("NVIDIA H100 NVL", "H100 NVL", 95_830, 835.5e12),
-        ("h100-94gb", "H100 94GB", 95_830, 989e12),
-        ("NVIDIA H200", "H200", 143_771, 989e12),
-        ("NVIDIA H20", "H20 96GB", 97_871, 148e12),
-        ("NVIDIA B200", "B200", 183_359, 2.25e15),
-        ("NVIDIA GB200", "GB200", 189_471, 2.5e15),
-        ("NVIDIA B300 SXM6 AC", "B300", 275_040, 2.25e15),
-        ("NVIDIA GB300", "GB300", 275_040, 2.5e15),
+        *(("NVIDIA H100 NVL", "H100 NVL", 95_830, 835.5e12), ("h100-94gb", "H100 94GB", 95_830, 989e12)),
+        *(("NVIDIA H200", "H200", 143_771, 989e12), ("NVIDIA H20", "H20 96GB", 97_871, 148e12)),
+        *(("NVIDIA B200", "B200", 183_359, 2.25e15), ("NVIDIA GB200", "GB200", 189_471, 2.5e15)),
+        *(("NVIDIA B300 SXM6 AC", "B300", 275_040, 2.25e15), ("NVIDIA GB300", "GB300", 275_040, 2.5e15)),
         ("NVIDIA GH200 480GB", "GH200 96GB", 97_871, 989e12),  # 480 GB is the memory of its CPU
         ("NVIDIA GH200 144G HBM3e", "GH200 144GB", 146_831, 989e12),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB", 81_920, 312e12),
         ("NVIDIA A100-SXM4-40GB", "A100 40GB", 40_960, 312e12),
         ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB", 40_960, 312e12),
-        ("a100_40", "A100 40GB", 40_960, 312e12),
-        ("a100", "A100 80GB", 81_920, 312e12),
-        ("Tesla V100-SXM2-16GB", "V100 16GB", 16_384, 125e12),
-        ("NVIDIA L40S", "L40S", 46_068, 362e12),
-        ("NVIDIA L40", "L40", 46_068, 181e12),
-        ("NVIDIA L4", "L4", 23_034, 121e12),
-        ("NVIDIA A10G", "A10G", 23_028, 70e12),
-        ("NVIDIA A10", "A10", 23_028, 125e12),
-        ("Tesla T4", "T4", 15_360, 65e12),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090", 24_564, 165.2e12),
+        *(("a100_40", "A100 40GB", 40_960, 312e12), ("a100", "A100 80GB", 81_920, 312e12)),
+        *(("Tesla V100-SXM2-16GB", "V100 16GB", 16_384, 125e12), ("NVIDIA L40S", "L40S", 46_068, 362e12)),
+        *(("NVIDIA L40", "L40", 46_068, 181e12), ("NVIDIA L4", "L4", 23_034, 121e12)),
+        *(("NVIDIA A10G", "A10G", 23_028, 70e12), ("NVIDIA A10", "A10", 23_028, 125e12)),
+        *(("Tesla T4", "T4", 15_360, 65e12), ("NVIDIA GeForce RTX 4090", "RTX 4090", 24_564, 165.2e12)),
         ("rtx4090", "RTX 4090", 24_564, 165.2e12),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 49_140, 364.2e12),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 97_887, None),
         ("NVIDIA RTX A6000", "RTX A6000", 49_140, 154.8e12),
     ],
 )
-def test_gpu(name: str, called: str, mib: int, peak: float | None) -> None:
+def test_gpu(name, called, mib, peak):
     gpu = find_gpu(name)
     assert (gpu.name, gpu.memory) == (called, mib * MIB)
     assert gpu.usable < gpu.memory <= gpu.most_memory
@@ -64,53 +54,34 @@ def test_gpu(name: str, called: str, mib: int, peak: float | None) -> None:
 OTHERS = ("gpu", "", "NVIDIA Something New", "MIG device", "1g.10gb", "h1000", "mi300x", "cpu")
 
 
-@pytest.mark.parametrize("name", [*OTHERS, "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
-def test_others_are_not_known(name: str) -> None:
-    assert find_gpu(name) is peak_flops(name, "fp16") is None
+def test_others_are_not_known():
+    for name in (*OTHERS, "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert find_gpu(name) is peak_flops(name, "fp16") is None
 
 
-def test_a_name_for_several_sizes() -> None:
+def test_a_name_for_several_sizes():
     """A plan assumes the most common size. A refusal assumes the largest."""
-    a100, h100 = find_gpu("a100"), find_gpu("h100")
-    assert h100 is not None
-    assert a100.most_memory == 80 * GIB
+    h100, exact = find_gpu("h100"), find_gpu("h100-80gb")
+    assert find_gpu("a100").most_memory == 80 * GIB
     assert (h100.memory, h100.most_memory) == (81_559 * MIB, 95_830 * MIB)
-    exact = find_gpu("h100-80gb")
     assert exact.most_memory == exact.memory
-
-
-def test_every_name_that_is_offered_is_known() -> None:
     assert all(find_gpu(name) for name in known_gpus())
 
 
-@pytest.mark.parametrize(
-    "version", ["2.11.0", "2.11.0+cu130", "2.11.0a0+git1a2b3c", "2.13.0", "3.0", "", "git"]
-)
-def test_releases_that_the_trainer_supports(version: str) -> None:
-    assert release_problem(version) is None
-
-
-@pytest.mark.parametrize("version", ["1.13.1", "2.2.0+cu121", "2.10.0"])
-def test_older_ones_are_refused_by_name(version: str) -> None:
-    said("\n".join(release_problem(version)))
+def test_releases_that_the_trainer_supports():
+    supported = "2.11.0 2.11.0+cu130 2.11.0a0+git1a2b3c 2.13.0 3.0 git"
+    assert {release_problem(version) for version in ["", *supported.split()]} == {None}
+    said("\n".join("\n".join(release_problem(old)) for old in ("1.13.1", "2.2.0+cu121", "2.10.0")))
 
 
 NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 TWO_GPUS = Machine(16, 2, ("NVIDIA GeForce RTX 4090",) * 2, "this machine has 2 x NVIDIA GeForce RTX 4090")
-CLUSTER = Target(
-    "sbatch",
-    "",
-    Cluster(
-        "big",
-        partitions=(
-            Partition(
-                "gpu", is_default=True, nodes=(NodeKind(4, gpus={"h100": 4}), NodeKind(8, gpus={"a100": 8}))
-            ),
-            Partition("one", nodes=(NodeKind(4, gpus={"a100": 4}), NodeKind(9, cpus=64))),
-            Partition("nameless", nodes=(NodeKind(2, gpus={"": 4}),)),
-        ),
-    ),
+PARTITIONS = (
+    Partition("gpu", is_default=True, nodes=(NodeKind(4, gpus={"h100": 4}), NodeKind(8, gpus={"a100": 8}))),
+    Partition("one", nodes=(NodeKind(4, gpus={"a100": 4}), NodeKind(9, cpus=64))),
+    Partition("nameless", nodes=(NodeKind(2, gpus={"": 4}),)),
 )
+CLUSTER = Target("sbatch", "", Cluster("big", partitions=PARTITIONS))
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -118,42 +89,29 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "machine", "target", "typed", "found"),
+    ("resources", "where", "typed", "found"),
     [
-        ((), NO_GPU, LOCAL, ("h100", 8), ("H100 80GB", 8, 8)),
-        ((), NO_GPU, LOCAL, ("h100", 4), ("H100 80GB", 4, 4)),
-        ((), NO_GPU, LOCAL, ("h100", 64), ("H100 80GB", 64, 8)),
-        ((), NO_GPU, LOCAL, ("gb200", 64), ("GB200", 64, 4)),
-        ((), NO_GPU, LOCAL, ("h100", None), ("H100 80GB", 8, 8)),
-        (
-            ("resources.nodes=2", "resources.gpus_per_node=4"), NO_GPU, LOCAL, ("h100", None),
-            ("H100 80GB", 8, 4),
-        ),
-        (("resources.gpu_type=a100_40",), NO_GPU, LOCAL, (None, 8), ("A100 40GB", 8, 8)),
-        (("resources.gpus_per_node=4",), NO_GPU, LOCAL, ("h100", 16), ("H100 80GB", 16, 4)),
-        ((), TWO_GPUS, LOCAL, (None, None), ("RTX 4090", 2, 2)),
-        (
-            ("resources.partition=one", "resources.nodes=3"), NO_GPU, CLUSTER, (None, None),
-            ("A100 80GB", 12, 4),
-        ),
-        (("resources.gpu_type=a100",), NO_GPU, CLUSTER, (None, None), ("A100 80GB", 8, 8)),
-        ((), NO_GPU, CLUSTER, (None, None), ("H100 80GB", 8, 8)),
+        *(("", LOCAL, ("h100", 8), ("H100 80GB", 8, 8)), ("", LOCAL, ("h100", 4), ("H100 80GB", 4, 4))),
+        *(("", LOCAL, ("h100", 64), ("H100 80GB", 64, 8)), ("", LOCAL, ("gb200", 64), ("GB200", 64, 4))),
+        ("", LOCAL, ("h100", None), ("H100 80GB", 8, 8)),
+        ("nodes=2 gpus_per_node=4", LOCAL, ("h100", None), ("H100 80GB", 8, 4)),
+        ("gpu_type=a100_40", LOCAL, (None, 8), ("A100 40GB", 8, 8)),
+        ("gpus_per_node=4", LOCAL, ("h100", 16), ("H100 80GB", 16, 4)),
+        ("", TWO_GPUS, (None, None), ("RTX 4090", 2, 2)),
+        ("partition=one nodes=3", CLUSTER, (None, None), ("A100 80GB", 12, 4)),
+        ("gpu_type=a100", CLUSTER, (None, None), ("A100 80GB", 8, 8)),
+        ("", CLUSTER, (None, None), ("H100 80GB", 8, 8)),
     ],
-)  # fmt: skip
-def test_hardware(
-    overrides: tuple[str, ...],
-    machine: Machine,
-    target: Target,
-    typed: tuple[str | None, int | None],
-    found: tuple[str, int, int],
-    tmp_path: Path,
-) -> None:
-    result = find_hardware(config(tmp_path, *overrides), machine, target, *typed)
+)
+def test_hardware(resources, where, typed, found, tmp_path):
+    machine, target = (where, LOCAL) if where is TWO_GPUS else (NO_GPU, where)
+    loaded = config(tmp_path, *(f"resources.{one}" for one in resources.split()))
+    result = find_hardware(loaded, machine, target, *typed)
     assert (result.gpu.name, result.num_gpus, result.node_size) == found
     assert result.num_nodes * result.node_size == result.num_gpus
 
 
-def test_a_gpu_without_a_type_is_refused(tmp_path: Path) -> None:
+def test_a_gpu_without_a_type_is_refused(tmp_path):
     nameless = config(tmp_path, "resources.partition=nameless")
     with pytest.raises(UsageError) as error:
         find_hardware(nameless, NO_GPU, CLUSTER, None, None)
@@ -161,10 +119,8 @@ def test_a_gpu_without_a_type_is_refused(tmp_path: Path) -> None:
     assert error.value.hint
 
 
-def test_of_several_types_the_largest_counts(tmp_path: Path) -> None:
+def test_of_several_types_the_largest_counts(tmp_path):
     names = gpu_names(config(tmp_path), NO_GPU, CLUSTER)
     assert names == ["h100", "a100"]
-    largest = known_gpu(names)
-    assert largest.name == "H100 80GB"
-    assert known_gpu(["h100", "something"]) is None
-    assert known_gpu([]) is None
+    assert known_gpu(names).name == "H100 80GB"
+    assert known_gpu(["h100", "something"]) is known_gpu([]) is None

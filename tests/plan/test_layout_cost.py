@@ -23,7 +23,7 @@ def sent(flows: list[Flow]) -> dict[str, int]:
     return Cost(0, 0, {}, 0, tuple(flows)).sent
 
 
-def test_zero_3_sends_half_as_much_again_as_copies() -> None:
+def test_zero_3_sends_half_as_much_again_as_copies():
     """ZeRO (arXiv 1910.02054), section 7, has 2 P for replicas and stage 2, and 3 P for stage 3.
 
     With gradients reduced in float32 and parameters gathered in bfloat16, the bytes are 2 x 4, 4 + 2, and 4 +
@@ -37,7 +37,7 @@ def test_zero_3_sends_half_as_much_again_as_copies() -> None:
     assert zero_3["dp"] == pytest.approx(8 * PARAMS - 2 * ROOT, rel=0.02)
 
 
-def test_matrices_of_blocks_are_gathered_in_float8() -> None:
+def test_matrices_of_blocks_are_gathered_in_float8():
     """Numbers in blocks take one byte. Numbers of embedding and head take two."""
     bf16 = step_work(layout=Layout(dp_shard=64), zero=2)
     before, after = (traffic(work)[0] for work in (bf16, replace(bf16, float8_gather=True)))
@@ -45,14 +45,9 @@ def test_matrices_of_blocks_are_gathered_in_float8() -> None:
     assert after == replace(before, num_bytes=(PARAMS + 2 * 32_000 * 4096) * 63 // 64)
 
 
-def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -> None:
-    one, four = (
-        {
-            flow.kind: (flow.num_bytes, flow.calls)
-            for flow in traffic(step_work(layout=Layout(2, 8), accumulation_steps=steps))
-        }
-        for steps in (1, 4)
-    )
+def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step():
+    works = [step_work(layout=Layout(2, 8), accumulation_steps=steps) for steps in (1, 4)]
+    one, four = ({flow.kind: (flow.num_bytes, flow.calls) for flow in traffic(work)} for work in works)
     for kind in ("gather", "scatter"):
         assert four[kind] == tuple(4 * number for number in one[kind])
     assert four["reduce"] == one["reduce"]
@@ -61,29 +56,27 @@ def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -
     assert once == again
 
 
-def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
+def test_what_is_sent_with_every_pass_is_hidden_by_every_pass():
     """Four times as much communication is hidden by four times as much computation."""
-    one, four = (
-        cost_of(step_work(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
-        for steps in (1, 4)
-    )
+
+    def cost(layout, steps):
+        return cost_of(step_work(layout=layout, seq_len=512, accumulation_steps=steps), H100, 8)
+
+    one, four = (cost(Layout(dp_shard=16), steps) for steps in (1, 4))
     assert one.exposed_s["dp"] > 0.1 * one.compute_s
     assert four.exposed_s["dp"] == pytest.approx(4 * one.exposed_s["dp"])
-    copies_once, copies = (
-        cost_of(step_work(layout=Layout(dp_replicate=64), seq_len=512, accumulation_steps=steps), H100, 8)
-        for steps in (1, 4)
-    )
+    copies_once, copies = (cost(Layout(dp_replicate=64), steps) for steps in (1, 4))
     assert copies.exposed_s["dp"] == pytest.approx(copies_once.exposed_s["dp"])
 
 
-def test_hybrid_sharding_sends_little_between_its_copies() -> None:
+def test_hybrid_sharding_sends_little_between_its_copies():
     gather, scatter, reduce = traffic(step_work(layout=Layout(dp_replicate=4, dp_shard=8)))
     assert [flow.crosses_nodes(8) for flow in (gather, scatter, reduce)] == [False, False, True]
     assert reduce.num_bytes == pytest.approx(2 * 4 * PARAMS / 8 * 3 / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(("mode", "reductions"), [("none", 4), ("selective", 5), ("full", 5.5)])
-def test_tensor_parallelism_reduces_four_times_a_block(mode: str, reductions: float) -> None:
+def test_tensor_parallelism_reduces_four_times_a_block(mode, reductions):
     """Megatron (arXiv 1909.08053) has two all-reduces forward and two backward.
 
     Recomputation repeats gathers.
@@ -95,17 +88,14 @@ def test_tensor_parallelism_reduces_four_times_a_block(mode: str, reductions: fl
     assert (tp.ranks, tp.stride) == (8, 1)
 
 
-def test_a_pipeline_sends_one_activation_a_microbatch_each_way() -> None:
-    work = step_work(layout=Layout(pp=4), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
-    [pp] = traffic(work)
+def test_a_pipeline_sends_one_activation_a_microbatch_each_way():
+    more = {"device_batch_size": 8, "pp_microbatches": 4, "accumulation_steps": 2}
+    [pp] = traffic(step_work(layout=Layout(pp=4), **more))
     assert pp.num_bytes == 2 * 8 * (2 * 4096 * 4096 * 2)
-    shared = step_work(
-        layout=Layout(pp=4, tp=2), device_batch_size=8, pp_microbatches=4, accumulation_steps=2
-    )
-    assert sent(traffic(shared))["pp"] == pp.num_bytes / 2
+    assert sent(traffic(step_work(layout=Layout(pp=4, tp=2), **more)))["pp"] == pp.num_bytes / 2
 
 
-def test_context_parallelism_sends_keys_and_values() -> None:
+def test_context_parallelism_sends_keys_and_values():
     """Llama 3 (arXiv 2407.21783) gathers before attention, and scatters the gradients after it."""
     [cp] = [flow for flow in traffic(step_work(layout=Layout(cp=4), seq_len=16_384)) if flow.kind == "cp"]
     assert cp.num_bytes == 2 * 32 * 3 * (4096 * 2 * 4096 * 2)
@@ -115,12 +105,12 @@ def test_context_parallelism_sends_keys_and_values() -> None:
     ("ranks", "stride", "crosses", "neighbours"),
     [(8, 1, False, 8), (16, 1, True, 8), (4, 4, True, 2), (2, 8, True, 1), (2, 4, False, 2)],
 )
-def test_who_is_on_one_node(ranks: int, stride: int, crosses: bool, neighbours: int) -> None:
+def test_who_is_on_one_node(ranks, stride, crosses, neighbours):
     flow = Flow("reduce", 1, 1, ranks, stride)
     assert (flow.crosses_nodes(8), flow.ranks_of_a_node(8)) == (crosses, neighbours)
 
 
-def test_flops_are_those_of_the_whole_model() -> None:
+def test_flops_are_those_of_the_whole_model():
     work = step_work(layout=Layout(pp=4, tp=2), device_batch_size=4)
     ranks = 2 * sum(rank_flops(work, rank) for rank in range(4))
     tokens = 4 * 4096
@@ -128,7 +118,7 @@ def test_flops_are_those_of_the_whole_model() -> None:
     assert ranks == pytest.approx(tokens * flops_per_token(work.shape, 4096), rel=1e-3)
 
 
-def test_what_is_computed_again() -> None:
+def test_what_is_computed_again():
     assert recompute_share(step_work()) == 0
     assert recompute_share(step_work(activation_checkpointing="full")) == pytest.approx(1 / 3)
     selective = recompute_share(step_work(activation_checkpointing="selective"))
@@ -139,16 +129,15 @@ def test_what_is_computed_again() -> None:
     assert recompute_share(zbv) == pytest.approx(10 / 3)
 
 
-def test_a_bubble_lengthens_the_step() -> None:
+def test_a_bubble_lengthens_the_step():
     work = step_work(layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4)
     cost = cost_of(work, H100, 8)
     assert cost.bubble == 3 / 7
-    assert cost.step_s == pytest.approx(
-        (cost.compute_s + cost.exposed_s["pp"]) * 7 / 4 + cost.exposed_s["dp"]
-    )
+    pipeline_s = (cost.compute_s + cost.exposed_s["pp"]) * 7 / 4
+    assert cost.step_s == pytest.approx(pipeline_s + cost.exposed_s["dp"])
 
 
-def test_the_network_is_slower_than_a_node() -> None:
+def test_the_network_is_slower_than_a_node():
     work = step_work(layout=Layout(tp=8))
     near, far = cost_of(work, H100, 8), cost_of(work, H100, 4)
     assert near.crossing(8) == ()
@@ -167,12 +156,11 @@ LAYOUTS = st.builds(
 
 
 @given(LAYOUTS, st.sampled_from(["none", "selective", "full"]), st.sampled_from([2, 3]))
-def test_every_step_takes_time(layout: Layout, mode: str, zero: int) -> None:
+def test_every_step_takes_time(layout, mode, zero):
     work = step_work(layout=layout, device_batch_size=4, activation_checkpointing=mode, zero=zero)
     cost = cost_of(work, H100, 8)
     assert cost.step_s >= cost.compute_s + cost.recompute_s > 0
     assert all(seconds >= 0 for seconds in cost.exposed_s.values())
     degrees = {"dp": layout.dp * layout.cp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
-    assert {kind for kind, sent in cost.sent.items() if sent} == {
-        kind for kind, degree in degrees.items() if degree > 1
-    }
+    sending = {kind for kind, sent in cost.sent.items() if sent}
+    assert sending == {kind for kind, degree in degrees.items() if degree > 1}

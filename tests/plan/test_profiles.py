@@ -1,7 +1,6 @@
 """Tests that profiles and model configs name GPUs and suit them."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +16,13 @@ DEPTHS = {"conservative": 12, "balanced": 16, "aggressive": 20}
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
+def test_memory_is_what_the_profile_says(name, tmp_path):
     text = (shipped_configs() / "profiles" / f"{name}.yaml").read_text()
     said = re.search(r"a peak of about ([\d.]+) GiB each, (\d+) %", text)
     assert said is not None
     quickstart = shipped_configs() / "quickstart.yaml"
     loaded = load_config(quickstart, profile=name, environ={}, cwd=tmp_path)
     gpu = find_gpu("rtx4090")
-    assert gpu is not None
     choice, problems = configured_layout(
         loaded, resolve_model_shape(loaded.config.model, WORDS), Hardware(gpu, 2, 2)
     )
@@ -33,16 +31,12 @@ def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
     assert choice.work.shape.num_layers == DEPTHS[name]
     assert choice.memory.peak / GIB == pytest.approx(float(said[1]), abs=0.06)
     assert choice.memory.peak / gpu.memory == pytest.approx(int(said[2]) / 100, abs=0.006)
-
-
-@pytest.mark.parametrize("name", DEPTHS)
-def test_one_gpu_reads_the_same_samples_a_step(name: str, tmp_path: Path) -> None:
-    loaded = load_config(shipped_configs() / "quickstart.yaml", profile=name, environ={}, cwd=tmp_path)
+    # One GPU reads the same samples a step.
     train = loaded.config.train
     assert train.global_batch_size == 2 * train.device_batch_size
 
 
-def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path: Path) -> None:
+def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path):
     tried = []
     for file in sorted((shipped_configs() / "models").glob("*.yaml")):
         said = re.search(r"trainkit plan models/(\S+) --gpus (\d+) --gpu-type (\S+)", file.read_text())
@@ -50,8 +44,7 @@ def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path: Path) -> 
             continue
         tried.append(file.stem)
         loaded, gpu, gpus = load_config(file, environ={}, cwd=tmp_path), find_gpu(said[3]), int(said[2])
-        assert (said[1], gpu is None) == (file.stem, False)
-        assert gpu is not None
+        assert said[1] == file.stem
         hardware = Hardware(gpu, gpus, min(gpus, 8))
         shape = resolve_model_shape(loaded.config.model, 1)
         own, problems = configured_layout(loaded, shape, hardware)

@@ -10,18 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.config.running import PipelineSchedule
+from trainkit.plan import step_work
 from trainkit.plan.launch import Layout, Place
-from trainkit.plan.step_work import (
-    DEFERRED_WEIGHT_GRADS,
-    STAGES_PER_RANK,
-    bubble_fraction,
-    losses_in_flight,
-    num_stages,
-    stage_layers,
-    stages_in_flight,
-    stages_of,
-    worst_in_flight,
-)
+from trainkit.plan.step_work import bubble_fraction, stage_layers, stages_in_flight, stages_of
 
 TABLES: dict[PipelineSchedule, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
@@ -44,23 +35,21 @@ SIZES = [(2, 4), (2, 5), (3, 4), (3, 9), (4, 3), (4, 5), (4, 6), (4, 8), (4, 16)
         ("dualpipe_v", 4, 8, 3 / 51),
     ],
 )
-def test_bubbles_of_the_papers(
-    schedule: PipelineSchedule, pp: int, microbatches: int, fraction: float
-) -> None:
+def test_bubbles_of_the_papers(schedule, pp, microbatches, fraction):
     assert bubble_fraction(schedule, pp, microbatches) == pytest.approx(fraction)
 
 
-def test_in_flight_of_the_papers() -> None:
+def test_in_flight_of_the_papers():
     """arXiv 2104.04473: GPipe keeps all microbatches, and 1F1B at most one per following stage."""
     assert [stages_in_flight("gpipe", 4, rank, 8) for rank in range(4)] == [8, 8, 8, 8]
     assert [stages_in_flight("1f1b", 4, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert [stages_in_flight("1f1b", 4, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
-    assert (losses_in_flight("gpipe", 4, 8), losses_in_flight("1f1b", 4, 8)) == (8, 1)
-    assert stages_in_flight("1f1b", 1, 0, 8) == losses_in_flight("gpipe", 1, 8) == 1
+    assert (step_work.losses_in_flight("gpipe", 4, 8), step_work.losses_in_flight("1f1b", 4, 8)) == (8, 1)
+    assert stages_in_flight("1f1b", 1, 0, 8) == step_work.losses_in_flight("gpipe", 1, 8) == 1
 
 
 @pytest.mark.parametrize("schedule", TABLES)
-def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
+def test_as_in_the_tables_of_torch(schedule):
     seen = 0
     for pp, microbatches in SIZES:
         table = table_of(schedule, pp, microbatches)
@@ -71,14 +60,14 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
             both, last = most_in_flight(table[rank], 2 * pp - 1)
             assert both == stages_in_flight(schedule, pp, rank, microbatches), (pp, microbatches, rank)
             if 2 * pp - 1 in stages_of(rank, pp, schedule):
-                assert last == losses_in_flight(schedule, pp, microbatches)
+                assert last == step_work.losses_in_flight(schedule, pp, microbatches)
         assert waiting(table, 2 * pp) == pytest.approx(bubble_fraction(schedule, pp, microbatches))
     assert seen >= 4
 
 
 @pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
-def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
+@pytest.mark.parametrize("schedule", step_work.DEFERRED_WEIGHT_GRADS)
+def test_worst_times_are_those_of_the_tables(schedule, gradients):
     """The estimate is never below the worst time in torch's tables.
 
     `gradients` is the size of a stage's weight gradients in float32, relative to the memory of a pass. The
@@ -89,7 +78,7 @@ def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradien
         for rank in range(pp if table is not None else 0):
             most = most_at_once(table[rank], gradients)
             estimated = 0.0
-            for time in worst_in_flight(schedule, pp, rank, microbatches):
+            for time in step_work.worst_in_flight(schedule, pp, rank, microbatches):
                 latest = time.summed - (rank == 0 and time.summed == 2)  # the first stage defers no gradients
                 summed = gradients * (time.summed + latest / 2)
                 estimated = max(estimated, time.whole + 1.5 * time.half + summed)
@@ -192,25 +181,21 @@ def waiting(table: dict[int, list[Any]], num_stages: int) -> float:
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_stages_share_all_layers_evenly(num_layers: int, stages: int) -> None:
+def test_stages_share_all_layers_evenly(num_layers, stages):
     layers = stage_layers(num_layers, stages)
     assert [layer for stage in layers for layer in stage] == list(range(num_layers))
     sizes = [len(stage) for stage in layers]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes), "the head is on the last"
-
-
-def test_what_is_left_over_goes_to_the_middle() -> None:
+    # What is left over goes to the middle.
     assert [len(stage) for stage in stage_layers(10, 4)] == [2, 3, 3, 2]
 
 
-@given(st.integers(2, 16), st.sampled_from(sorted(STAGES_PER_RANK)))
-def test_every_stage_is_on_one_rank(pp: int, schedule: str) -> None:
-    found = [stage for rank in range(pp) for stage in stages_of(rank, pp, schedule)]  # type: ignore[arg-type]
-    assert sorted(found) == list(range(num_stages(pp, schedule)))  # type: ignore[arg-type]
-
-
-def test_a_v_comes_back_to_the_first_rank() -> None:
+@given(st.integers(2, 16), st.sampled_from(sorted(step_work.STAGES_PER_RANK)))
+def test_every_stage_is_on_one_rank(pp, schedule):
+    found = [stage for rank in range(pp) for stage in stages_of(rank, pp, schedule)]
+    assert sorted(found) == list(range(step_work.num_stages(pp, schedule)))
+    # A V returns to the first rank.
     assert [stages_of(rank, 4, "zbv") for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert [stages_of(rank, 4, "interleaved_1f1b") for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
@@ -219,7 +204,7 @@ degrees = st.integers(1, 4)
 
 
 @given(degrees, degrees, degrees, degrees, degrees)
-def test_places_of_a_layout(pp: int, replicate: int, shard: int, cp: int, tp: int) -> None:
+def test_places_of_a_layout(pp, replicate, shard, cp, tp):
     layout = Layout(replicate, shard, tp=tp, pp=pp, cp=cp)
     places = [layout.place(rank) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size

@@ -40,9 +40,8 @@ def plan(*overrides: str, target: Target = WEST) -> LaunchPlan:
         (["time=01:00:00", "slice=20:00", "time_min=2:00"], {"time": "20:00", "time-min": "2:00"}, 30, HOUR),
     ],
 )
-def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> None:
+def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s):
     made = plan(*(f"resources.{time}" for time in times))
-    assert made.slurm is not None
     given = {name: made.slurm.sbatch[name] for name in ("time", "time-min") if name in made.slurm.sbatch}
     assert given == asked
     assert (made.slurm.sbatch["signal"], made.grace_s) == (f"USR2@{lead_s}", lead_s)
@@ -52,33 +51,32 @@ def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> No
     assert plan(*(f"resources.{time}" for time in times), target=LOCAL).requeue.total_s is None
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["time=null", "slice=01:00:00"],
-        ["time='0'", "slice=01:00:00"],
-        ["time=01:00:00", "slice=90:00"],
-        ["time=2-0", "slice=13:00:00"],
-        ["time=01:00:00", "time_min=2:00:00"],
-        ["time=01:00:00", "slice=10:00", "time_min=20:00"],
-        ["time=null", "time_min=20:00"],
-        ["time_min=soon"],
-        # Slurm would accept the job, and run it for no longer than time_min.
-        ["time=13:00:00", "time_min=01:00:00"],
-    ],
-    ids=" ".join,
-)
-def test_times_that_are_refused(overrides: list[str]) -> None:
-    found = problems_of(*(f"resources.{override}" for override in overrides), target=WEST)
-    said("\n".join(problem.render() for problem in found))
+TIMES = """\
+time=null slice=01:00:00
+time='0' slice=01:00:00
+time=01:00:00 slice=90:00
+time=2-0 slice=13:00:00
+time=01:00:00 time_min=2:00:00
+time=01:00:00 slice=10:00 time_min=20:00
+time=null time_min=20:00
+time_min=soon
+time=13:00:00 time_min=01:00:00
+""".splitlines()
+"""Slurm would accept the last job, and run it for no longer than time_min."""
 
 
-def test_slices_need_a_requeue_on_timeout() -> None:
+def refused(*resources, target=WEST):
+    found = problems_of(*(f"resources.{one}" for one in resources), target=target)
+    return "\n".join(problem.render() for problem in found)
+
+
+def test_times_that_are_refused():
+    said("\n".join(refused(*line.split()) for line in TIMES))
     with pytest.raises(ConfigError, match=r"is 10:00, but requeue\.on does not include timeout"):
         plan("resources.slice=10:00", "requeue.on=[crash]")
 
 
-def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
+def test_a_job_for_several_partitions_fits_each_that_can_start_it():
     made = plan("resources.partition=debug,h,a", "resources.nodes=2", "resources.time=01:00:00")
     assert made.slurm.sbatch["partition"] == "debug,h,a"
     # The job gets the GPUs of the smallest node, and the cores of the slowest.
@@ -99,7 +97,7 @@ def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
         (["gpu_type=h100,b200", "nodes=1", "time=00:10:00", "gpus_per_node=1"], "h,debug"),
     ],
 )
-def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) -> None:
+def test_gpu_types_choose_the_partitions(overrides, partitions):
     made = plan(*(f"resources.{override}" for override in overrides))
     assert made.slurm.sbatch["partition"] == partitions
     assert made.slurm.sbatch["gpus-per-node"] == str(made.workers_per_node)
@@ -110,8 +108,7 @@ def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) 
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
     [
-        (["gpu_type=h100,a100-40gb"], "A100 40GB"),
-        (["gpu_type='h100, a100-40gb'"], "A100 40GB"),
+        *((["gpu_type=h100,a100-40gb"], "A100 40GB"), (["gpu_type='h100, a100-40gb'"], "A100 40GB")),
         # No partition has the other GPUs, has only these, or can start the job.
         (["gpu_type=h100,v100,t4"], "H100 80GB"),
         (["gpu_type=h100,a100-40gb", "partition=h"], "H100 80GB"),
@@ -120,13 +117,13 @@ def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) 
         (["gpu_type=h100,a100-40gb", "constraint=fast"], "A100 40GB"),
     ],
 )
-def test_memory_is_checked_for_the_smallest_type_that_the_job_may_get(overrides: list[str], gpu: str) -> None:
+def test_memory_is_checked_for_the_smallest_type_that_the_job_may_get(overrides, gpu):
     given = [f"resources.{override}" for override in overrides]
     config = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere")).config
     assert find_hardware(config, NO_GPU, WEST, None, None).gpu.name == gpu
 
 
-def test_types_that_no_partition_has_alone() -> None:
+def test_types_that_no_partition_has_alone():
     typed = ("resources.gpu_type=v100,a100-40gb", "resources.partition=mixed", "device=cuda")
     [found] = problems_of(*typed, target=WEST)
     said(found.render())

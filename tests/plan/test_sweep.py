@@ -1,7 +1,6 @@
 """Tests the values of ``--sweep``, and how configs differ."""
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,49 +17,48 @@ from trainkit.run.files import changed, difference
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("optimizer.lr=1e-4,3e-4", (1e-4, 3e-4)),
-        ("train.epochs=1, null", (1, None)),
+        *(("optimizer.lr=1e-4,3e-4", (1e-4, 3e-4)), ("train.epochs=1, null", (1, None))),
         ("parallel.compile=true,false", (True, False)),
         ("resources.time=01:00:00,02:00:00", ("01:00:00", "02:00:00")),
         ('data.source="a,b.txt",c d', ("a,b.txt", "c d")),
         ("data.source=[a.txt,b.txt],[c.txt]", (["a.txt", "b.txt"], ["c.txt"])),
         ("model={preset: nano},{preset: tiny}", ({"preset": "nano"}, {"preset": "tiny"})),
-        ("launch.env.LR=0x10,'1'", ("0x10", "1")),
-        ("seed=1,2,", (1, 2)),
-        ("seed=7", (7,)),
+        *(("launch.env.LR=0x10,'1'", ("0x10", "1")), ("seed=1,2,", (1, 2)), ("seed=7", (7,))),
+        ("optimizer.lr=1,1.0", (1, 1.0)),  # equal numbers of two types are two points
+        ("launch.env.A=1e-4,007,true,x,'2'", ("1e-4", "007", "true", "x", "2")),
     ],
 )
-def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> None:
+def test_values_are_those_of_a_yaml_list(text, values):
     key, found = parse_axis(text)
     assert (key, found) == (text.partition("=")[0], [*values])
     assert [type(value) for value in found] == [type(value) for value in values]
 
 
-@pytest.mark.parametrize("raw", ["()", "choice()", "{ }"])
-def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
-    assert _meant_values(("optimizer", "lr"), raw) is None
+def test_no_hint_is_a_list_of_nothing():
+    assert {_meant_values(("optimizer", "lr"), raw) for raw in ("()", "choice()", "{ }")} == {None}
     said("\n".join(_cut_setting(["submit", "--set", "lr", "0.1"])))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["=1", "seed=", "seed=1,,2", "seed=1],[2", "seed=1 # 2", "seed=1,2,1", "optimizer.lrr=1", "name=a,b"],
+NO_SWEEPS = (
+    *("=1", "seed=", "seed=1,,2", "seed=1],[2"),
+    "seed=1 # 2",
+    *("seed=1,2,1", "optimizer.lrr=1", "name=a,b"),
 )
-def test_what_is_no_sweep(text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_axis(text)
-    said(f"{caught.value.message}\n{caught.value.hint}")
 
 
-def test_numbers_that_are_equal_but_not_the_same_value_are_two_points() -> None:
-    assert parse_axis("optimizer.lr=1,1.0")[1] == [1, 1.0]
+def test_what_is_no_sweep():
+    for text in NO_SWEEPS:
+        with pytest.raises(UsageError) as caught:
+            parse_axis(text)
+        said(f"{caught.value.message}\n{caught.value.hint}")
+    with pytest.raises(UsageError, match="--sweep seed appears twice"):
+        sweep_trials(["seed=1", "seed=2"])
+    hundred = ",".join(map(str, range(100)))
+    with pytest.raises(UsageError, match="1,000,000 combinations; the maximum is 100,000"):
+        sweep_trials([f"{key}={hundred}" for key in ("seed", "train.steps", "data.seq_len")])
 
 
-def test_environment_variables_get_values_as_they_are_written() -> None:
-    assert parse_axis("launch.env.A=1e-4,007,true,x,'2'")[1] == ["1e-4", "007", "true", "x", "2"]
-
-
-def test_a_command_can_contain_swept_values() -> None:
+def test_a_command_can_contain_swept_values():
     command = ("python", "train.py", "--lr={lr}", '{"lr": {lr}}', "{optimizer.lr}", "{other}")
     trials = sweep_trials(["lr=1e-4,3e-4", "optimizer.lr=0.5"], command)
     assert trials == [{"lr": "1e-4", "optimizer.lr": 0.5}, {"lr": "3e-4", "optimizer.lr": 0.5}]
@@ -71,47 +69,25 @@ def test_a_command_can_contain_swept_values() -> None:
     said(caught.value.hint)
 
 
-def test_every_combination_the_last_key_fastest() -> None:
-    assert sweep_trials(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == [
-        {"optimizer.lr": 1e-4, "seed": 1},
-        {"optimizer.lr": 1e-4, "seed": 2},
-        {"optimizer.lr": 3e-4, "seed": 1},
-        {"optimizer.lr": 3e-4, "seed": 2},
-    ]
+def test_every_combination_the_last_key_fastest():
+    expected = [{"optimizer.lr": lr, "seed": seed} for lr in (1e-4, 3e-4) for seed in (1, 2)]
+    assert sweep_trials(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == expected
 
 
-def test_a_key_has_one_axis() -> None:
-    with pytest.raises(UsageError, match="--sweep seed appears twice"):
-        sweep_trials(["seed=1", "seed=2"])
-
-
-def test_a_typing_error_does_not_make_a_million_runs() -> None:
-    hundred = ",".join(map(str, range(100)))
-    with pytest.raises(UsageError, match="1,000,000 combinations; the maximum is 100,000"):
-        sweep_trials([f"seed={hundred}", f"train.steps={hundred}", f"data.seq_len={hundred}"])
-
-
-def test_for_people() -> None:
+def test_for_people():
     said(shown({"optimizer.lr": 0.1, "data.source": "a b", "train.epochs": None}))
     assert short_keys(["optimizer.lr", "train.steps"]) == ["lr", "steps"]
-    assert short_keys(["model.dropout", "other.dropout", "seed"]) == [
-        "model.dropout",
-        "other.dropout",
-        "seed",
-    ]
-    assert parse_axis("seed=1") == ("seed", [1])
+    assert short_keys(several := ["model.dropout", "other.dropout", "seed"]) == several
 
 
-def test_a_difference_names_only_what_changed() -> None:
+def test_a_difference_names_only_what_changed():
     base = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": {"x": 1}}
     other = {"a": {"b": 2, "c": [1, 2]}, "d": 0, "e": {"y": 1}, "f": {}}
     assert difference(base, other) == {"a.b": 2, "d": 0, "e": {"y": 1}, "f": {}}
     assert difference(base, base) == {}
     assert difference({"a": 1}, {"a": True}) == {"a": True}
     assert difference({"env": {"A": 1}}, {"env": {"A": 1, "b.c": 2}}) == {"env": {"A": 1, "b.c": 2}}
-
-
-def test_changes_leave_the_base_as_it_is() -> None:
+    # Changes leave the base as it is.
     base = {"a": {"b": {"c": 1}}}
     assert changed(base, {"a.b.c": 2}) == {"a": {"b": {"c": 2}}}
     assert base == {"a": {"b": {"c": 1}}}
@@ -127,24 +103,15 @@ _TOP = st.fixed_dictionaries({"x": _VALUES, "y": _VALUES, "z": _VALUES})
 
 
 @given(_TOP, _TOP)
-def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other: dict[str, Any]) -> None:
-    assert json.dumps(changed(base, difference(base, other)), sort_keys=True) == json.dumps(
-        other, sort_keys=True
-    )
+def test_any_difference_leads_from_one_to_the_other(base, other):
+    found = changed(base, difference(base, other))
+    assert json.dumps(found, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    ("command", "hint"),
-    [
-        ((), "for example --sweep data.source=…"),
-        (
-            ("python", "{data}"),
-            "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
-        ),
-    ],
-)
-def test_a_section_is_no_axis(command: tuple[str, ...], hint: str) -> None:
-    with pytest.raises(UsageError, match=r"data is a section of the config") as raised:
-        parse_axis("data=/a,/b", command)
-    assert raised.value.hint == hint
+def test_a_section_is_no_axis():
+    other = "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND"
+    for command, hint in (((), "for example --sweep data.source=…"), (("python", "{data}"), other)):
+        with pytest.raises(UsageError, match=r"data is a section of the config") as raised:
+            parse_axis("data=/a,/b", command)
+        assert raised.value.hint == hint
     assert parse_axis("data={source: /a},{source: /b}")[1] == [{"source": "/a"}, {"source": "/b"}]

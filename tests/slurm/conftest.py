@@ -8,7 +8,7 @@ __all__ = ["fake"]
 
 
 @pytest.fixture(autouse=True)
-def slurm_of_the_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def slurm_of_the_test(request, monkeypatch):
     """Use the commands of the test's fake Slurm or cluster."""
     for name in {"fake", "cluster", "forgetful"} & set(request.fixturenames):
         for variable, value in request.getfixturevalue(name).environ.items():

@@ -7,15 +7,7 @@ import pytest
 from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.slurm import client
-from trainkit.slurm.client import (
-    SlurmRefused,
-    SlurmUnreachable,
-    failure,
-    query,
-    retrying,
-    run_slurm,
-    safe_value,
-)
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, failure, query, run_slurm
 
 
 def test_arguments_are_never_read_by_a_shell(fake):
@@ -75,13 +67,6 @@ def test_no_answer_in_time(fake):
     assert caught.value.may_have_arrived
 
 
-def test_failure_without_a_word():
-    said(failure("squeue", 7, "").message)
-    killed = failure("sbatch", -9, "")
-    assert isinstance(killed, SlurmUnreachable)
-    assert killed.may_have_arrived
-
-
 def test_a_query_is_repeated_while_slurm_is_away_not_when_it_is_refused(fake):
     fake.add("squeue", "[ $n -ge 3 ] && { echo there; exit; }; echo '(connect failure)' >&2; exit 1")
     assert query(["squeue"], environ=fake.environ) == "there\n"
@@ -93,16 +78,18 @@ def test_a_query_is_repeated_while_slurm_is_away_not_when_it_is_refused(fake):
 
 
 def test_what_the_user_prefers_to_see_does_not_matter(fake):
-    fake.add(
-        "squeue", 'echo "$SQUEUE_STATES,$SQUEUE_FORMAT,$SLURM_TIME_FORMAT,$SLURM_BITSTR_LEN,$SLURM_CONF"'
-    )
-    preferred = {
-        "SQUEUE_STATES": "R",
-        "SQUEUE_FORMAT": "%i",
-        "SLURM_TIME_FORMAT": "relative",
-        "SLURM_CONF": "/c",
-    }
+    shown = 'echo "$SQUEUE_STATES,$SQUEUE_FORMAT,$SLURM_TIME_FORMAT,$SLURM_BITSTR_LEN,$SLURM_CONF"'
+    fake.add("squeue", shown)
+    preferred = {"SQUEUE_STATES": "R", "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/c"}
+    preferred["SLURM_TIME_FORMAT"] = "relative"
     assert query(["squeue"], environ={**fake.environ, **preferred}) == ",,%s,0,/c\n"
+
+
+def test_failure_without_a_word():
+    said(failure("squeue", 7, "").message)
+    killed = failure("sbatch", -9, "")
+    assert isinstance(killed, SlurmUnreachable)
+    assert killed.may_have_arrived
 
 
 def test_pauses_grow(monkeypatch):
@@ -114,7 +101,7 @@ def test_pauses_grow(monkeypatch):
             raise SlurmUnreachable("away")
         return "there"
 
-    assert retrying(ask, patience_s=100.0) == "there"
+    assert client.retrying(ask, patience_s=100.0) == "there"
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
 
 
@@ -128,14 +115,14 @@ def test_patience_is_measured_by_the_clock():
         raise SlurmUnreachable("away")
 
     with pytest.raises(SlurmUnreachable, match="away"):
-        retrying(ask, patience_s=0.6)
+        client.retrying(ask, patience_s=0.6)
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("value", ["", "-x", "--all", "a\0b"])
-def test_values_that_could_be_options(value):
-    with pytest.raises(UsageError):
-        safe_value(value, "a host list")
+def test_values_that_could_be_options():
+    for value in ("", "-x", "--all", "a\0b"):
+        with pytest.raises(UsageError):
+            client.safe_value(value, "a host list")
     with pytest.raises(UsageError, match="NUL"):
         run_slurm(["sh", "a\0b"], 5)
 
@@ -157,8 +144,6 @@ def test_queries_in_a_row_do_not_each_wait_for_a_controller_that_is_away(fake, m
     fake.add("squeue", "exec /bin/sleep 0.6")
     run_slurm(["squeue"], client.JOB_TIMEOUT_S, environ=fake.environ)
     run_slurm(["squeue"], client.QUERY_TIMEOUT_S, environ=fake.environ)
-
-
-def test_a_command_has_ended_after_a_quarter_of_a_minute():
+    # A command has ended after a quarter of a minute.
     assert client.QUERY_TIMEOUT_S + client.SHORT_TIMEOUT_S < 14
     assert client.QUERY_TIMEOUT_S < client.JOB_TIMEOUT_S

@@ -22,63 +22,48 @@ def test_inside_a_job_and_on_a_login_node():
     kept = {name: value for name, value in OWN.items() if name != "CUDA_VISIBLE_DEVICES"}
     assert scrubbed({**OWN, **dict.fromkeys(INHERITED.split(), "7")}) == kept
     assert scrubbed(OWN) == OWN
-
-
-def test_the_cluster_that_sbatch_was_given_is_that_of_every_command():
+    # The cluster that sbatch was given is the cluster of every command.
     assert scrubbed({"SBATCH_CLUSTERS": "east"}) == {"SLURM_CLUSTERS": "east"}
     assert scrubbed({"SBATCH_CLUSTERS": "east", "SLURM_CLUSTERS": "west"}) == {"SLURM_CLUSTERS": "west"}
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("ClusterName=west\n", "west"),
-        ("# ClusterName=old\nControlMachine=a\n  clustername = West # ours\n", "west"),
-        ("SlurmctldHost=a\n", None),
-        ("MyClusterName=west\n", None),
-        ("", None),
-    ],
-)
-def test_name(tmp_path, text, name):
+CONFIGS = {
+    "ClusterName=west\n": "west",
+    "# ClusterName=old\nControlMachine=a\n  clustername = West # ours\n": "west",
+    **dict.fromkeys(["SlurmctldHost=a\n", "MyClusterName=west\n", ""]),
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_name(tmp_path, text):
     file = tmp_path / "slurm.conf"
     assert cluster_name({"SLURM_CONF": str(file)}) is None  # it cannot be read
     file.write_text(text)
     assert conf_file({"SLURM_CONF": str(file)}) == file
-    assert cluster_name({"SLURM_CONF": str(file)}) == name
+    assert cluster_name({"SLURM_CONF": str(file)}) == CONFIGS[text]
 
 
 def test_another_cluster_that_jobs_are_sent_to(tmp_path):
-    file = tmp_path / "slurm.conf"
-    file.write_text("ClusterName=west\n")
-    environ = {"SLURM_CONF": str(file)}
-    assert cluster_name({**environ, "SBATCH_CLUSTERS": "east"}) == "east"
-    assert cluster_name({**environ, "SLURM_CLUSTERS": "north"}) == "north"
-    assert cluster_name({**environ, "SLURM_CLUSTERS": "north,east"}) is None
+    """A job id means something on its own cluster only."""
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    here = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+    one, several = {**here, "SLURM_CLUSTERS": "east"}, {**here, "SLURM_CLUSTERS": "north,east"}
+    assert cluster_name({**here, "SBATCH_CLUSTERS": "east"}) == cluster_name(one) == "east"
+    assert cluster_name(several) is None
+    found = [other_cluster("east", each) for each in (here, one, several, {"PATH": ""})]
+    assert found == ["east", None, "east", None]
+    assert other_cluster("west", here) is other_cluster(None, here) is None
 
 
 @pytest.mark.parametrize("place", ["etc/slurm.conf", "etc/slurm/slurm.conf"])
 def test_the_file_of_a_slurm_below_a_prefix_of_its_own(tmp_path, place, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.environment.CONFIG_FILES", ())
-    sbatch, link = tmp_path / "slurm-24/bin/sbatch", tmp_path / "bin/sbatch"
-    for file in (sbatch, link):
-        file.parent.mkdir(parents=True)
-    sbatch.write_text("#!/bin/sh\n")
-    sbatch.chmod(0o755)
+    names = ("slurm-24/bin/sbatch", "bin/sbatch", f"slurm-24/{place}")
+    sbatch, link, file = (tmp_path / name for name in names)
+    for each in (sbatch, link, file):
+        each.parent.mkdir(parents=True)
+    sbatch.touch(0o755)
     link.symlink_to(sbatch)
     assert conf_file({"PATH": str(link.parent)}) is None
-    file = tmp_path / "slurm-24" / place
-    file.parent.mkdir(parents=True)
     file.write_text("ClusterName=west\n")
     assert cluster_name({"PATH": str(link.parent)}) == "west"
-
-
-def test_a_job_id_means_something_on_its_own_cluster(tmp_path):
-    file = tmp_path / "slurm.conf"
-    file.write_text("ClusterName=west\n")
-    here = {"SLURM_CONF": str(file)}
-    assert other_cluster("west", here) is None
-    assert other_cluster("east", here) == "east"
-    assert other_cluster("east", {**here, "SLURM_CLUSTERS": "east"}) is None
-    assert other_cluster("east", {**here, "SLURM_CLUSTERS": "north,east"}) == "east"
-    assert other_cluster(None, here) is None
-    assert other_cluster("east", {"PATH": ""}) is None

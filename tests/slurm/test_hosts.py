@@ -42,42 +42,19 @@ def test_no_host_list(text):
     assert repr(text.strip()) in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2)", [8, 8]), ("1,2,1", [1, 2, 1]), (" 2(x1) ", [2])],
-)
-def test_tasks_per_node(text, counts):
-    assert tasks_per_node(text) == counts
+def test_tasks_per_node():
+    counts = {"4": [4], "2(x3),1": [2, 2, 2, 1], "8(x2)": [8, 8], "1,2,1": [1, 2, 1], " 2(x1) ": [2]}
+    assert {text: tasks_per_node(text) for text in counts} == counts
+    for text in ("", "a", "2(x)", "2(3)", "2,", "-1", "2(x3", "2 (x3)"):
+        with pytest.raises(UsageError, match="not a Slurm list of counts"):
+            tasks_per_node(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "2(x)", "2(3)", "2,", "-1", "2(x3", "2 (x3)"])
-def test_no_counts(text):
-    with pytest.raises(UsageError, match="not a Slurm list of counts"):
-        tasks_per_node(text)
-
-
-@pytest.mark.parametrize(
-    ("state", "out"),
-    [
-        ("idle", False),
-        ("allocated", False),
-        ("mixed-", False),
-        ("draining", False),
-        ("drained", False),
-        ("completing", False),
-        ("", False),
-        ("allocated*", True),
-        ("draining*", True),
-        ("down", True),
-        ("down*", True),
-        ("fail", True),
-        ("failing", True),
-        ("error", True),
-        ("unknown", True),
-    ],
-)
-def test_states_of_hosts(state, out):
-    assert is_unavailable(state) is out
+def test_states_of_hosts():
+    inside = ("", "idle", "allocated", "mixed-", "draining", "drained", "completing")
+    assert not any(map(is_unavailable, inside))
+    out = ("allocated*", "draining*", "down", "down*", "fail", "failing", "error", "unknown")
+    assert all(map(is_unavailable, out))
 
 
 def test_a_host_in_two_partitions_is_one(fake):

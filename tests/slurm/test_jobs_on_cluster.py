@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -100,7 +100,7 @@ def quickest(ask: Callable[[], dict[str, SlurmJob]], below_s: float) -> tuple[di
 
 
 @pytest.fixture(scope="module")
-def forgetful(clusters_possible: None) -> Iterator[Cluster]:
+def forgetful(clusters_possible):
     """Return a separate cluster, whose controller can be made to forget its jobs."""
     with running(num_hosts=1) as made:
         yield made

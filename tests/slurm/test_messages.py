@@ -17,36 +17,42 @@ RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"
 LOST, AWAY, REFUSED = "the answer was lost", "nothing was requested", "refused"
 
 
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        (f"{SUBMIT}Unable to contact slurm controller (connect failure)", AWAY),
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", AWAY),
-        (f"{SUBMIT}Unable to contact slurm controller (send failure)", LOST),
-        (f"{SUBMIT}Unable to contact slurm controller (receive failure)", LOST),
-        (f"{SUBMIT}Socket timed out on send/recv operation", LOST),
-        (f"{SUBMIT}Zero Bytes were transmitted or received", LOST),
-        (f"{SUBMIT}Connection timed out reading", LOST),
-        (f"{SUBMIT}Connection timed out establishing", AWAY),
-        (f"{SUBMIT}Unexpected message received", LOST),
-        (f"{SUBMIT}Protocol authentication error", LOST),
-        ("sbatch: error: If munged is up, restart it\nsbatch: error: Munge encode failed: x", LOST),
-        (f"{SUBMIT}Resource temporarily unavailable", AWAY),
-        (f"sbatch: error: {RETRYING}\n{SUBMIT}Resource temporarily unavailable", AWAY),
-        (f"sbatch: error: {RETRYING}\n{SUBMIT}Invalid qos specification", REFUSED),
-        (f"{SUBMIT}Rate limit exceeded, please retry momentarily", AWAY),
-        (f"{SUBMIT}System submissions disabled", AWAY),
-        ("scontrol: fatal: Could not establish a configuration source", AWAY),
-        ("sacct: error: Problem talking to the database: Connection refused", AWAY),
-        ("sacct: error: Sending PersistInit msg: Connection timed out", LOST),
-        (f"{SUBMIT}Invalid partition name specified", REFUSED),
-        (f"{SUBMIT}Requested time limit is invalid (missing or exceeds)", REFUSED),
-        ("sbatch: unrecognized option '--foo'", REFUSED),
-        ("words that nobody has seen", REFUSED),
-        ("", REFUSED),
+NOT_SENT = {
+    AWAY: (
+        f"{SUBMIT}Unable to contact slurm controller (connect failure)",
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        f"{SUBMIT}Connection timed out establishing",
+        f"{SUBMIT}Resource temporarily unavailable",
+        f"sbatch: error: {RETRYING}\n{SUBMIT}Resource temporarily unavailable",
+        f"{SUBMIT}Rate limit exceeded, please retry momentarily",
+        f"{SUBMIT}System submissions disabled",
+        "scontrol: fatal: Could not establish a configuration source",
+        "sacct: error: Problem talking to the database: Connection refused",
+    ),
+    LOST: (
+        f"{SUBMIT}Unable to contact slurm controller (send failure)",
+        f"{SUBMIT}Unable to contact slurm controller (receive failure)",
+        f"{SUBMIT}Socket timed out on send/recv operation",
+        f"{SUBMIT}Zero Bytes were transmitted or received",
+        f"{SUBMIT}Connection timed out reading",
+        f"{SUBMIT}Unexpected message received",
+        f"{SUBMIT}Protocol authentication error",
+        "sbatch: error: If munged is up, restart it\nsbatch: error: Munge encode failed: x",
+        "sacct: error: Sending PersistInit msg: Connection timed out",
         # The first controller accepted the job and the second did not answer, so the job may exist.
-        ("sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)", LOST),
-    ],
+        "sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)",
+    ),
+    REFUSED: (
+        f"sbatch: error: {RETRYING}\n{SUBMIT}Invalid qos specification",
+        f"{SUBMIT}Invalid partition name specified",
+        f"{SUBMIT}Requested time limit is invalid (missing or exceeds)",
+        *("sbatch: unrecognized option '--foo'", "words that nobody has seen", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(kind, each) for kind, words in NOT_SENT.items() for each in words]
 )
 def test_trouble(words, kind):
     found = failure("sbatch", 1, words)
@@ -55,49 +61,43 @@ def test_trouble(words, kind):
 
 def test_cleaned():
     words = (
-        "sbatch: error: invalid partition specified: nope\n"
-        f"{SUBMIT}Invalid partition name specified\n"
-        "\n"
-        f"{SUBMIT}Invalid partition name specified\n"
-        'Try "sbatch --help" for more information\n'
+        f"sbatch: error: invalid partition specified: nope\n{SUBMIT}Invalid partition name specified\n\n"
+        f'{SUBMIT}Invalid partition name specified\nTry "sbatch --help" for more information\n'
     )
-    said(cleaned(words))
-    said(cleaned("slurm_load_jobs error: Invalid job id specified\n"))
-    said(cleaned("sbatch: fatal: Could not establish it"))
-    said(cleaned("sbatch: Job 3 to start at noon"))
-    said(cleaned("a site's own word: error: x"))
+    more = ("slurm_load_jobs error: Invalid job id specified\n", "sbatch: fatal: Could not establish it")
+    for text in (words, *more, "sbatch: Job 3 to start at noon", "a site's own word: error: x"):
+        said(cleaned(text))
 
 
-@pytest.mark.parametrize(
-    ("words", "part_of_hint"),
-    [
-        ("Invalid partition name specified", "sinfo -s"),
-        ("No partition specified or system default partition", "no default partition"),
-        ("Invalid account or account/partition combination specified", "sacctmgr show associations"),
-        ("Invalid qos specification", "--qos"),
-        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "limit"),
-        ("Requested time limit is invalid (missing or exceeds some limit)", "MaxTime"),
-        ("Requested node configuration is not available", "sinfo -o"),
-        ("Node count specification invalid", "--nodes"),
-        ("Invalid generic resource (gres) specification", "%G"),
-        ("Invalid feature specification", "%f"),
-        ("Requested reservation is invalid", "scontrol show reservation"),
-        ("Job dependency problem", "a dependency of the job"),
-        ("Invalid job array specification", "MaxArraySize"),
-        ("sbatch: unrecognized option '--foo'", "sbatch --help"),
-        ("Pathname of a file, directory or other parameter too long", "--run-dir"),
-        ("Invalid job id specified", "squeue --me"),
-        ("Requested operation is presently disabled", "--no-requeue"),
-        ("Unable to contact slurm controller (connect failure)", "scontrol ping"),
-        ("Could not establish a configuration source", "SLURM_CONF"),
-        ("Protocol authentication error", "munge"),
-        ("Problem talking to the database: Connection refused", "accounting"),
-        ("the site's plugin says no", None),
-    ],
-)
-def test_hints(words, part_of_hint):
-    hint = failure("sbatch", 1, words).hint
-    assert hint == "" if part_of_hint is None else part_of_hint in hint
+HINTS = {
+    "Invalid partition name specified": "sinfo -s",
+    "No partition specified or system default partition": "no default partition",
+    "Invalid account or account/partition combination specified": "sacctmgr show associations",
+    "Invalid qos specification": "--qos",
+    "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)": "limit",
+    "Requested time limit is invalid (missing or exceeds some limit)": "MaxTime",
+    "Requested node configuration is not available": "sinfo -o",
+    "Node count specification invalid": "--nodes",
+    "Invalid generic resource (gres) specification": "%G",
+    "Invalid feature specification": "%f",
+    "Requested reservation is invalid": "scontrol show reservation",
+    "Job dependency problem": "a dependency of the job",
+    "Invalid job array specification": "MaxArraySize",
+    "sbatch: unrecognized option '--foo'": "sbatch --help",
+    "Pathname of a file, directory or other parameter too long": "--run-dir",
+    "Invalid job id specified": "squeue --me",
+    "Requested operation is presently disabled": "--no-requeue",
+    "Unable to contact slurm controller (connect failure)": "scontrol ping",
+    "Could not establish a configuration source": "SLURM_CONF",
+    "Protocol authentication error": "munge",
+    "Problem talking to the database: Connection refused": "accounting",
+}
+
+
+def test_hints():
+    hints = {words: failure("sbatch", 1, words).hint for words in HINTS}
+    assert [words for words, hint in hints.items() if HINTS[words] not in hint] == []
+    assert failure("sbatch", 1, "the site's plugin says no").hint == ""
 
 
 PLAIN = st.text(st.characters(blacklist_characters=FIELD + RECORD + "\n", blacklist_categories=["Cs"]))
@@ -116,25 +116,11 @@ def test_names_of_clusters_and_what_is_cut_off_are_left_out():
     assert list(records("", 2)) == []
 
 
-@pytest.mark.parametrize("text", ["N/A", "Unknown", "None", "", "0", "2024-01-01T00:00:00"])
-def test_no_time(text):
-    assert time_of(text) is None
-
-
-def test_time_of():
+def test_times():
     assert time_of("1700000000") == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("0:05", 5), ("05:00", 300), ("1:00:00", 3600), ("2-03:04:05", 183845), ("10-00:00:00", 864000)],
-)
-def test_seconds_of(text, seconds):
-    assert seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize(
-    "text", ["UNLIMITED", "INVALID", "NOT_SET", "N/A", "NONE", "infinite", "", "5", "-1:00", "a-1:00:00"]
-)
-def test_no_duration(text):
-    assert seconds_of(text) is None
+    unknown = ("N/A", "Unknown", "None", "", "0", "2024-01-01T00:00:00")
+    assert {time_of(text) for text in unknown} == {None}
+    spans = {"0:05": 5, "05:00": 300, "1:00:00": 3600, "2-03:04:05": 183845, "10-00:00:00": 864000}
+    assert {text: seconds_of(text) for text in spans} == spans
+    unlimited = "UNLIMITED INVALID NOT_SET N/A NONE infinite 5 -1:00 a-1:00:00"
+    assert {seconds_of(text) for text in ["", *unlimited.split()]} == {None}

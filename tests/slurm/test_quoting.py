@@ -41,52 +41,37 @@ def test_any_file_name_arrives_in_bash_as_it_is(values):
     assert through_bash(words(names)) == names
 
 
-@pytest.mark.parametrize("value", [*HOSTILE, *UNPRINTABLE])
-def test_a_word_is_one_printable_line(value):
-    assert quote(value).isprintable()
-
-
-def test_words_stay_readable():
+def test_what_is_written_stays_readable():
+    assert all(quote(value).isprintable() for value in (*HOSTILE, *UNPRINTABLE))
     assert words(["python3", "-m", "a.b", Path("/x/y"), 3, "a b"]) == "python3 -m a.b /x/y 3 'a b'"
     assert quote("two\nlines, it's") == "$'two\\nlines, it\\'s'"
-
-
-@pytest.mark.parametrize("write", [quote, directive])
-def test_nul_is_refused(write):
-    with pytest.raises(UsageError, match=r"'a\\x00b' cannot be written in a script: it contains a NUL"):
-        write("a\0b")
-
-
-@pytest.mark.parametrize("value", [None, True, ["a"]])
-def test_what_is_no_value_is_refused(value):
-    with pytest.raises(UsageError, match="cannot be written in a script"):
-        quote(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [("a\nb", "a line break"), ("a\r", "a line break"), ("x\udcff", "bytes that are not UTF-8")],
-)
-def test_what_a_directive_cannot_hold(value, what):
-    with pytest.raises(UsageError, match=f"cannot be written in an #SBATCH line: it contains {what}"):
-        directive(value)
-
-
-def test_directives_stay_readable():
-    assert directive("gpu:h100:4") == "gpu:h100:4"
-    assert directive(90) == "90"
+    assert (directive("gpu:h100:4"), directive(90)) == ("gpu:h100:4", "90")
     assert directive('my "best" run\\') == '"my \\"best\\" run\\\\"'
-
-
-def test_comments_stay_on_their_line():
     assert comment("a\n#SBATCH --wrap=x\x1b\u202e ü") == "a\\n#SBATCH --wrap=x\\x1b\\u202e ü"
+    paths = {"/a/50%/j": "/a/50%%/j", "/a\\b/%j": "/a\\\\b/%j", "/plain": "/plain"}
+    assert {path: log_path(path) for path in paths} == paths
+
+
+NUL = r"^'a\\x00b' cannot be written in a script: it contains a NUL"
+BREAK = "cannot be written in an #SBATCH line: it contains a line break"
 
 
 @pytest.mark.parametrize(
-    ("path", "written"), [("/a/50%/j", "/a/50%%/j"), ("/a\\b/%j", "/a\\\\b/%j"), ("/plain", "/plain")]
+    ("write", "value", "message"),
+    [
+        *(
+            (quote, "a\0b", NUL),
+            (directive, "a\0b", NUL),
+            (directive, "a\nb", BREAK),
+            (directive, "a\r", BREAK),
+        ),
+        *((quote, value, "cannot be written in a script") for value in (None, True, ["a"])),
+        (directive, "x\udcff", "cannot be written in an #SBATCH line: it contains bytes that are not UTF-8"),
+    ],
 )
-def test_log_path(path, written):
-    assert log_path(path) == written
+def test_what_cannot_be_written(write, value, message):
+    with pytest.raises(UsageError, match=message):
+        write(value)
 
 
 def sbatch(cluster: Any, cwd: Path, *lines: str) -> str:

@@ -4,7 +4,7 @@ import errno
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,7 +58,7 @@ Start = Callable[..., Supervisor]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tmp_path, monkeypatch):
     """Return a function that starts the supervisor of a run with a given name, on a machine with two GPUs."""
     monkeypatch.syspath_prepend(FAKE)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
@@ -67,9 +67,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.delenv(VISIBLE, raising=False)
     started: list[Supervisor] = []
 
-    def start(
-        name: str, num_gpus: int = 1, *, variables: dict[str, str] | None = None, **changes: object
-    ) -> Supervisor:
+    def start(name, num_gpus=1, *, variables=None, **changes):
         run = make_run(tmp_path / name)
         environment = WorkerEnvironment(variables or {})
         plan = replace(ONE_GPU, workers_per_node=num_gpus, environment=environment, **changes)  # type: ignore[arg-type]

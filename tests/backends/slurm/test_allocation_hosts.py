@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,20 +42,8 @@ def plan(*overrides: str) -> LaunchPlan:
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:
-    return [
-        *before,
-        "srun",
-        *option_argv(made.slurm.srun),
-        "python",
-        "-m",
-        "trainkit.job.node.agent",
-        "/runs/srun",
-    ]
-
-
-def test_without_spares_the_step_is_that_of_the_script():
-    made = plan()
-    assert step_argv(step(made), made, ["h1", "h2"]) == step(made)
+    agent = ["python", "-m", "trainkit.job.node.agent", "/runs/srun"]
+    return [*before, "srun", *option_argv(made.slurm.srun), *agent]
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])
@@ -63,6 +52,8 @@ def test_with_spares_the_step_has_its_hosts(per):
     argv = step_argv(step(made), made, ["h19", "h1", "h2"])
     assert argv[:2] == ["srun", "--nodelist=h19,h1"]
     assert [argv[0], *argv[2:]] == step(made)
+    without = plan()  # without spare nodes, the step is the one in the script
+    assert step_argv(step(without), without, ["h1", "h2"]) == step(without)
     assert {"--nodes=2", f"--ntasks={8 if per == 'gpu' else 2}"} < set(argv)
 
 
@@ -79,7 +70,6 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path, monkeypatch):
     fitted = allocation.fitted(Attempt(attempt, made))
     assert (fitted.num_nodes, LaunchPlan.read(attempt.plan_file)) == (2, fitted)
     assert allocation.place(fitted) == {"partition": "a"}
-    assert fitted.slurm is not None
     several = replace(fitted, slurm=replace(fitted.slurm, gpu_types={"a": "a100", "h": "h100"}))
     assert allocation.place(several) == {"partition": "a", "gpu_type": "a100"}
     assert LaunchPlan.read(run.plan_file) == fitted
@@ -106,7 +96,6 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(tmp_path, monkeypat
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     assert allocation.fitted(Attempt(attempt, made)) is made
-    assert made.slurm is not None
     made = replace(made, slurm=replace(made.slurm, fills_nodes=True))
     write_plan(attempt, made.to_text())
     fitted = allocation.fitted(Attempt(attempt, made))
@@ -137,7 +126,7 @@ def test_too_few_hosts(spares):
         step_argv(step(made), made, ["h1"])
 
 
-def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch):
+def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch, capfd):
     states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
     monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
     monkeypatch.setattr(resubmit, "node_states", lambda hosts: states)
@@ -149,12 +138,8 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch):
     # The job ended between the query of the job and the query of its hosts.
     monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: [])
     assert lost_hosts("7", hosts, is_running=True) is None
-
-
-def test_a_slurm_that_does_not_answer_has_not_lost_any(monkeypatch, capfd):
-    def away(job_id: str) -> list[str]:
-        raise SlurmUnreachable("squeue cannot reach Slurm")
-
+    # A Slurm that does not answer has not lost any.
+    away = Mock(side_effect=SlurmUnreachable("squeue cannot reach Slurm"))
     monkeypatch.setattr(resubmit, "hosts_of_job", away)
     assert lost_hosts("7", ["h1"], is_running=True) is None
     said(capfd.readouterr().out)

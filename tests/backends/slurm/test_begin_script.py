@@ -45,26 +45,15 @@ class Script:
             (self.bin / name).chmod(0o755)
 
     def text(self, body: str, **changes: Any) -> str:
-        context = {
-            "starts": str(self.run.path / "starts"),
-            "restarts": 3,
-            "directives": {},
-            "workdir": str(self.folder),
-            "other_workdir": None,
-            **changes,
-        }
+        context = {"starts": str(self.run.path / "starts"), "restarts": 3, "directives": {}}
+        context |= {"workdir": str(self.folder), "other_workdir": None, **changes}
         return f"{render(PARTIAL, context, self.folder)}\n{body}\n"
 
     def bash(self, body: str, *, changes: dict[str, Any] | None = None, **environ: str) -> Any:
         file = self.folder / "slurm_script"
         file.write_text(self.text(body, **(changes or {})))
-        given = {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "RUN": str(self.run.path),
-            "SLURM_JOB_ID": "7",
-            "SLURMD_NODENAME": "n1",
-            "EXCLUDED": "(null)",
-        }
+        given = {"PATH": f"{self.bin}:{os.environ['PATH']}", "RUN": str(self.run.path)}
+        given |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "EXCLUDED": "(null)"}
         return run_program("bash", str(file), env={**given, **environ}, cwd=self.folder)
 
     @property
@@ -79,7 +68,7 @@ class Script:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Script:
+def script(tmp_path):
     return Script(tmp_path)
 
 
@@ -166,9 +155,8 @@ def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(script):
     (script.run.path / "starts").touch()
     done = script.bash("echo works; exit 5")
     assert (done.returncode, done.stdout, script.calls) == (5, "works\n", [])
-
-
-def test_outside_of_a_job_nothing_is_recorded(script):
+    (script.run.path / "starts").unlink()
+    # Outside of a job, nothing is recorded.
     assert script.bash("exit 2", SLURM_JOB_ID="").returncode == 2
     assert script.failed() == []
 

@@ -19,16 +19,10 @@ from trainkit.job.decision import Decision
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run import record
 from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json
-from trainkit.run.record import (
-    AUTO_RESTART,
-    add_slurm_attempt,
-    mark_cancelled,
-    read_job,
-    reopen_attempt,
-    set_follow_ups,
-)
+from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job, reopen_attempt
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
@@ -37,16 +31,13 @@ from trainkit.slurm.jobs import JobDetails
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    attempt = claim_attempt(run, "7")
-    assert isinstance(attempt, AttemptDir)
-    assert attempt.number == 1
+    assert claim_attempt(run, "7").number == 1
     [entry] = read_job(run).attempts
     assert entry.pid == os.getpid()
 
 
 def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken):
     attempt = claim_attempt(taken, "7")
-    assert isinstance(attempt, AttemptDir)
     assert reasons(taken) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
     assert attempt.plan_file.read_bytes() == taken.attempt(1).plan_file.read_bytes()
     assert attempt.config_file.read_bytes() == taken.attempt(1).config_file.read_bytes()
@@ -74,7 +65,7 @@ def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(start, tmp_pa
 
 
 @pytest.fixture
-def taken(run: RunDir) -> RunDir:
+def taken(run):
     """Return a run whose first attempt job 7 has claimed."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
@@ -87,19 +78,21 @@ def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=answer * 9))
 
 
+CARRYING = ("running", "pending", "requeued", "held", "suspended", "starting")
+
+
 def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
     words = f"job {job_id} is running or pending for this run; "
     return isinstance(claimed, NothingToDo) and claimed.reason.startswith(words)
 
 
-@pytest.mark.parametrize(
-    "state", [JobState.RUNNING, JobState.PENDING, JobState.REQUEUED, JobState.HELD, JobState.SUSPENDED]
-)
+@pytest.mark.parametrize("state", JobState)
 def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(taken, monkeypatch, state):
     """A second job exists after a manual sbatch, a requeue of an old job, or a lost answer."""
     says(monkeypatch, replace(RUNNING, state=state))
-    assert leaves_to("7", claim_attempt(taken, "8"))
-    assert reasons(taken) == [(1, "7", "submit")]
+    claimed, carries = claim_attempt(taken, "8"), state.value in CARRYING
+    assert leaves_to("7", claimed) == carries
+    assert reasons(taken) == [(1, "7", "submit"), (2, "8", "submit")][: 1 if carries else 2]
 
 
 def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(taken, monkeypatch):
@@ -116,27 +109,23 @@ def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(taken, monkey
     says(monkeypatch, job)
     with file_lock(taken.supervisor_lock_file):
         assert leaves_to("7", claim_attempt(taken, "8"))
-    following = claim_attempt(taken, "8")
-    assert isinstance(following, AttemptDir)
-    assert following.number == 2
+    assert claim_attempt(taken, "8").number == 2
 
 
-def test_a_job_that_slurm_has_forgotten_carries_nothing(taken, monkeypatch):
+def test_the_lock_of_a_dead_host_is_not_taken_for_a_live_job(taken, monkeypatch):
+    """A job that Slurm has forgotten carries nothing, and neither does the job before a follow-up."""
     forgotten = SlurmRefused("scontrol: Invalid job id specified")
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=forgotten))
     with file_lock(taken.supervisor_lock_file):  # the lock belongs to a host that is down
         assert isinstance(claim_attempt(taken, "8"), AttemptDir)
-
-
-def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(taken, monkeypatch):
-    set_follow_ups(taken, ["9", "10"])
+    record.set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, None)
     with file_lock(taken.supervisor_lock_file):
         assert isinstance(claim_attempt(taken, "9"), AttemptDir)
 
 
 def test_a_follow_up_that_leaves_is_not_counted_on(taken, monkeypatch):
-    set_follow_ups(taken, ["9", "10"])
+    record.set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, RUNNING)
     assert leaves_to("7", claim_attempt(taken, "9"))
     assert read_job(taken).waiting == []
@@ -154,17 +143,9 @@ def test_a_job_that_comes_back_does_not_run_a_finished_run_again(taken):
     assert isinstance(claim_attempt(taken, "7"), AttemptDir), "a person may have requeued it"
     AttemptEnd("finished", "finished", exit_code=0).write(taken.attempt(2))
     nothing = claim_attempt(taken, "7")
-    assert isinstance(nothing, NothingToDo)
     assert nothing.cancelled is None
     said(nothing.reason)
     assert taken.attempt_numbers() == [1, 2]
-
-
-@pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.COMPLETED, JobState.NODE_FAIL])
-def test_a_job_by_hand_continues_a_run_whose_job_is_over(taken, monkeypatch, state):
-    says(monkeypatch, replace(RUNNING, state=state))
-    assert isinstance(claim_attempt(taken, "8"), AttemptDir)
-    assert reasons(taken) == [(1, "7", "submit"), (2, "8", "submit")]
 
 
 def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(run, slurm, monkeypatch):

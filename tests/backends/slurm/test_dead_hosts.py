@@ -21,17 +21,9 @@ from trainkit.job.attempt_end import close_dead_attempts, progress_of, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.job.supervisor import supervise_job
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run import record
 from trainkit.run.files import read_json, write_json
-from trainkit.run.record import (
-    AUTO_RESTART,
-    add_slurm_attempt,
-    change_newest,
-    mark_cancelled,
-    open_attempt,
-    read_job,
-    record_of,
-    set_follow_ups,
-)
+from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -60,10 +52,8 @@ def test_a_host_that_died_has_its_end_written_and_reported(run, slurm, monkeypat
     with webhook() as found:
         monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", found.url)
         assert supervise_job(run, PASS) == 0
-    assert sorted((one["event"], one["attempt"]) for one in found.messages) == [
-        ("finished", 2),
-        ("requeued", 1),
-    ]
+    reported = sorted((one["event"], one["attempt"]) for one in found.messages)
+    assert reported == [("finished", 2), ("requeued", 1)]
     first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
     assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
     assert second["state"] == "finished"
@@ -113,7 +103,7 @@ def test_the_queue_is_no_progress(run):
 
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
-    change_newest(run, started_at=as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc)))
+    record.change_newest(run, started_at=as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc)))
     assert progress() == 1  # the trainer still runs
     for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
         log.write_text("a line\n")
@@ -127,7 +117,7 @@ def test_the_queue_is_no_progress(run):
 def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run, slurm):
     """Slurm had started the chained job and signalled its steps, but the job had no attempt yet."""
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
-    set_follow_ups(run, ["7"])
+    record.set_follow_ups(run, ["7"])
     decision = Decision("follow_up", "saved after SIGUSR2", 75, "timeout")
     write_end(run.attempt(1), record_of(run.attempt(1)), Outcome(), decision)
     mark_cancelled(run)
@@ -140,9 +130,8 @@ def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run):
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     mark_cancelled(run)
     texts = [file.read_text() for file in (run.attempt(1).config_file, run.attempt(1).plan_file)]
-    open_attempt(run, *texts)
-    attempt = claim_attempt(run, "7")
-    assert isinstance(attempt, AttemptDir)
+    record.open_attempt(run, *texts)
+    claim_attempt(run, "7")
     assert reasons(run) == [(1, "6", "submit"), (2, "7", "submit")]
 
 
@@ -162,14 +151,13 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(run, monkeypatch):
         with pytest.raises(OSError, match="quota"):
             claim_attempt(run, "7")
     assert run.attempt_numbers() == [1]
-    attempt = claim_attempt(run, "7")
-    assert isinstance(attempt, AttemptDir)
+    claim_attempt(run, "7")
     assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
 
 
 def test_a_record_that_cannot_be_read_is_not_replaced(run, monkeypatch):
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
-    set_follow_ups(run, ["7"])
+    record.set_follow_ups(run, ["7"])
     before = run.job_file.read_bytes()
 
     def stale(*args: object) -> None:

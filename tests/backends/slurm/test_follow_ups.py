@@ -13,15 +13,7 @@ import pytest
 from tests.support.runs import make_attempt
 from tests.support.said import said
 from trainkit.backends import jobs as control_jobs
-from trainkit.backends.jobs import (
-    live_entry,
-    liveness_probe,
-    open_job_ids,
-    query_jobs_or_warn,
-    read_whole_job,
-    require_not_running,
-    status_from_jobs,
-)
+from trainkit.backends.jobs import live_entry, liveness_probe, open_job_ids, status_from_jobs
 from trainkit.backends.slurm import backend as slurm_backend
 from trainkit.backends.slurm.backend import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
@@ -33,7 +25,7 @@ from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import add_slurm_attempt, change_newest, read_job, set_follow_ups
 from trainkit.run.registry import find_run, register
-from trainkit.run.rundir import RunDir, submission_token
+from trainkit.run.rundir import submission_token
 from trainkit.scheduler import JobState, on_cluster, split_job
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import SlurmJob
@@ -44,12 +36,18 @@ ENDED = SlurmJob("7", JobState.FAILED, "FAILED", exit_code=75)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     """Return a run whose first attempt is Slurm's job 7."""
     attempt = make_attempt(tmp_path / "run")
     attempt.script_file.write_text("#!/bin/bash\n")
     add_slurm_attempt(attempt.run, 1, "7", "submit", "sbatch")
     return attempt.run
+
+
+@pytest.fixture
+def in_west(tmp_path, monkeypatch):
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
 
 class Sbatch:
@@ -60,9 +58,7 @@ class Sbatch:
         self.last = 99
         monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
-    def submit(
-        self, script: Path, *, token: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
-    ) -> str:
+    def submit(self, script, *, token, extra_argv, is_only_job, **more):
         assert not is_only_job  # a search for its script would find the first job
         new_id = 8 + len(self.calls)
         if new_id > self.last:
@@ -72,12 +68,12 @@ class Sbatch:
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+def sbatch(monkeypatch):
     return Sbatch(monkeypatch)
 
 
 @pytest.fixture
-def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def cancelled(monkeypatch):
     """Return the list of jobs that are cancelled in the queue."""
     ids: list[str] = []
     monkeypatch.setattr(slurm_backend, "cancel_waiting", ids.extend)
@@ -113,17 +109,11 @@ def test_what_ctrl_c_cancelled_is_named_by_its_id(run, monkeypatch, capsys):
 def test_each_waits_for_all_before_it(run, sbatch, capsys):
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8", "9", "10"]
     said(capsys.readouterr().err)
+    waits = ("afternotok:7", "afternotok:7,afternotok:8", "afternotok:7,afternotok:8,afternotok:9")
+    comments = [f"--comment={submission_token(run, 1, number)} my words" for number in (1, 2, 3)]
     assert [argv for _, _, argv in sbatch.calls] == [
-        (
-            f"--comment={submission_token(run, 1, number)} my words",
-            f"--dependency={after}",
-            "--kill-on-invalid-dep=yes",
-        )
-        for number, after in (
-            (1, "afternotok:7"),
-            (2, "afternotok:7,afternotok:8"),
-            (3, "afternotok:7,afternotok:8,afternotok:9"),
-        )
+        (comment, f"--dependency={after}", "--kill-on-invalid-dep=yes")
+        for comment, after in zip(comments, waits, strict=True)
     ]
     assert {script for script, _, _ in sbatch.calls} == {run.attempt(1).script_file}
     tokens = {token for _, token, _ in sbatch.calls}
@@ -143,15 +133,11 @@ def test_submitits_follow_ups_find_their_pickles(run, sbatch):
     folder.mkdir()
     (folder / "7_submitted.pkl").write_bytes(b"pickle")
     submit_follow_ups(run.attempt(1), "7", REQUEST, 2)
-    assert (folder / "8_submitted.pkl").read_bytes() == (folder / "9_submitted.pkl").read_bytes() == b"pickle"
-
-
-def with_follow_ups(run: RunDir, *ids: str) -> None:
-    set_follow_ups(run, list(ids))
+    assert [(folder / f"{job}_submitted.pkl").read_bytes() for job in (8, 9)] == [b"pickle"] * 2
 
 
 def test_one_that_carries_the_run_waits_no_more(run, cancelled):
-    with_follow_ups(run, "8", "9", "10")
+    set_follow_ups(run, ["8", "9", "10"])
     add_slurm_attempt(run, 2, "8", "restart", "sbatch")
     assert read_job(run).waiting == ["9", "10"]
     cancel_follow_ups(run, read_job(run), keep="9")
@@ -162,14 +148,11 @@ def test_one_that_carries_the_run_waits_no_more(run, cancelled):
 
 @pytest.mark.parametrize(("name", "has_ended"), [("east", True), ("east", False), ("west", True)])
 def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
-    run, tmp_path, monkeypatch, capsys, name, has_ended
+    run, in_west, monkeypatch, capsys, name, has_ended
 ):
-    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
     monkeypatch.setattr(slurm_backend, "cancel_waiting", Mock(side_effect=SlurmUnreachable("it is away")))
     change_newest(run, cluster=name)
-    with_follow_ups(run, "8", "9")
+    set_follow_ups(run, ["8", "9"])
     if has_ended:
         AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
     if name == "west" or not has_ended:
@@ -207,7 +190,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], di
 
 
 def test_a_run_whose_follow_up_waits_is_alive(run, monkeypatch):
-    with_follow_ups(run, "8", "9")
+    set_follow_ups(run, ["8", "9"])
     jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # job 8 was removed from the queue by hand
     assert open_job_ids(run, read_job(run)) == ["7", "8", "9"]
     status = status_from_jobs(run, read_job(run), jobs)
@@ -218,14 +201,11 @@ def test_a_run_whose_follow_up_waits_is_alive(run, monkeypatch):
 
 
 def test_a_run_without_any_left_is_not(run, monkeypatch):
-    with_follow_ups(run, "8")
+    set_follow_ups(run, ["8"])
     status = status_from_jobs(run, read_job(run), queue(monkeypatch, j7=ENDED))
     assert (status.alive, status.job) == (False, ENDED)
     assert live_entry(run, read_job(run), "resume") is None
-
-
-def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(run, monkeypatch):
-    with_follow_ups(run, "8")
+    # Follow-ups of a run that has ended are on their way out.
     write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
     assert open_job_ids(run, read_job(run)) == []
@@ -236,11 +216,11 @@ def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(run, monkeypatch,
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
     monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
     with pytest.raises(UsageError, match="is running as 7"):
-        require_not_running(run, read_job(run), "resume")
+        control_jobs.require_not_running(run, read_job(run), "resume")
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     assert live_entry(run, read_job(run), "cancel") is None, "nothing to cancel"
     assert jobs
-    require_not_running(run, read_job(run), "resume")
+    control_jobs.require_not_running(run, read_job(run), "resume")
     assert not jobs
     said(capsys.readouterr().err)
 
@@ -249,11 +229,12 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(run, monkeypatch):
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
-    for act in (lambda: require_not_running(run, read_job(run), "resume"), lambda: requeue_run(run)):
+    resume = lambda: control_jobs.require_not_running(run, read_job(run), "resume")  # noqa: E731
+    for act in (resume, lambda: requeue_run(run)):
         with pytest.raises(UsageError, match=r"has ended, but Slurm still lists its job 7 \(RUNNING\)"):
             act()
     jobs["7"] = SlurmJob("7", JobState.COMPLETING, "COMPLETING")  # a long epilog runs
-    require_not_running(run, read_job(run), "resume")
+    resume()
 
 
 @pytest.mark.parametrize(
@@ -277,15 +258,14 @@ def test_the_job_of_a_run_that_has_ended_can_be_cancelled(run, monkeypatch, stat
 
 
 def test_a_run_is_found_by_the_id_of_a_follow_up(run, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(run.path / "state"))
     monkeypatch.chdir(run.path)
     register(run, "mine")
-    with_follow_ups(run, "8")
+    set_follow_ups(run, ["8"])
     assert find_run("8").path == run.path
 
 
 def test_a_run_is_watched_while_its_follow_up_waits(run, monkeypatch):
-    with_follow_ups(run, "8")
+    set_follow_ups(run, ["8"])
     write_json(run.attempt(1).end_file, {"action": "follow_up", "state": "stopped", "exit_code": 75})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
     lines: list[str] = []
@@ -294,9 +274,7 @@ def test_a_run_is_watched_while_its_follow_up_waits(run, monkeypatch):
     said(line)
 
 
-def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, tmp_path):
-    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, in_west):
     change_newest(run, cluster="west")
     add_slurm_attempt(run, 2, "7;east", "submit", "sbatch")
     set_follow_ups(run, ["8", "9"])
@@ -316,7 +294,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, tmp_pa
 
     answers(monkeypatch, away)
     warnings: list[str] = []
-    known = query_jobs_or_warn([*open_job_ids(run, record), "7"], warnings.append)
+    known = control_jobs.query_jobs_or_warn([*open_job_ids(run, record), "7"], warnings.append)
     assert known == {"7": WAITS}
     [warning] = warnings
     said(warning)
@@ -326,16 +304,14 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, tmp_pa
         live_entry(run, read_job(run), "resume")
     away_is_east = False
     ids = [*open_job_ids(run, record), "7"]
-    known = query_jobs_or_warn(ids, warnings.append)
+    known = control_jobs.query_jobs_or_warn(ids, warnings.append)
     assert known == dict.fromkeys(ids[:3], WAITS)
     said(warnings[1])
     assert status_from_jobs(run, record, known).alive is True
     here = replace(record, attempts=record.attempts[:1], follow_ups=None)
     assert status_from_jobs(run, here, known).alive is None
     queue(monkeypatch, **{"j7;east": ENDED, "j8;east": WAITS})
-    entry = live_entry(run, read_job(run), "resume")
-    assert entry is not None
-    assert entry.job == "8;east"
+    assert live_entry(run, read_job(run), "resume").job == "8;east"
     run.attempt(2).create()
     AttemptEnd("finished", "finished", exit_code=0).write(run.attempt(2))
     assert liveness_probe(run)() is False
@@ -349,21 +325,11 @@ def test_a_job_is_found_whatever_its_plan(run, monkeypatch, plan, clusters):
     attempt.plan_file.write_text(plan)
     write_json(run.job_file, {**read_json(run.job_file), "backend": "sbatch"})
     asked: list[Any] = []
-    monkeypatch.setattr(
-        control_jobs, "find_by_token", lambda token, **more: asked.append(more["clusters"]) or "8"
-    )
-    read_whole_job(run)
+    find = lambda token, **more: asked.append(more["clusters"]) or "8"  # noqa: E731
+    monkeypatch.setattr(control_jobs, "find_by_token", find)
+    control_jobs.read_whole_job(run)
     newest = read_job(run).newest
-    assert newest is not None
     assert (asked, newest.job_id, newest.backend) == ([clusters], "8", "sbatch")
-
-
-def test_a_requeue_of_a_job_that_waits_leaves_no_request(run, monkeypatch):
-    """The job would find the request when it starts, and would return to the queue at once."""
-    answers(monkeypatch, lambda ids: dict.fromkeys(ids, WAITS))
-    with pytest.raises(UsageError, match="7 is already pending"):
-        requeue_run(run)
-    assert read_job(run).attempts[-1].requeue_requested_at is None
 
 
 def test_a_step_of_a_user_is_not_started_again(run):
@@ -381,6 +347,11 @@ def test_a_requeue_stands_in_the_record_before_it_is_signalled(run, monkeypatch)
     def signalled(*args: object) -> None:
         requests.append(read_job(run).attempts[-1].requeue_requested_at)
 
+    # A job that waits would find a request when it starts, and would return to the queue at once.
+    answers(monkeypatch, lambda ids: dict.fromkeys(ids, WAITS))
+    with pytest.raises(UsageError, match="7 is already pending"):
+        requeue_run(run)
+    assert read_job(run).attempts[-1].requeue_requested_at is None
     runs = SlurmJob("7", JobState.RUNNING, "RUNNING")
     answers(monkeypatch, lambda ids: dict.fromkeys(ids, runs))
     monkeypatch.setattr(slurm_backend, "send_signal", signalled)

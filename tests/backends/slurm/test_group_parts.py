@@ -66,7 +66,7 @@ class Slurm:
 
 
 @pytest.fixture
-def connect(monkeypatch: pytest.MonkeyPatch) -> Any:
+def connect(monkeypatch):
     def connected(slurm: Slurm) -> Slurm:
         monkeypatch.setattr(group_parts, "submit_script", slurm.submit)
         monkeypatch.setattr(group_parts, "find_by_token", slurm.find)
@@ -81,19 +81,13 @@ def group_of(folder: Path, count: int, **record: Any) -> RunGroup:
     return make_group(folder, trials, job_id=None, command=("true",), **record)
 
 
-@pytest.mark.parametrize(
-    ("left", "size", "max_size", "expected"),
-    [
-        ((0, 1, 2, 3), 9, 9, (0, [0, 1, 2, 3])),
-        ((0, 1, 2, 3), 3, 9, (0, [0, 1, 2])),
-        ((7, 8, 9), 9, 9, (0, [7, 8])),
-        ((9, 10, 11), 9, 9, (9, [9, 10, 11])),
-        ((9, 17, 18), 9, 9, (9, [9, 17])),
-        ((500,), 1, 9, (500, [500])),
-    ],
-)
-def test_the_next_array(left, size, max_size, expected):
-    assert next_chunk(left, size, max_size) == expected
+def test_the_next_array():
+    assert next_chunk((0, 1, 2, 3), 9, 9) == (0, [0, 1, 2, 3])
+    assert next_chunk((0, 1, 2, 3), 3, 9) == (0, [0, 1, 2])
+    assert next_chunk((7, 8, 9), 9, 9) == (0, [7, 8])
+    assert next_chunk((9, 10, 11), 9, 9) == (9, [9, 10, 11])
+    assert next_chunk((9, 17, 18), 9, 9) == (9, [9, 17])
+    assert next_chunk((500,), 1, 9) == (500, [500])
 
 
 def test_a_look_at_a_group_writes_nothing(tmp_path, connect):
@@ -202,19 +196,15 @@ def test_each_point_once_wherever_the_process_dies(tmp_path, connect, seed):
 def test_it_waits_for_the_array_before_if_so_many_may_run(tmp_path, connect, monkeypatch):
     slurm, given = connect(Slurm(3, 99)), []
     group = group_of(tmp_path, 7, array="0-6%2")
-    monkeypatch.setattr(
-        group_parts,
-        "submit_script",
-        lambda script, *, extra_argv, **more: (
-            given.append(list(extra_argv)) or slurm.submit(script, extra_argv=extra_argv, **more)
-        ),
-    )
+
+    def submit(script, *, extra_argv, **more):
+        given.append(list(extra_argv))
+        return slurm.submit(script, extra_argv=extra_argv, **more)
+
+    monkeypatch.setattr(group_parts, "submit_script", submit)
     assert submit_parts(group, print) == 7
     assert [options[0] for options in given] == ["--array=0-2%2", "--array=0-2%2", "--array=0%2"]
-    assert [options[-1] for options in given[1:]] == [
-        "--dependency=afterany:100",
-        "--dependency=afterany:101",
-    ]
+    assert [options[-1] for options in given[1:]] == [f"--dependency=afterany:{job}" for job in (100, 101)]
     assert group.parts == [Part(2, 0, "100"), Part(5, 3, "101"), Part(6, 6, "102")]
 
 

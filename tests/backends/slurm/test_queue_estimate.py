@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 
@@ -22,21 +21,16 @@ from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.submit import Answer
 
 KIND = NodeKind(4, 64, 512_000, {"h100": 8})
-WEST = Cluster(
-    "west",
-    (
-        Partition("gpu", is_default=True, nodes=(KIND,)),
-        Partition("high", nodes=(KIND,)),
-        Partition("debug", max_time_s=300, nodes=(KIND,)),
-        Partition("secret", is_hidden=True, nodes=(KIND,)),
-    ),
-)
+PARTITIONS = {
+    **{"gpu": {"is_default": True}, "high": {}, "debug": {"max_time_s": 300}, "secret": {"is_hidden": True}}
+}
+WEST = Cluster("west", tuple(Partition(name, nodes=(KIND,), **more) for name, more in PARTITIONS.items()))
 START = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
 SAYS = f"sbatch: Job 9 to start at {int(START.timestamp())} using 64 processors on nodes g1 in partition gpu"
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def fake(tmp_path, monkeypatch):
     fake = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", fake.environ["PATH"])
     (fake.folder / "bin").mkdir(parents=True)
@@ -46,9 +40,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST) -> list[Wait]:
-    loaded = load_config(
-        None, overrides=["train.global_batch_size=null", *overrides], environ={}, cwd=fake.folder
-    )
+    given = ["train.global_batch_size=null", *overrides]
+    loaded = load_config(None, overrides=given, environ={}, cwd=fake.folder)
     plan: LaunchPlan = make_plan(loaded, Facts(Machine(2, 0, (), "no GPU"), Target("sbatch", "", cluster)))
     return estimate_waits(plan, loaded.config, cluster)
 
@@ -66,21 +59,15 @@ def test_every_partition_that_could_take_it(fake):
 
 
 def test_a_partition_that_was_asked_for_is_first_though_hidden(fake):
-    assert [item.partition for item in waits(fake, "resources.partition=secret")] == [
-        *("secret", "gpu", "high", "debug")
-    ]
+    names = [item.partition for item in waits(fake, "resources.partition=secret")]
+    assert names == ["secret", "gpu", "high", "debug"]
 
 
-@pytest.mark.parametrize(
-    ("why", "is_for_good"),
-    [("Invalid account", True), ("Requested node configuration is not available", False)],
-)
-def test_refused_for_good_or_for_now(fake, why, is_for_good):
-    fake.add("sbatch", f"echo 'allocation failure: {why}' >&2; exit 1")
-    assert waits(fake)[0] == Wait("gpu", True, Answer(remark=why, refused=is_for_good))
-
-
-def test_slurm_that_is_away(fake):
+def test_refused_for_good_or_for_now(fake):
+    refusals = {"Invalid account": True, "Requested node configuration is not available": False}
+    for why, is_for_good in refusals.items():
+        fake.add("sbatch", f"echo 'allocation failure: {why}' >&2; exit 1")
+        assert waits(fake)[0] == Wait("gpu", True, Answer(remark=why, refused=is_for_good))
     fake.add("sbatch", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(SlurmUnreachable, match="connect failure"):
         waits(fake)
@@ -109,8 +96,7 @@ def test_table():
     ]
     later = f"in 2h05m ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
     assert list(wait_lines(found, START)) == [
-        "partition        would start",
-        f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2",
+        *("partition        would start", f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2"),
         f"high             {later}  on a, … and f (6 nodes)",
         f"debug            {'no'.ljust(len(later))}  never",
     ]
@@ -122,14 +108,9 @@ STARTS, BUSY, REFUSED = Answer(START), Answer(remark="busy"), Answer(remark="no 
 @pytest.mark.parametrize(
     ("asked", "others", "refusal"),
     [
-        ([], [], None),
-        ([STARTS], [], None),
-        ([BUSY], [], None),
-        ([REFUSED], [], "no account"),
-        ([REFUSED, STARTS], [], None),
-        ([REFUSED, BUSY], [REFUSED], None),
+        *(([], [], None), ([STARTS], [], None), ([BUSY], [], None), ([REFUSED], [], "no account")),
+        *(([REFUSED, STARTS], [], None), ([REFUSED, BUSY], [REFUSED], None), ([], [REFUSED], None)),
         ([REFUSED, replace(REFUSED, remark="no time")], [STARTS], "no account"),
-        ([], [REFUSED], None),
     ],
 )
 def test_refused_wherever_it_asks(asked, others, refusal):
@@ -147,11 +128,6 @@ def test_how_long():
 
 
 def test_as_plain_data():
-    assert Wait("gpu", True, Answer(START, ("g1",))).to_dict() == {
-        "partition": "gpu",
-        "is_asked": True,
-        "start_time": "2026-03-04T05:06:07+00:00",
-        "nodes": ["g1"],
-        "remark": "",
-        "refused": False,
-    }
+    known = {"partition": "gpu", "is_asked": True, "start_time": "2026-03-04T05:06:07+00:00"}
+    expected = {**known, "nodes": ["g1"], "remark": "", "refused": False}
+    assert Wait("gpu", True, Answer(START, ("g1",))).to_dict() == expected

@@ -40,7 +40,7 @@ def on_slurm(attempt: AttemptDir, backend: str = "sbatch", job_id: str = "7") ->
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path):
     return on_slurm(make_attempt(tmp_path / "run"))
 
 
@@ -69,7 +69,7 @@ class Sbatch:
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+def sbatch(monkeypatch):
     return Sbatch(monkeypatch)
 
 
@@ -77,11 +77,8 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run, sbatch):
     assert resubmit(run, "7", ["h1"]) == "8"
     assert sbatch.text == SCRIPT
     assert sbatch.token == submission_token(run, 2) != submission_token(run, 1)
-    assert sbatch.argv == [
-        f"--comment={submission_token(run, 2)} my words",
-        "--dependency=afterany:7",
-        "--exclude=h9,h1",
-    ]
+    comment = f"--comment={submission_token(run, 2)} my words"
+    assert sbatch.argv == [comment, "--dependency=afterany:7", "--exclude=h9,h1"]
     assert sbatch.moved == [("7", "8")], "jobs that wait for the run wait for its new job"
     entries = [(entry.attempt, entry.job_id, entry.reason) for entry in read_job(run).attempts]
     assert entries == [(1, "7", "submit"), (2, "8", AUTO_RESTART)]
@@ -90,12 +87,8 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run, sbatch):
     assert run.attempt(2).plan_file.read_text() == run.attempt(1).plan_file.read_text()
     assert (run.attempts_dir / "latest").readlink() == Path("002")
     [event] = read_jsonl(run.events_file)
-    assert (event["event"], event["attempt"], event["job_id"], event["reason"]) == (
-        "submitted",
-        2,
-        "8",
-        AUTO_RESTART,
-    )
+    expected = {"event": "submitted", "attempt": 2, "job_id": "8", "reason": AUTO_RESTART}
+    assert event.items() >= expected.items()
 
 
 def test_a_task_of_an_array_goes_on_alone(tmp_path, sbatch):

@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ STEP |= {"SLURM_STEP_NODELIST": "node[18,1]", "SLURM_STEP_LAUNCHER_PORT": "40123
 
 
 @pytest.fixture(autouse=True)
-def no_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_scontrol(monkeypatch):
     """Make host lists be parsed without scontrol, as on a node without Slurm's commands."""
     monkeypatch.setenv("PATH", "/nowhere")
 
@@ -59,44 +58,35 @@ def test_shells_and_special_steps_are_no_tasks(environ, reason):
     assert reason in str(reason_not_a_task(environ))
 
 
-def test_a_task_of_an_array_has_an_id_of_its_own():
-    array = step(SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
-    assert slurm_job_id(array) == "40_3"
-    assert find_slurm_task(array).job_id == "40_3"  # type: ignore[union-attr]
-
-
 def test_each_start_of_a_step_has_a_key_of_its_own():
-    variants = [
-        {},
-        {"SLURM_STEP_ID": "1"},
-        {"SLURM_RESTART_COUNT": "1"},
-        {"SLURM_JOB_ID": "13"},
-        {"SLURM_STEP_LAUNCHER_PORT": "40124"},
-    ]
-    keys = {find_slurm_task(step(**changes)).key for changes in variants}  # type: ignore[union-attr]
-    assert len(keys) == len(variants)
+    array = step(SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
+    assert slurm_job_id(array) == find_slurm_task(array).job_id == "40_3"
+    changes = {"STEP_ID": "1", "RESTART_COUNT": "1", "JOB_ID": "13", "STEP_LAUNCHER_PORT": "40124"}
+    starts = [STEP, *(step(**{f"SLURM_{name}": value}) for name, value in changes.items())]
+    assert len({find_slurm_task(environ).key for environ in starts}) == len(starts)
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("name", "value", "message"),
     [
-        ({"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not"),
-        ({"SLURM_PROCID": "two"}, "'two' is not a whole number"),
-        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x' is not a whole number"),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, "contradict"),
-        ({"SLURM_LOCALID": "2"}, "contradict"),
-        ({"SLURM_NODEID": "2"}, "contradict"),
-        ({"SLURM_STEP_NODELIST": "node1"}, "contradict"),
-        ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
+        ("STEP_NODELIST", None, "SLURM_STEP_NODELIST is not"),
+        ("PROCID", "two", "'two' is not a whole number"),
+        ("STEP_ID", "x", "SLURM_STEP_ID='x' is not a whole number"),
+        *(
+            ("STEP_NUM_TASKS", "8", "contradict"),
+            ("LOCALID", "2", "contradict"),
+            ("NODEID", "2", "contradict"),
+        ),
+        *(("STEP_NODELIST", "node1", "contradict"), ("HET_SIZE", "2", "heterogeneous")),
     ],
 )
-def test_what_cannot_be_is_refused(changes, word):
-    with pytest.raises(UsageError, match=word):
-        find_slurm_task(step(**changes))
+def test_what_cannot_be_is_refused(name, value, message):
+    with pytest.raises(UsageError, match=message):
+        find_slurm_task(step(**{f"SLURM_{name}": value}))
 
 
 @pytest.fixture
-def child() -> Iterator[tuple[StepListener, int, socket.socket]]:
+def child():
     """Return a listener, its process, and the other end of a connection that is open during its start."""
     before, known = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS), set(descendants(os.getpid()))
     ours, other = socket.socketpair()
@@ -118,10 +108,7 @@ def test_it_hears_what_the_ranks_hear(child):
 
 
 def test_it_keeps_no_connection_of_the_agent_open(child):
-    """The child inherits no open connection.
-
-    Otherwise the rendezvous of another task would wait for its end.
-    """
+    """With an open connection, the rendezvous of another task would wait for the end of the child."""
     _, _, other = child
     assert select.select([other], [], [], 10.0)[0], "the connection is still open"
     assert other.recv(1) == b""

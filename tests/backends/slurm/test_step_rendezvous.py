@@ -9,24 +9,15 @@ from functools import partial
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import launch_plan
 from tests.support.said import said
 from trainkit.backends.slurm import step
 from trainkit.backends.slurm.step import SlurmTask, await_port, check_step, slurm_rendezvous, step_task
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node import agent
+from trainkit.job.node import agent, rendezvous
 from trainkit.job.node.agent import superseding_attempt
-from trainkit.job.node.rendezvous import (
-    LOCAL_ADDR,
-    StopSignalReceived,
-    candidate_ports,
-    choose_port,
-    ephemeral_range,
-    is_free,
-    local_rendezvous,
-)
+from trainkit.job.node.rendezvous import LOCAL_ADDR, StopSignalReceived, choose_port, local_rendezvous
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -41,7 +32,7 @@ def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2
 
 
 @pytest.fixture(autouse=True)
-def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def resolvable(monkeypatch):
     """Return the names and addresses that resolve on this host."""
     names = {"host0", "host1"}
     monkeypatch.setattr(step, "resolves", lambda name: name in names)
@@ -50,7 +41,7 @@ def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.fixture
-def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(fake, monkeypatch):
     """Return a Slurm whose host0 has the NodeAddr 10.0.0.10, host1 has 10.0.0.11, and so on."""
     show = 'for name; do :; done; echo "NodeName=$name Arch=x86 NodeAddr=10.0.0.1${name#host} NodeHostName=h"'
     fake.add("scontrol", show)
@@ -64,9 +55,7 @@ def test_all_workers_of_a_node(attempt):
     assert not found.has_rank_0
     assert local_rendezvous(plan(per="node"), 0, 12345).has_rank_0
     assert slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1))).local_ranks == (0, 1)
-
-
-def test_one_node_meets_on_the_loopback_interface(attempt):
+    # One node meets on the loopback interface.
     found = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
     assert (found.master_addr, found.peer) == (LOCAL_ADDR, None)
 
@@ -117,28 +106,16 @@ def test_a_node_without_any_address_is_named(attempt, resolvable, slurm):
         slurm_rendezvous(attempt, plan(), task_of())
 
 
-def test_uneven_nodes_that_the_plan_knows(attempt):
-    uneven = plan(node_sizes=(2, 1))
-    assert uneven.world_size == 3
-    assert uneven.first_rank_of(1) == 2
+def test_another_step_than_planned_is_refused():
+    two_tasks = r"2 nodes with 1 task each .--per node., but Slurm started 2 nodes with 2 tasks"
+    one_node = "but Slurm started 1 node with 4 tasks each"
+    for wanted, tasks, message in ((plan(per="node"), (2, 2), two_tasks), (plan(), (4,), one_node)):
+        with pytest.raises(TrainkitError, match=message) as caught:
+            check_step(wanted, task_of(tasks=tasks))
+        assert caught.value.exit_code == EXIT_NO_RESTART
+    uneven = plan(node_sizes=(2, 1))  # the plan knows these nodes
+    assert (uneven.world_size, uneven.first_rank_of(1)) == (3, 2)
     check_step(uneven, task_of(tasks=(2, 1)))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "tasks", "said"),
-    [
-        (
-            plan(per="node"),
-            (2, 2),
-            "2 nodes with 1 task each .--per node., but Slurm started 2 nodes with 2 tasks",
-        ),
-        (plan(), (4,), "but Slurm started 1 node with 4 tasks each"),
-    ],
-)
-def test_another_step_than_planned_is_refused(wanted, tasks, said):
-    with pytest.raises(TrainkitError, match=said) as caught:
-        check_step(wanted, task_of(tasks=tasks))
-    assert caught.value.exit_code == EXIT_NO_RESTART
 
 
 def test_a_port_of_another_start_does_not_count(attempt):
@@ -204,11 +181,11 @@ def test_a_port_is_outside_the_ephemeral_range(text, tmp_path, monkeypatch):
         file.write_text(text)
     monkeypatch.setattr("trainkit.job.node.rendezvous.EPHEMERAL_RANGE", file)
     low, high = map(int, (text or "32768 60999").split())
-    found = candidate_ports()
-    assert ephemeral_range() == (low, high)
+    found = rendezvous.candidate_ports()
+    assert rendezvous.ephemeral_range() == (low, high)
     assert len(set(found)) == (0 if high > 65_000 else 64)
     assert all(10_000 <= port < low or high < port < 65_000 for port in found)
-    assert is_free(choose_port())
+    assert rendezvous.is_free(choose_port())
 
 
 def test_taken_port_is_passed_over(monkeypatch):
@@ -216,7 +193,7 @@ def test_taken_port_is_passed_over(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         wanted = taken.getsockname()[1]
-        assert not is_free(wanted)
+        assert not rendezvous.is_free(wanted)
         other = choose_port()
         monkeypatch.setattr("trainkit.job.node.rendezvous.candidate_ports", lambda: [wanted, other])
         assert choose_port() == other
@@ -224,12 +201,8 @@ def test_taken_port_is_passed_over(monkeypatch):
 
 @pytest.mark.parametrize(
     ("met", "number", "newer"),
-    [
-        ((1, 2, 3), 3, None),
-        ((1,), 1, None),  # the other jobs wait in a queue and occupy no node
-        ((1, 2), 1, 2),
-        ((1, 3), 1, 3),
-    ],
+    # In the second case, the other jobs wait in a queue and occupy no node.
+    [((1, 2, 3), 3, None), ((1,), 1, None), ((1, 2), 1, 2), ((1, 3), 1, 3)],
 )
 def test_an_attempt_whose_ranks_have_met_elsewhere_is_newer(tmp_path, met, number, newer):
     run = RunDir(tmp_path)
