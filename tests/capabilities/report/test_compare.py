@@ -272,7 +272,7 @@ def test_a_figure_of_an_unfinished_sweep_says_what_is_missing(
         (place / "mine" / str(index) / "attempts" / "latest" / "end.json").unlink()
     argv = ["compare", "mine", "--curves", "loss", "--plot", "losses.svg", "--csv", "losses.csv"]
     assert main(argv) == 0
-    notes = ["note: 2 of 6 trials have no values of loss yet", "note: 2 of 6 trials have not ended yet"]
+    notes = ["note: 2 of 6 trials have no values of loss yet", "note: 3 of 6 trials have not ended yet"]
     assert capsys.readouterr().err.splitlines() == notes
     assert main(["compare", "mine", "--csv"]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == notes[1]
