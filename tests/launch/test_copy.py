@@ -3,23 +3,21 @@
 import errno
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.folders import git, names
+from tests.support.runs import launch_plan
 from tests.support.said import said
-from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Cluster
-from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import UsageError
 from trainkit.launch.repeat import submission_folder
 from trainkit.launch.snapshot import copy_code, renewed_code
-from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, write_json
 from trainkit.run.record import read_job
@@ -28,21 +26,17 @@ from trainkit.run.rundir import RunDir
 
 @pytest.fixture
 def loaded(project: Path):  # type: ignore[no-untyped-def]
-    return load_config(
-        None, overrides=["device=cpu", "train.global_batch_size=null"], environ={}, cwd=project
-    )
+    overrides = ["device=cpu", "train.global_batch_size=null"]
+    return load_config(None, overrides=overrides, environ={}, cwd=project)
 
 
 @pytest.fixture
-def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
-    target = Target("sbatch", "a test", Cluster("unknown"))
-    return make_plan(
-        loaded, Facts(Machine(4, 0, (), "a login node"), target), Workload(("python", "train.py"))
-    )
+def plan() -> LaunchPlan:
+    return launch_plan(workload=Workload(("python", "train.py")))
 
 
 @pytest.fixture
-def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  # type: ignore[no-untyped-def]
+def submitted(run: RunDir, project: Path, plan: LaunchPlan) -> RunDir:
     """Return a run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
     code = copy_code(project, run, plan.workload)
@@ -54,51 +48,34 @@ def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  
 
 def test_a_refusal_leaves_the_code_as_it_was(submitted, loaded, plan):
     before = read_job(submitted)
-
-    def refuse() -> None:
-        with renewed_code(submitted, read_job(submitted), loaded.config, plan):
-            assert (submitted.code_dir / "train.py").read_text() == "new\n"
-            raise UsageError("sbatch: invalid partition specified: typo")
-
-    with pytest.raises(UsageError):
-        refuse()
+    with pytest.raises(UsageError), renewed_code(submitted, before, loaded.config, plan):  # noqa: PT012
+        assert (submitted.code_dir / "train.py").read_text() == "new\n"
+        raise UsageError("sbatch: invalid partition specified: typo")
     assert (submitted.code_dir / "train.py").read_text() == "old\n"
     assert read_job(submitted) == before
     assert [path.name for path in submitted.path.glob("code*")] == ["code"]
 
 
 def test_code_that_cannot_be_recorded_does_not_stay(submitted, loaded, plan, monkeypatch):
-    def stale(path: Path) -> object:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr("trainkit.run.record.read_json", stale)
-    with (
-        pytest.raises(OSError, match="Stale"),
-        renewed_code(submitted, read_job(submitted), loaded.config, plan),
-    ):
+    job, stale = read_job(submitted), OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr("trainkit.run.record.read_json", Mock(side_effect=stale))
+    with pytest.raises(OSError, match="Stale"), renewed_code(submitted, job, loaded.config, plan):
         pass
     assert (submitted.code_dir / "train.py").read_text() == "old\n"
 
 
-def test_the_copy_before_stays(submitted, loaded, plan):
-    with renewed_code(submitted, read_job(submitted), loaded.config, plan):
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt], ids=str)
+def test_an_attempt_that_may_have_been_submitted_keeps_its_code(submitted, loaded, plan, end):
+    expected = pytest.raises(end) if end else nullcontext()
+    with expected, renewed_code(submitted, read_job(submitted), loaded.config, plan):
         submitted.attempt(2).create()
+        if end:
+            raise end
     assert (submitted.code_dir / "train.py").read_text() == "new\n"
     assert (submitted.path / "code.001/train.py").read_text() == "old\n"
 
 
-def test_an_attempt_that_may_have_been_submitted_keeps_its_code(submitted, loaded, plan):
-    def interrupt() -> None:
-        with renewed_code(submitted, read_job(submitted), loaded.config, plan):
-            submitted.attempt(2).create()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-    assert (submitted.code_dir / "train.py").read_text() == "new\n"
-
-
-def test_a_run_is_judgedsubmission_folder(submitted, project, tmp_path):
+def test_a_run_is_judged_in_its_submission_folder(submitted, project, tmp_path):
     here = Path.cwd()
     with submission_folder(read_job(submitted), takes_new_code=False) as code_dir:
         assert (Path.cwd(), code_dir) == (project, submitted.code_dir)
@@ -111,7 +88,7 @@ def test_a_run_is_judgedsubmission_folder(submitted, project, tmp_path):
     assert Path.cwd() == here
 
 
-def test_a_script_that_is_named_past_the_copy(run, project, loaded, plan):
+def test_a_script_that_is_named_past_the_copy(run, project, plan):
     (project / "train.py").write_text("old\n")
     past = replace(plan, workload=Workload(("python", f"{project}/train.py", "--data", str(project.parent))))
     code = copy_code(project, run, past.workload)

@@ -64,31 +64,16 @@ def test_who_only_reads_makes_no_folder(group, monkeypatch):
 def test_a_group_is_not_one_run(group):
     with pytest.raises(UsageError) as caught:
         find_run("group")
-    said(caught.value.message)
-    said(caught.value.hint)
-
-
-@pytest.mark.parametrize("text", ["12_5", "group/5"])
-def test_no_such_point(group, text):
-    with pytest.raises(UsageError, match="has no trial 5"):
-        find_run(text)
+    said(caught.value.render())
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("13", "unknown run '13'"),
-        ("13_4", "unknown run '13_4'"),
-        ("grup/4", "unknown run 'grup'"),
-        ("group/x", "group/x does not contain a run"),
-        ("group/04", "group/04 does not contain a run"),
-        ("./group/4", "./group/4 does not contain a run"),
-    ],
+    "text", ["13", "13_4", "grup/4", "group/x", "group/04", "./group/4", "12_5", "group/5"]
 )
-def test_nothing_of_that_name(group, text, message):
+def test_nothing_of_that_name(group, text):
     with pytest.raises(UsageError) as caught:
         find_run(text)
-    assert caught.value.message == message
+    said(caught.value.message)
 
 
 def test_a_group_is_one_entry_of_the_list(group, tmp_path, monkeypatch):

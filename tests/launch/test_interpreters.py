@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.folders import write
 from tests.support.said import said
 from tests.support.torch_builds import make_torch
 from trainkit import DISTRIBUTION, __version__
@@ -25,15 +26,18 @@ def find(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> Int
     return found
 
 
-def wrong(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> list[tuple[str, str, str]]:
-    return find_interpreter(LaunchConfig(**launch), cwd, environ or BARE)[1]
+def say_wrong(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> None:
+    """Compare the only problem of a config, with its key and hint, with the table."""
+    [problem] = find_interpreter(LaunchConfig(**launch), cwd, environ or BARE)[1]
+    said("\n".join(problem))
 
 
 def make_python(folder: Path, version: str = "3.10") -> str:
-    """Create a folder with an interpreter, whose content is never read."""
+    """Create a virtual environment with an interpreter, whose content is never read."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / f"python{version}").touch(mode=0o755)
     (folder / "bin" / "python").symlink_to(f"python{version}")
+    (folder / "bin" / "activate").touch()
     return str(folder / "bin" / "python")
 
 
@@ -60,34 +64,25 @@ def test_an_older_python_is_not_given_what_it_does_not_know(tmp_path):
     assert find(tmp_path, python="./mine").options == ("-u",)
 
 
-@pytest.mark.parametrize("key", ["venv", "uv", "conda", "python"])
-def test_what_is_not_a_path_is_a_problem_of_its_key(tmp_path, key):
-    [(found, message, hint)] = wrong(tmp_path, **{key: "${ENVS}/a"})
-    assert found == f"launch.{key}"
-    said(f"{message}\n{hint}")
+def test_what_is_not_a_path_is_a_problem_of_its_key(tmp_path):
+    for key in ("venv", "uv", "conda", "python"):
+        say_wrong(tmp_path, **{key: "${ENVS}/a"})
 
 
 def test_virtual_environment_that_is_none(tmp_path):
-    [(key, message, hint)] = wrong(tmp_path, venv="gone")
-    assert key == "launch.venv"
-    said(message)
-    said(hint)
-    make_python(tmp_path / "half")
-    [(key, message, hint)] = wrong(tmp_path, venv="half")
-    said(message)
+    say_wrong(tmp_path, venv="gone")
+    Path(make_python(tmp_path / "half")).with_name("activate").unlink()
+    say_wrong(tmp_path, venv="half")
 
 
 def test_what_stands_besides_an_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     make_python(tmp_path / "v")
-    (tmp_path / "v" / "bin" / "activate").touch()
     assert find(Path("/"), venv="~/v").venv == f"{tmp_path}/v"
     other = make_python(tmp_path / "x")
     found = find(tmp_path, venv="v", python=other)
     assert (found.argv, found.venv) == ((other,), f"{tmp_path}/v")
-    [(key, message, _)] = wrong(tmp_path, venv="v", conda="c", modules=["conda"])
-    assert key == "launch.conda"
-    said(message)
+    say_wrong(tmp_path, venv="v", conda="c", modules=["conda"])
 
 
 def test_interpreter_by_path_and_by_name(tmp_path):
@@ -95,48 +90,30 @@ def test_interpreter_by_path_and_by_name(tmp_path):
     assert find(tmp_path, python="x/bin/python").argv == (f"{tmp_path}/x/bin/python",)
     environ = {"PATH": f"{tmp_path}/x/bin"}
     assert find(tmp_path, environ, python="python3.10").argv == ("python3.10",)
-    [(key, message, _)] = wrong(tmp_path, python="python3.10")
-    assert key == "launch.python"
-    said(message)
-    assert wrong(tmp_path, python="python3.10", modules=["python/3.10"]) == []
+    say_wrong(tmp_path, python="python3.10")
+    assert find(tmp_path, python="python3.10", modules=["python/3.10"]).argv == ("python3.10",)
 
 
-class TestUv:
-    def project(self, folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "pyproject.toml").touch()
-        return folder
+def make_project(folder: Path, environment: str = "") -> None:
+    (folder / environment).mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    if environment:
+        make_python(folder / environment, "3.12")
+        (folder / environment / "pyvenv.cfg").touch()
 
-    def environment(self, folder: Path) -> None:
-        make_python(folder, "3.12")
-        (folder / "bin" / "activate").touch()
-        (folder / "pyvenv.cfg").touch()
 
-    def test_environment_of_the_project(self, tmp_path):
-        self.environment(self.project(tmp_path / "p") / ".venv")
-        found = find(tmp_path, uv="p")
-        assert (found.argv, found.venv) == ((f"{tmp_path}/p/.venv/bin/python",), f"{tmp_path}/p/.venv")
-        assert found.options == ("-u", "-P")
-
-    def test_member_of_a_workspace(self, tmp_path):
-        self.environment(self.project(tmp_path / "w") / ".venv")
-        self.project(tmp_path / "w" / "packages" / "member")
-        assert find(tmp_path, uv="w/packages/member").venv == f"{tmp_path}/w/.venv"
-
-    def test_environment_elsewhere(self, tmp_path):
-        self.project(tmp_path / "p")
-        self.environment(tmp_path / "p" / "elsewhere")
-        environ = {**BARE, "UV_PROJECT_ENVIRONMENT": "elsewhere"}
-        assert find(tmp_path, environ, uv="p").venv == f"{tmp_path}/p/elsewhere"
-
-    def test_no_project_and_no_environment(self, tmp_path):
-        [(key, message, _)] = wrong(tmp_path, uv="p")
-        assert key == "launch.uv"
-        said(message)
-        self.project(tmp_path / "p")
-        [(_, message, hint)] = wrong(tmp_path, uv="p")
-        said(message)
-        said(hint)
+def test_the_environment_of_a_uv_project(tmp_path):
+    make_project(tmp_path / "w", ".venv")
+    found = find(tmp_path, uv="w")
+    assert (found.argv, found.venv) == ((f"{tmp_path}/w/.venv/bin/python",), f"{tmp_path}/w/.venv")
+    assert found.options == ("-u", "-P")
+    make_project(tmp_path / "w/packages/member")  # of a workspace
+    assert find(tmp_path, uv="w/packages/member").venv == f"{tmp_path}/w/.venv"
+    make_project(tmp_path / "p", "elsewhere")
+    environ = {**BARE, "UV_PROJECT_ENVIRONMENT": "elsewhere"}
+    assert find(tmp_path, environ, uv="p").venv == f"{tmp_path}/p/elsewhere"
+    say_wrong(tmp_path, uv="p")
+    say_wrong(tmp_path, uv="no-project")
 
 
 class TestConda:
@@ -146,19 +123,16 @@ class TestConda:
         make_python(base)
         make_python(base / "envs" / "mine", "3.12")
         (base / "bin" / "conda").touch(mode=0o755)
-        (base / "etc" / "profile.d").mkdir(parents=True)
-        (base / "etc" / "profile.d" / "conda.sh").touch()
+        write(base, "etc/profile.d/conda.sh")
         return base
 
     def test_by_name(self, tmp_path, base):
         found = find(tmp_path, {"PATH": f"{base}/bin"}, conda="mine")
+        python, options = (f"{base}/envs/mine/bin/python",), ("-u", "-P")
         assert found == Interpreter(
-            (f"{base}/envs/mine/bin/python",),
-            (f"{base}/envs/mine/bin/python",),
-            options=("-u", "-P"),
-            host_options=("-u", "-P"),
-            conda="mine",
-            conda_script=f"{base}/etc/profile.d/conda.sh",
+            *(python, python),
+            **{"options": options, "host_options": options},
+            **{"conda": "mine", "conda_script": f"{base}/etc/profile.d/conda.sh"},
         )
         assert find(tmp_path, {"CONDA_EXE": f"{base}/bin/conda", **BARE}, conda="mine") == found
         assert find(tmp_path, {"PATH": f"{base}/bin"}, conda="base").argv == (f"{base}/bin/python",)
@@ -166,30 +140,22 @@ class TestConda:
     def test_by_name_elsewhere(self, tmp_path, base):
         make_python(tmp_path / "shared" / "theirs")
         environ = {"PATH": f"{base}/bin", "HOME": str(tmp_path)}
-        said(wrong(tmp_path, environ, conda="theirs")[0][1])
-        listed = tmp_path / ".conda" / "environments.txt"
-        listed.parent.mkdir()
-        listed.write_text(f"{tmp_path}/shared/theirs\n")
+        say_wrong(tmp_path, environ, conda="theirs")
+        (tmp_path / ".conda").mkdir()
+        (tmp_path / ".conda/environments.txt").write_text(f"{tmp_path}/shared/theirs\n")
         assert find(tmp_path, environ, conda="theirs").argv == (f"{tmp_path}/shared/theirs/bin/python",)
 
     def test_by_folder(self, tmp_path, base):
         python = make_python(tmp_path / "env")
         found = find(tmp_path, {"PATH": f"{base}/bin"}, conda="./env")
         assert (found.argv, found.conda) == ((python,), f"{tmp_path}/env")
-        [(_, message, _)] = wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="./gone")
-        said(message)
+        say_wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="./gone")
+        say_wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="mine", container="x.sif")
 
     def test_a_module_may_bring_it(self, tmp_path):
         found = find(tmp_path, conda="mine", modules=["miniforge"])
         assert (found.argv, found.conda, found.conda_script) == (("python",), "mine", None)
-        [(key, message, _)] = wrong(tmp_path, conda="mine")
-        assert key == "launch.conda"
-        said(message)
-
-    def test_not_in_a_container(self, tmp_path, base):
-        [(key, message, _)] = wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="mine", container="x.sif")
-        assert key == "launch.conda"
-        said(message)
+        say_wrong(tmp_path, conda="mine")
 
 
 def test_container(tmp_path):
@@ -203,9 +169,8 @@ def test_container(tmp_path):
 
 def test_packages_that_the_trainer_needs(tmp_path):
     packages = tmp_path / "packages"
-    packages.mkdir()
-    (packages / "torch.py").touch()
-    (packages / "trainkit.py").write_text("")
+    write(packages, "torch.py")
+    (packages / "trainkit.py").touch()
     python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
 
     def problem(path: str) -> str | None:
@@ -222,8 +187,7 @@ def test_packages_that_the_trainer_needs(tmp_path):
     (packages / "trainkit.py").write_text(f"{ours}__version__ = {__version__!r}  # another size")
     assert problem(with_both) is None
     (packages / "torch.py").unlink()
-    (packages / "torch").mkdir()
-    (packages / "torch" / "__init__.py").touch()
+    write(packages, "torch/__init__.py")
     (packages / "torch" / "version.py").write_text("__version__ = '2.10.0+cu128'\n")
     said(problem(with_both))
     (packages / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\n")

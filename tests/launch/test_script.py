@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.backend import JobScript, backend_named
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
@@ -19,14 +20,8 @@ from trainkit.run.rundir import RunDir
 
 
 def script(tmp_path: Path, *overrides: str) -> JobScript:
-    config_file = tmp_path / "mine.yaml"
-    config_file.write_text("name: mine\n")
-    loaded = load_config(
-        config_file,
-        overrides=["device=cpu", "train.global_batch_size=null", *overrides],
-        environ={},
-        cwd=tmp_path,
-    )
+    given = ["device=cpu", "train.global_batch_size=null", *overrides]
+    loaded = load_config(None, overrides=given, environ={}, cwd=tmp_path)
     target = Target("sbatch", "a test", Cluster("unknown"))
     plan = make_plan(loaded, Facts(Machine(4, 0, (), "a login node"), target))
     return script_for(RunDir(tmp_path / "runs/mine"), 1, plan, loaded.config, tmp_path, None, "0123:4567")
@@ -55,13 +50,11 @@ def test_names_are_only_names(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     text = script(folder).text
-    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    assert run_program("bash", "-n", stdin=None, input=text).returncode == 0
     # The script itself, with a harmless command in place of the supervisor, prints its run folder.
     body = text.replace("exec ", "printf '%s\\n' ")
-    said = subprocess.run(
-        ["bash"], input=body, text=True, capture_output=True, cwd=tmp_path, check=True
-    ).stdout
-    assert str(folder / "runs/mine") in said.splitlines()
+    done = run_program("bash", stdin=None, input=body, cwd=tmp_path, check=True)
+    assert str(folder / "runs/mine") in done.stdout.splitlines()
     assert not list(tmp_path.rglob("HACKED"))
 
 
@@ -99,12 +92,9 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(tmp
     file = tmp_path / "submission.sh"  # with `bash -c`, the last command would replace the shell
     (tmp_path / "runs/mine/submitit").mkdir(parents=True)
     file.write_text(backend_named("submitit").finish_script(RunDir(tmp_path / "runs/mine"), given).text)
-    with subprocess.Popen(
-        ["bash", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as shell:
-        assert shell.stdin is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["bash", str(file)], text=True, **pipes) as shell:
         assert shell.stdout.readline() == "started\n"
         shell.terminate()
-        shell.stdin.write("ended\n")
-        shell.stdin.flush()
-        assert shell.wait(timeout=60) == 75
+        assert shell.communicate("ended\n", timeout=60)[0] == ""
+        assert shell.returncode == 75

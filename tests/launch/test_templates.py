@@ -73,12 +73,8 @@ def test_text_and_filters(project, template, x, y, text):
     "text",
     [
         *("one\ntwo {{ workdri | quote }}\n", "a\n{% if x %}\n", "a\n{{ x | qoute }}", "a\n\n{{ 1 / 0 }}"),
-        *(
-            "a\n{{ x | directive }}",
-            "a\n{{ none | quote }}",
-            "a\n{% include 'gone.j2' %}",
-            "\necho ${#name}\n",
-        ),
+        *("a\n{{ x | directive }}", "a\n{{ none | quote }}", "a\n{% include 'gone.j2' %}"),
+        "\necho ${#name}\n",
     ],
 )
 def test_errors_lead_to_their_line(project, text):
@@ -105,24 +101,18 @@ def test_a_changed_template_is_rendered_as_it_is_now(project):
     assert refusal(project, word="a").message.startswith(f"{path}:1: ")
 
 
-@pytest.mark.parametrize(
-    "expression", ["''.__class__.__mro__", "environment.__init__.__globals__", "words.__code__"]
+UNSAFE = (
+    *("''.__class__.__mro__", "environment.__init__.__globals__", "words.__code__"),
+    *("plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"),
 )
-def test_a_template_reaches_no_internals_of_python(project, expression):
-    path = write(project, f"one\n{{{{ {expression} | string }}}}")
-    with pytest.raises(UsageError, match="unsafe") as caught:
-        render("mine.j2", {**CONTEXT, "words": test_text_and_filters}, project)
-    assert caught.value.message.startswith(f"{path}:2: ")
 
 
-@pytest.mark.parametrize(
-    "expression", ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"]
-)
-def test_a_template_cannot_change_what_is_run(project, expression):
+@pytest.mark.parametrize("expression", UNSAFE)
+def test_a_template_reaches_no_internals_of_python_and_changes_nothing(project, expression):
     """The job reads the same plan that the template describes."""
-    path = write(project, f"one\ntwo {{{{ {expression} }}}}")
-    context: dict[str, Any] = {"plan": {"nodes": 2}, "hosts": ["a"]}
-    error = refusal(project, **context)
+    path = write(project, f"one\n{{{{ {expression} | string }}}}")
+    context: dict[str, Any] = {"plan": {"nodes": 2}, "hosts": ["a"], "words": test_text_and_filters}
+    error = refusal(project, **CONTEXT, **context)
     assert error.message.startswith(f"{path}:2: ")
     assert "unsafe" in error.message
-    assert context == {"plan": {"nodes": 2}, "hosts": ["a"]}
+    assert (context["plan"], context["hosts"]) == ({"nodes": 2}, ["a"])
