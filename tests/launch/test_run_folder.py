@@ -382,6 +382,8 @@ def test_ctrl_c_is_deferred_to_the_end_of_the_block_but_a_second_one_is_not():
         interrupt()
         done.append("not here")
     assert done == ["all of it", "so far"]
+    with defer_sigint():
+        pass
     with pytest.raises(ValueError, match="no"), defer_sigint():
         raise ValueError("no")
     assert signal.getsignal(signal.SIGINT) is before

@@ -40,22 +40,19 @@ def test_defaults_give_way_to_the_user():
     assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_memory_grows_in_place_unless_the_user_set_up_the_allocator():
-    assert environ()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        for given in ({"configured": {name: "backend:native"}}, {"inherited": {name: "backend:native"}}):
-            found = environ(**given)
-            assert {key: found[key] for key in found if "ALLOC" in key} == {name: "backend:native"}
+def test_memory_grows_in_place_and_torch_records_its_collectives_unless_the_user_set_that_up():
+    defaults = {"ALLOC": "expandable_segments:True", "BUFFER_SIZE": "2000"}
+    for word, name, older in (
+        ("ALLOC", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    ):
+        assert environ()[name] == defaults[word]
+        for one in (name, older):
+            for given in ({"configured": {one: "0"}}, {"inherited": {one: "0"}}):
+                found = environ(**given)
+                assert {key: found[key] for key in found if word in key} == {one: "0"}
     for plan in (replace(PLAN, device="cpu"), replace(PLAN, workload=Workload(("python", "train.py")))):
         assert "PYTORCH_ALLOC_CONF" not in environ(plan)
-
-
-def test_torch_records_its_collectives_unless_the_user_has_set_up_its_recorder():
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    assert environ()[names[0]] == "2000"
-    for name in names:
-        found = environ(configured={name: "0"})
-        assert {key: found[key] for key in found if "BUFFER_SIZE" in key} == {name: "0"}
 
 
 def test_a_command_looks_like_a_rank_of_torchrun():
@@ -106,14 +103,13 @@ def test_temporary_files_of_ranks_are_where_only_their_user_creates_files(tmp_pa
 
 
 def test_an_agent_says_once_that_temporary_files_are_elsewhere(tmp_path, capfd):
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp").chmod(0o777)
     run = RunDir(tmp_path / "run")
+    for name, mode in (("tmp", 0o777), ("shared", 0o1777)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
     for _ in range(2):
         found = rank_folders(str(tmp_path / "tmp"), run, False)
         assert found.temporary == f"{run.path}/caches/{own_host()}/tmp"
     said(capfd.readouterr().out)
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o1777)
-    found = rank_folders(str(tmp_path / "shared"), run, False)
+    rank_folders(str(tmp_path / "shared"), run, False)
     said(capfd.readouterr().out)
