@@ -1,6 +1,6 @@
 import errno
-import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,17 +34,19 @@ def make_run(path, name):
     run = RunDir(path)
     run.attempts_dir.mkdir(parents=True)
     run.config_file.write_text("{}")
-    run.job_file.write_text(
-        json.dumps({"name": name, "attempts": [{"attempt": 1, "job_id": f"local-{name}"}]})
-    )
+    write_json(run.job_file, {"name": name, "attempts": [{"attempt": 1, "job_id": f"local-{name}"}]})
     return run
+
+
+def known_runs():
+    return [known.name for known in iter_known_runs()]
 
 
 def test_newest_start_first_and_each_run_once(tmp_path):
     runs = [make_run(tmp_path / name, name) for name in ("a", "b")]
     for run in (*runs, runs[0]):
         register(run, run.name)
-    assert [known.name for known in iter_known_runs()] == ["a", "b"]
+    assert known_runs() == ["a", "b"]
     assert find_run("last").path == runs[0].path
 
 
@@ -60,9 +62,12 @@ def test_runs_below_here_need_no_index(tmp_path):
 
 def test_what_is_a_run(tmp_path):
     register(RunDir(tmp_path / "gone"), "gone")
-    assert list(iter_known_runs()) == []
+    assert known_runs() == []
     with pytest.raises(UsageError, match="does not contain a run"):
         find_run(str(tmp_path))
+    (tmp_path / "here/runs/half").mkdir(parents=True)
+    with pytest.raises(UsageError, match="runs/half does not contain a run: the command that made"):
+        find_run("half")
     run = make_run(tmp_path / "x", "x")
     (run.path / BENCH_FILE).write_text('{"speed": 1}')
     assert find_run(str(run.path)).path == run.path
@@ -100,13 +105,6 @@ def test_folder_name_before_config_name(tmp_path):
     assert find_run(str(other.path)).path == other.path
 
 
-def test_state_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    register(RunDir(tmp_path), "x")
-    assert "cannot write" in capsys.readouterr().err
-
-
 def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
     """trainkit creates run folders that only their owner can enter."""
     mine, theirs = (make_run(tmp_path / "here/runs" / name, name) for name in ("mine", "theirs"))
@@ -120,7 +118,7 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
         return is_file(path)
 
     monkeypatch.setattr(Path, "is_file", refused)
-    assert [known.name for known in iter_known_runs()] == ["mine"]
+    assert known_runs() == ["mine"]
     assert find_run("last").path == mine.path
     with pytest.raises(UsageError, match="theirs cannot be read: Permission denied"):
         find_run(str(theirs.path))
@@ -130,21 +128,21 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
 def read_folders(monkeypatch):
     """Return a list of the names of the folders that are read, one item per read."""
     read, read_one = [], registry.Start.read
-
-    def counting(start):
-        read.append(start.folder.name)
-        return read_one(start)
-
-    monkeypatch.setattr(registry.Start, "read", counting)
+    monkeypatch.setattr(
+        registry.Start, "read", lambda start: read.append(start.folder.name) or read_one(start)
+    )
     return read
+
+
+def add_to_index(run, time):
+    index_file().parent.mkdir(parents=True, exist_ok=True)
+    append_jsonl(index_file(), {"time": f"2026-01-01T00:00:{time}Z", "name": run.name, "path": str(run.path)})
 
 
 def make_many(folder, count=30):
     runs = [make_run(folder / f"run-{number}", f"run-{number}") for number in range(count)]
     for number, run in enumerate(runs):
-        time = f"2026-01-01T00:00:{number:02}.000Z"
-        index_file().parent.mkdir(parents=True, exist_ok=True)
-        append_jsonl(index_file(), {"time": time, "name": run.name, "path": str(run.path)})
+        add_to_index(run, f"{number:02}.000")
     return runs
 
 
@@ -176,9 +174,7 @@ def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
     assert len(read_folders) == 30 + 16
     # One run that was over starts again, and the end of another run was found too late.
     (runs[5].attempt(1).end_file).unlink()
-    append_jsonl(
-        index_file(), {"time": "2026-01-01T00:00:00.500Z", "name": "run-5", "path": str(runs[5].path)}
-    )
+    add_to_index(runs[5], "00.500")
     record_over([Start(runs[5].path, "run-5", "2026-01-01T00:00:05.000Z")])
     assert [status.name for status in statuses_of(15)[0]][-2:] == ["run-1", "run-5"]
     assert next(status.name for status in statuses_of(None)[0]) == "run-29"
@@ -186,23 +182,23 @@ def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
 
 
 def test_an_index_that_cannot_be_read_hides_no_run_in_runs(tmp_path, monkeypatch, capsys):
-    def of_root(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    run = make_run(tmp_path / "here/runs/x", "x")
+    make_run(tmp_path / "here/runs/x", "x")
+    of_root = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(registry, "read_jsonl", of_root)
-    assert [known.path for known in iter_known_runs()] == [run.path]
+    assert known_runs() == ["x"]
     assert f"cannot read {index_file()} (Permission denied)" in capsys.readouterr().err
 
 
-def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
-    def refuse(path, record):
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
+def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch, capsys):
     [run] = make_many(tmp_path / "elsewhere", 1)
-    monkeypatch.setattr(registry, "append_jsonl", refuse)
-    record_over([Start(run.path, "run-0", "2026-01-01T00:00:00.000Z")])
-    assert [item.name for item in iter_known_runs()] == ["run-0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "append_jsonl", Mock(side_effect=OSError(errno.EROFS, "Read-only", "x")))
+        record_over([Start(run.path, "run-0", "2026-01-01T00:00:00.000Z")])
+        assert known_runs() == ["run-0"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    register(RunDir(tmp_path), "x")
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_run_behind_a_symlink_is_one_run(tmp_path):
@@ -211,12 +207,10 @@ def test_a_run_behind_a_symlink_is_one_run(tmp_path):
     register(RunDir(tmp_path / "here/runs/x"), "x")
     register(run, "x")
     (tmp_path / "disk/runs/y").symlink_to("x")
-    assert [item.name for item in iter_known_runs()] == ["x"]
+    assert known_runs() == ["x"]
 
 
 def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypatch, capsys):
-    for name in ("there", "out"):
-        (tmp_path / name).mkdir()
     run = make_run(tmp_path / "there/runs/exp", "exp")
     register(run, "exp")
     for text in ("exp", "last"):
@@ -225,10 +219,8 @@ def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypat
         with pytest.raises(UsageError, match=f"is not a run of this folder: it is {run.path}") as caught:
             find_run(text, acts=True)
         said(caught.value.hint)
-        typed = as_typed(caught.value, ["cancel", text, "--now"])
-        said(typed.hint)
-        typed = as_typed(caught.value, [text, "--note", text, text, "--", text])
-        said(typed.hint)
+        for words in (["cancel", text, "--now"], [text, "--note", text, text, "--", text]):
+            said(as_typed(caught.value, words).hint)
     for text in (str(run.path), "local-exp"):
         assert find_run(text, acts=True).path == run.path
     with pytest.raises(UsageError, match="unknown run 'exq'"):
@@ -245,9 +237,3 @@ def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypat
     assert find_run("exp", acts=True).path == find_run("last", acts=True).path == run.path
     assert find_run("exp").path == find_run("last").path == run.path
     assert capsys.readouterr().err == ""
-
-
-def test_a_folder_whose_submission_was_interrupted_is_named(tmp_path):
-    (tmp_path / "here/runs/half").mkdir(parents=True)
-    with pytest.raises(UsageError, match="runs/half does not contain a run: the command that made"):
-        find_run("half")
