@@ -84,23 +84,6 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
     assert (decision.action, decision.exit_code) == (action, exit_code)
 
 
-@pytest.mark.parametrize(
-    ("stop_signal", "cause", "is_done", "action"),
-    [
-        (None, None, False, "finished"),
-        ("SIGTERM", "preempted", False, "requeue"),
-        ("SIGUSR2", "timeout", False, "requeue"),
-        ("SIGTERM", None, False, "stopped"),
-        ("SIGTERM", "preempted", True, "finished"),
-    ],
-)
-def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
-    stop_signal, cause, is_done, action
-):
-    result = ended([0, 0], stop_signal, cause, workload=COMMAND, is_done=is_done)
-    assert after(result).action == action
-
-
 QUIT = RankFailure(type="bdb.BdbQuit")
 PDB = {"attended_in": "debugger"}
 FINAL = RankFailure(type="ImportError", message="no x", final=True)
@@ -113,12 +96,15 @@ LATE = {"failure": NAN, "failed_after_signal": True}
 LIMIT = {"policy": RequeuePolicy(max=1)}
 SLICES = {"policy": RequeuePolicy(max=1, total_s=7200.0)}
 NEVER_ON = {"policy": RequeuePolicy(on=())}
-MANY_CRASHES = {"policy": RequeuePolicy(max_crashes=10)}
+MANY = {"policy": RequeuePolicy(max_crashes=10)}
 IN_PLACE = RestartOptions(restart=True)
 REQUEUE, RESUBMIT = RestartOptions(requeue=True), RestartOptions(resubmit=True)
 SAME = {"progress": 10, "step": 14}
 CRASHES = [was("crash", 10, step) for step in (11, 12, 13)]
 NEXT = {"progress": 3, "step": 12}
+AT_15 = [was("hang", 10, 15), was("crash", 10, 15)]
+AT_10 = {"progress": 10, "step": 10}
+MOVED = replace(LOADER, message="no <Loader at 0x7fff>")
 SLICE = [was("timeout", 1, 5), was("timeout", 2, 9)]
 
 
@@ -156,6 +142,12 @@ def test_decisions():
         ended([137], "SIGTERM", "preempted", workload=COMMAND, had_failed=True),
     )
     case("a command failed before a cancellation", ended([137], "SIGTERM", workload=COMMAND, had_failed=True))
+    # A command that exits with 0 after a stop signal has saved, unless it has said that it is done.
+    case("a command ends with 0", ended([0, 0], workload=COMMAND))
+    case("a preempted command ends with 0", ended([0, 0], "SIGTERM", "preempted", workload=COMMAND))
+    case("a command out of time ends with 0", ended([0, 0], "SIGUSR2", "timeout", workload=COMMAND))
+    case("a cancelled command ends with 0", ended([0, 0], "SIGTERM", workload=COMMAND))
+    case("a preempted command is done", ended([0], "SIGTERM", "preempted", workload=COMMAND, is_done=True))
     case("killed", ended([137]))
     case("hung", ended([143], hung=True))
     case("hung without a node", ended([143], hung=True, lost_nodes=("n2",)))
@@ -180,6 +172,13 @@ def test_decisions():
     case("a preempted failure requeues", ended([1], "SIGTERM", "preempted"))
     case("a request restarts in place", saved("asked"), options=IN_PLACE)
     case("a request is above requeue.on", saved("asked"), **NEVER_ON)
+    for cause, end in (
+        *(("preempted", saved("preempted", "SIGTERM")), ("timeout", saved("timeout")), ("crash", crashed())),
+        *(("hang", crashed(hung=True)), ("node_fail", crashed(lost_nodes=("n1",)))),
+    ):
+        others = tuple(word for word in POLICY.on if word != cause)
+        case(f"requeue.on without {cause}", end, policy=RequeuePolicy(on=others))
+        case(f"requeue.on is {cause}", end, policy=RequeuePolicy(on=(cause,)))
     case("a spare host", saved("slow_host", **SLOW), **NEVER_ON)
     case("no spare host", saved("slow_host", **SLOW), **NEVER_ON, options=REQUEUE)
     case("a preemption while a slow host is left", saved("preempted", **SLOW))
@@ -205,45 +204,19 @@ def test_decisions():
     )
     case("cannot get better", crashed(failure=FINAL))
     case("an exception before any progress", crashed(failure=LOADER, step=None))
-    case(
-        "the same one at another address",
-        crashed(failure=LOADER, step=None),
-        was("crash", failure=replace(LOADER, message="no <Loader at 0x7fff>")),
-    )
+    case("the same one at another address", crashed(failure=LOADER, step=None), was("crash", failure=MOVED))
     case("three crashes that saved nothing", crashed(**SAME), *CRASHES[:2])
     case("four crashes that saved nothing", crashed(**SAME), *CRASHES)
     case("three crashes and a save", crashed(progress=20, step=24), *CRASHES)
+    case("three ends at one step", crashed(progress=10, step=15), *AT_15, **MANY)
+    case("two ends at one step", crashed(progress=10, step=16), *AT_15, **MANY)
+    case("three time limits at one step", saved("timeout", **AT_10), *[was("timeout", 10, 10)] * 2)
     case(
-        "three ends at one step",
-        crashed(progress=10, step=15),
-        was("hang", 10, 15),
-        was("crash", 10, 15),
-        **MANY_CRASHES,
-    )
-    case(
-        "two ends at one step",
-        crashed(progress=10, step=16),
-        was("hang", 10, 15),
-        was("crash", 10, 15),
-        **MANY_CRASHES,
-    )
-    case(
-        "three time limits at one step", saved("timeout", progress=10, step=10), *[was("timeout", 10, 10)] * 2
-    )
-    case(
-        "ten preemptions at one step",
-        saved("preempted", "SIGTERM", progress=10, step=10),
-        *[was("preempted", 10, 10)] * 9,
+        "ten preemptions at one step", saved("preempted", "SIGTERM", **AT_10), *[was("preempted", 10, 10)] * 9
     )
     case("nine starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 8, **NEVER)
     case("ten starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 9, **NEVER)
-    case(
-        "a failed start hides no crashes",
-        crashed(**SAME),
-        *CRASHES[:2],
-        was("not_started", 10),
-        CRASHES[2],
-    )
+    case("a failed start hides no crashes", crashed(**SAME), *CRASHES[:2], was("not_started", 10), CRASHES[2])
     case("the cap on restarts", saved("asked"), *[was("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
     case("slices are no restarts", saved("timeout", **NEXT), *SLICE, **SLICES)
     case("time limits without a total are restarts", saved("timeout", **NEXT), *SLICE, **LIMIT)
@@ -278,24 +251,6 @@ def test_delays_grow_while_nothing_new_is_saved_or_no_step_starts():
 
 def test_the_limit_counts_restarts_for_slow_hosts():
     said(restarts_limit([was("preempted"), was("slow_host", step=9)], RequeuePolicy(max=2)))
-
-
-@pytest.mark.parametrize(
-    ("end", "cause"),
-    [
-        (ended([75], "SIGTERM", "preempted"), "preempted"),
-        (ended([75], "SIGUSR2", "timeout"), "timeout"),
-        (ended([1]), "crash"),
-        (ended([1], hung=True), "hang"),
-        (ended([1], lost_nodes=("n1",)), "node_fail"),
-    ],
-)
-def test_requeue_on_says_what_starts_again(end, cause):
-    others = RequeuePolicy(on=tuple(word for word in POLICY.on if word != cause))
-    decision = after(end, policy=others)
-    assert not decision.resumes
-    said(decision.reason)
-    assert after(end, policy=RequeuePolicy(on=(cause,))).resumes
 
 
 KEY = RankFailure(type="KeyError", message="'lr'", exit_code=1, code=CodeLine("train.py", 12))

@@ -51,11 +51,7 @@ def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run, slurm)
 
 def test_a_cancellation_before_the_start_of_the_ranks_starts_none(run, slurm, monkeypatch):
     wait_for_the_lock = supervisor.become_sole_supervisor
-
-    def cancelled_meanwhile(*args: Any) -> None:
-        wait_for_the_lock(*args)
-        mark_cancelled(run)
-
+    cancelled_meanwhile = Mock(side_effect=lambda *args: wait_for_the_lock(*args) or mark_cancelled(run))
     monkeypatch.setattr(supervisor, "become_sole_supervisor", cancelled_meanwhile)
     code, end = step(run, "pass")
     assert (code, end["state"]) == (EXIT_STOPPED, "cancelled")
@@ -80,6 +76,9 @@ def test_the_code_is_that_of_what_began_it(run, slurm):
     code, end = step(run, "raise SystemExit(137)", lambda: write_json(run.attempt(1).rank_error(3), record))
     assert (code, end["verdict"]["rank"]) == (5, 3)
     said(end["reason"])
+
+
+SLEEPS = "import time; time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +224,7 @@ def test_a_superseded_command_that_exits_with_0_leaves_the_run(run, slurm, monke
     said(decision.reason)
 
 
-def watch_of(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = "import time; time.sleep(60)"
-) -> SlurmAttemptWatch:
+def watch_of(run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = SLEEPS) -> SlurmAttemptWatch:
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.1)
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
     return SlurmAttemptWatch(Attempt(run.attempt(1), plan), [sys.executable, "-c", code], supervisor_view="")

@@ -145,15 +145,11 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("shared", 0, OTHER_GROUP, 0o2775),  # an administrator has chosen the group
         ("shared", 61234, GROUP, 0o2770),  # the owner is the head of a project
-        ("shared", 61234, OTHER_GROUP, 0o2775),
-        ("shared", 61234, GROUP, 0o755),
-        ("shared/work", 61233, GROUP, 0o2775),
-        ("shared/work", 61233, OTHER_GROUP, 0o2755),
+        *(("shared", 61234, OTHER_GROUP, 0o2775), ("shared", 61234, GROUP, 0o755)),
+        *(("shared/work", 61233, GROUP, 0o2775), ("shared/work", 61233, OTHER_GROUP, 0o2755)),
         # other users can add files to the folder, but cannot replace any
-        ("shared/work", 61233, OTHER_GROUP, 0o3775),
-        ("shared/work", 61233, OTHER_GROUP, 0o775),
-        ("shared/work/run", 61233, OTHER_GROUP, 0o1775),
-        ("shared/work/run", 61234, GROUP, 0o2775),
+        *(("shared/work", 61233, OTHER_GROUP, 0o3775), ("shared/work", 61233, OTHER_GROUP, 0o775)),
+        *(("shared/work/run", 61233, OTHER_GROUP, 0o1775), ("shared/work/run", 61234, GROUP, 0o2775)),
         ("shared/work/run", 0, 0, 0o755),
     ],
 )
@@ -309,50 +305,50 @@ def test_copy_of_a_checkpoint_is_published_by_a_rename(tmp_path):
     assert content(target.checkpoints_dir) == {"step-00000005/rank-0/data": "rank-0/data"}
 
 
-def test_a_held_folder_is_followed_also_with_its_parents(tmp_path, monkeypatch):
+@pytest.fixture
+def held(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "runs" / "mine")
     run.path.mkdir(parents=True)
+    run.provenance_file.write_text("{}")
     run.hold()
+    return run
+
+
+def test_a_held_folder_is_followed_also_with_its_parents(held, tmp_path, monkeypatch):
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert run.follow()
-    assert not run.follow()
+    assert held.follow()
+    assert not held.follow()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
-        assert not run.follow(), "a file system that does not answer has moved nothing"
-    assert run.path == tmp_path / "elsewhere" / "mine"
+        assert not held.follow(), "a file system that does not answer has moved nothing"
+    assert held.path == tmp_path / "elsewhere" / "mine"
 
 
 @pytest.mark.parametrize("code", [None, errno.ESTALE, errno.ENOENT])
-def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(tmp_path, monkeypatch, code):
-    run = RunDir(tmp_path / "mine")
-    run.path.mkdir()
-    run.provenance_file.write_text("{}")
-    run.hold()
+def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(held, monkeypatch, code):
+    path = held.path
     if code is not None:  # the error is like one for a folder that another host has deleted
         monkeypatch.setattr(os, "fstat", Mock(side_effect=OSError(code, "")))
-        assert not run.follow()
-        assert not run.was_replaced, "after a restart of its server, every folder may be stale"
-    run.provenance_file.unlink()
-    run.path.rmdir()
-    assert not run.follow()
-    assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
-    run.path.mkdir()
-    assert not run.follow()
-    assert run.was_replaced
-    assert not run.events_file.parent.exists()
+        assert not held.follow()
+        assert not held.was_replaced, "after a restart of its server, every folder may be stale"
+    held.provenance_file.unlink()
+    path.rmdir()
+    assert not held.follow()
+    assert (held.path, held.was_replaced) == (path, False)
+    path.mkdir()
+    assert not held.follow()
+    assert held.was_replaced
+    assert not held.events_file.parent.exists()
 
 
-def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path):
-    run = RunDir(tmp_path / "mine")
-    for folder in (run.path, tmp_path / "other"):
-        folder.mkdir()
-    run.provenance_file.write_text("{}")
-    run.hold()
-    run.provenance_file.rename(tmp_path / "other" / "provenance.json")
-    run.path.rmdir()
-    (tmp_path / "other").rename(run.path)
-    assert not run.follow()
-    assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
+def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(held, tmp_path):
+    path, other = held.path, tmp_path / "other"
+    other.mkdir()
+    held.provenance_file.rename(other / "provenance.json")
+    path.rmdir()
+    other.rename(path)
+    assert not held.follow()
+    assert (held.path, held.was_replaced) == (path, False)
 
 
 def test_one_of_two_commands_gets_an_empty_folder(tmp_path):

@@ -87,9 +87,7 @@ def faults(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "file", "line", "place", "value"), FOUND)
-def test_a_change_that_once_broke_a_command(
-    project: Path, name: str, file: str, line: int | None, place: tuple[str | int, ...], value: object
-) -> None:
+def test_a_change_that_once_broke_a_command(project: Path, name, file, line, place, value) -> None:
     replace_value(project / "runs" / name, Change(Path(file), line, place), value)
     assert faults(name) == []
 

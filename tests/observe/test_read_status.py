@@ -123,10 +123,7 @@ KILLED = "the job was killed by SIGKILL"
     [
         ({"reason": "JobLaunchFailure", "exit_code": 0, "exit_signal": 9}, KILLED),
         *(({"reason": "RaisedSignal:9(Killed)", "exit_signal": 9}, KILLED), ({"exit_signal": 9}, KILLED)),
-        (
-            {"reason": "JobLaunchFailure", "exit_code": 0},
-            "the job could not be launched, for example",
-        ),
+        ({"reason": "JobLaunchFailure", "exit_code": 0}, "the job could not be launched, for example"),
         ({"reason": "NonZeroExitCode", "exit_code": 75}, "exit code 75 (state saved)"),
     ],
 )

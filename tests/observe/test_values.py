@@ -61,9 +61,7 @@ def test_a_launcher_had_what_it_was_given(tmp_path: Path) -> None:
         (None, {"seed": 9, "of_nothing": 1}, {"seed": 0, "of_nothing": 1, "COMMAND": None}),
     ],
 )
-def test_a_point_had_its_values(
-    tmp_path: Path, command: list[str] | None, values: dict[str, object], expected: dict[str, object]
-) -> None:
+def test_a_point_had_its_values(tmp_path, command, values, expected) -> None:
     group = tmp_path / "group"
     run = made(group / "0", {"command": command}, {"resources": {"nodes": 2}})
     write_json(group / "sweep.json", GroupRecord(name="group").to_dict([Trial(0, values)]))
