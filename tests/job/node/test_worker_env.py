@@ -151,15 +151,14 @@ class Host:
     """The interfaces of a host. The first one leads to the other hosts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.addresses: dict[str, str] = {}
-        self.flags: dict[str, int] = {}
-        monkeypatch.setattr(network, "addresses", lambda: self.addresses)
-        monkeypatch.setattr(network, "interface_to", lambda host: next(iter(self.addresses.values())))
+        self.patch, self.flags = monkeypatch, dict[str, int]()
         monkeypatch.setattr(network, "_flags", lambda name: self.flags[name])
 
     def has(self, *names: str) -> None:
-        self.addresses = {f"10.0.0.{number}": name for number, name in enumerate((*names, "lo"))}
+        found = {f"10.0.0.{number}": name for number, name in enumerate((*names, "lo"))}
         self.flags = dict.fromkeys(names, UP) | {"lo": UP | network.IFF_LOOPBACK}
+        self.patch.setattr(network, "addresses", lambda: found)
+        self.patch.setattr(network, "interface_to", lambda host: names[0])
 
 
 UP = network.IFF_UP | network.IFF_RUNNING
