@@ -99,9 +99,9 @@ NEVER_ON = {"policy": RequeuePolicy(on=())}
 MANY = {"policy": RequeuePolicy(max_crashes=10)}
 IN_PLACE = RestartOptions(restart=True)
 REQUEUE, RESUBMIT = RestartOptions(requeue=True), RestartOptions(resubmit=True)
-SAME = {"progress": 10, "step": 14}
+AT_14 = {"progress": 10, "step": 14}
 CRASHES = [was("crash", 10, step) for step in (11, 12, 13)]
-NEXT = {"progress": 3, "step": 12}
+AT_12 = {"progress": 3, "step": 12}
 AT_15 = [was("hang", 10, 15), was("crash", 10, 15)]
 AT_10 = {"progress": 10, "step": 10}
 MOVED = replace(LOADER, message="no <Loader at 0x7fff>")
@@ -205,8 +205,8 @@ def test_decisions():
     case("cannot get better", crashed(failure=FINAL))
     case("an exception before any progress", crashed(failure=LOADER, step=None))
     case("the same one at another address", crashed(failure=LOADER, step=None), was("crash", failure=MOVED))
-    case("three crashes that saved nothing", crashed(**SAME), *CRASHES[:2])
-    case("four crashes that saved nothing", crashed(**SAME), *CRASHES)
+    case("three crashes that saved nothing", crashed(**AT_14), *CRASHES[:2])
+    case("four crashes that saved nothing", crashed(**AT_14), *CRASHES)
     case("three crashes and a save", crashed(progress=20, step=24), *CRASHES)
     case("three ends at one step", crashed(progress=10, step=15), *AT_15, **MANY)
     case("two ends at one step", crashed(progress=10, step=16), *AT_15, **MANY)
@@ -216,13 +216,15 @@ def test_decisions():
     )
     case("nine starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 8, **NEVER)
     case("ten starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 9, **NEVER)
-    case("a failed start hides no crashes", crashed(**SAME), *CRASHES[:2], was("not_started", 10), CRASHES[2])
+    case(
+        "a failed start hides no crashes", crashed(**AT_14), *CRASHES[:2], was("not_started", 10), CRASHES[2]
+    )
     case("the cap on restarts", saved("asked"), *[was("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
-    case("slices are no restarts", saved("timeout", **NEXT), *SLICE, **SLICES)
-    case("time limits without a total are restarts", saved("timeout", **NEXT), *SLICE, **LIMIT)
+    case("slices are no restarts", saved("timeout", **AT_12), *SLICE, **SLICES)
+    case("time limits without a total are restarts", saved("timeout", **AT_12), *SLICE, **LIMIT)
     case(
         "a preemption between slices is a restart",
-        saved("timeout", **NEXT),
+        saved("timeout", **AT_12),
         *SLICE,
         was("preempted"),
         **SLICES,
