@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import pytest
