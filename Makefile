@@ -45,7 +45,7 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 TESTS_OF_TORCH := tests/trainer tests/plan/test_schedules.py tests/capabilities/bench/test_measure.py \
 	tests/capabilities/simulation tests/capabilities/task_check tests/capabilities/transformers \
-	tests/cli/test_check.py tests/launch/test_provenance.py
+	tests/cli/test_check.py tests/launch/test_secrets.py
 
 test-oldest: ## The tests of the trainer on torch 2.11, the oldest release that is accepted.
 	@.ci/make-venv test "$(OLDEST)" constraints-oldest.txt

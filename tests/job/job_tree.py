@@ -1,7 +1,9 @@
 """Starts real process trees with small scripts as workers."""
 
 import json
+import os
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +68,16 @@ class Job:
     def end(self, attempt: int = 1) -> dict[str, Any]:
         self.wait()
         return read_json(self.run.attempt(attempt).end_file)
+
+    def signal(self, name: str = "SIGTERM") -> None:
+        """Signal the supervisor."""
+        os.kill(self.entry.pid, signal.Signals[name])
+
+    def stop(self, name: str = "SIGTERM") -> dict[str, Any]:
+        """Signal the supervisor once all workers are ready, and return the end of the attempt."""
+        self.worker_pids()
+        self.signal(name)
+        return self.end()
 
     def events(self) -> list[str]:
         return [event["event"] for event in read_jsonl(self.run.events_file)]

@@ -47,12 +47,17 @@ def reasons(run: RunDir) -> list[tuple[int, str, str]]:
     return [(entry.attempt, entry.job_id, entry.reason) for entry in read_job(run).attempts]
 
 
-def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
-    """Return the exit code of a job whose step runs some Python, and the newest end.json."""
+def start(run: RunDir, code: str = "pass", *writes: Any) -> int:
+    """Return the exit code of a job whose step runs some Python."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     for write in writes:
         write()
-    result = supervise_job(run, [sys.executable, "-c", code])
+    return supervise_job(run, [sys.executable, "-c", code])
+
+
+def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
+    """Return the exit code of a job whose step runs some Python, and the newest end.json."""
+    result = start(run, code, *writes)
     end = read_json(run.attempt(run.attempt_numbers()[-1]).end_file)
     assert end["exit_code"] == result
     return result, end

@@ -23,36 +23,29 @@ def flight(
     first_id: int = 0,
     groups: Mapping[str, Sequence[int]] = GROUPS,
 ) -> Flight:
-    """Return a rank's flight record. Each call is ``GROUP NUMBER OP SIZES STATE``, as torch writes it."""
+    """Return a rank's flight record. Each call is ``GROUP NUMBER OP [SIZES [STATE]]``, as torch writes it."""
     entries = []
     for index, call in enumerate(calls):
-        group, number, op, sizes, state = (
-            [*call.split(), *("4", "done")][:5] if call.count(" ") < 4 else call.split()
-        )
+        group, number, op, sizes, state = [*call.split(), *("4", "done")[len(call.split()) - 3 :]]
         op, _, peers = op.partition(":")
         is_p2p = op in ("send", "recv", "coalesced")
         shape = [[int(size) for size in sizes.split("x")]]
-        entries.append(
-            {
-                "record_id": first_id + index,
-                "process_group": (group, "default_pg" if group == "0" else f"mesh_{group}"),
-                "collective_seq_id": 0 if is_p2p else int(number),
-                "p2p_seq_id": int(number) if is_p2p else 0,
-                "profiling_name": f"{backend}:{op}{peers and f' {peers}'}",
-                "input_sizes": shape,
-                "output_sizes": shape,
-                "input_dtypes": ["Float"],
-                "output_dtypes": ["Float"],
-                "state": {"done": "completed", "gone": "scheduled"}.get(state, state),
-                "retired": state in ("done", "gone"),
-                "is_p2p": is_p2p,
-                "time_created_ns": index,
-                "frames": FRAMES,
-            }
-        )
+        entry = {"record_id": first_id + index, "is_p2p": is_p2p, "time_created_ns": index, "frames": FRAMES}
+        entry |= {"process_group": (group, "default_pg" if group == "0" else f"mesh_{group}")}
+        entry |= {"collective_seq_id": 0 if is_p2p else int(number)}
+        entry |= {"p2p_seq_id": int(number) if is_p2p else 0}
+        entry |= {"profiling_name": f"{backend}:{op}{peers and f' {peers}'}"}
+        entry |= {"input_sizes": shape, "output_sizes": shape}
+        entry |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "retired": state in ("done", "gone")}
+        entries.append({**entry, "state": {"done": "completed", "gone": "scheduled"}.get(state, state)})
     members = {**groups, "0": range(world)}
     config = {name: {"name": name, "desc": "", "ranks": str([*ranks])} for name, ranks in members.items()}
     return parse_flight(rank, {"version": "2.10", "entries": entries, "pg_config": config}, world)
+
+
+def all_ranks(*calls: str, but: int | None = None) -> dict[int, Flight]:
+    """Return the flight records of eight ranks with the same calls, without those of rank `but`."""
+    return {rank: flight(rank, *calls) for rank in range(8) if rank != but}
 
 
 def flights(*records: Flight) -> dict[int, Flight]:
@@ -71,15 +64,12 @@ def ranks_of(blame: Blame | None) -> tuple[int, ...] | None:
 
 
 IN_812 = "0 812 all_reduce 1024 scheduled"
+WAITS = ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"]
 
 
 def test_the_rank_that_has_not_called_what_the_others_wait_in():
-    records = flights(*(flight(rank, "0 811 all_reduce", IN_812) for rank in range(8) if rank != 5))
-    records[5] = flight(5, "0 811 all_reduce")
-    stacks = {
-        5: ["load (/home/me/data.py:12)"],
-        0: ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"],
-    }
+    records = all_ranks("0 811 all_reduce", IN_812, but=5) | {5: flight(5, "0 811 all_reduce")}
+    stacks = {5: ["load (/home/me/data.py:12)"], 0: WAITS}
     check(find_blame(records, stacks=stacks), 5)
 
 
@@ -99,8 +89,7 @@ def test_a_chain_of_groups_leads_to_its_source():
         *(flight(rank, "0 2 all_reduce 4 scheduled") for rank in (4, 5, 6)),
         flight(7, "0 1 all_reduce"),
     )
-    # Rank 0 waits for rank 1, ranks 1 and 2 wait for ranks 0 and 3, and rank 3 waits for rank 7 and all
-    # others.
+    # Rank 0 waits for rank 1, ranks 1 and 2 for ranks 0 and 3, and rank 3 for rank 7 and all others.
     assert ranks_of(find_blame(records)) == (7,)
 
 
@@ -115,8 +104,7 @@ def test_a_chain_of_groups_leads_to_its_source():
 )
 def test_ranks_that_call_different_things(calls, named):
     blame = find_blame({rank: flight(rank, call, world=len(calls)) for rank, call in enumerate(calls)})
-    assert blame is not None
-    assert blame.ranks == named
+    assert ranks_of(blame) == named
     said(blame.text)
 
 
@@ -125,8 +113,7 @@ def test_another_order_of_two_groups():
     records = {rank: flight(rank, "left 9 all_reduce 4 scheduled") for rank in (0, 1)}
     records[2] = flight(2, "tp1 3 all_gather", "left 9 all_reduce 4 scheduled")
     records[3] = flight(3, "left 8 all_reduce", "tp1 4 all_gather 4 scheduled")
-    stacks = {rank: ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"] for rank in range(4)}
-    assert ranks_of(find_blame(records, stacks=stacks)) == (3,)
+    assert ranks_of(find_blame(records, stacks=dict.fromkeys(range(4), WAITS))) == (3,)
     # A pair has no majority.
     records = {0: flight(0, "tp0 1 all_reduce 4 scheduled"), 1: flight(1, "left 1 all_reduce 4 scheduled")}
     blame = find_blame(
@@ -156,27 +143,23 @@ def flight_of_halves(before: Sequence[str], *calls: str, ranks: Iterable[int]) -
 
 
 def test_ranks_that_do_not_respond():
-    records = {rank: flight(rank, IN_812) for rank in (0, 1, 3, 4, 5, 6, 7)}
+    records = all_ranks(IN_812, but=2)
     blame = find_blame(records, silent=(2,))
-    assert blame is not None
-    assert blame.ranks == (2,)
+    assert ranks_of(blame) == (2,)
     said(blame.text)
     assert ranks_of(find_blame(records)) == (), "it may have no record for another reason"
-    assert find_blame({rank: flight(rank, "0 811 all_reduce") for rank in range(7)}, silent=(7,)) is None
+    assert find_blame(all_ranks("0 811 all_reduce", but=7), silent=(7,)) is None
 
 
 def test_a_record_from_which_the_group_has_been_overwritten():
     """A rank without an open call has not called the collective that is open on all others."""
-    records = {rank: flight(rank, IN_812) for rank in range(7)}
-    records[7] = flight(7, "tp0 3000 all_reduce", first_id=5000)
-    assert ranks_of(find_blame(records)) == (7,)
-    records[7] = flight(7, first_id=5000)
-    assert ranks_of(find_blame(records)) == (7,), "torch can write only what is open"
-    records[7] = flight(7, "tp0 3000 all_reduce 4 scheduled", first_id=5000)
-    assert ranks_of(find_blame(records)) == (), "it waits itself"
+    records, late = all_ranks(IN_812, but=7), flight(7, "tp0 3000 all_reduce", first_id=5000)
+    assert ranks_of(find_blame(records | {7: late})) == (7,)
+    assert ranks_of(find_blame(records | {7: flight(7, first_id=5000)})) == (7,), "torch writes open calls"
+    waits = flight(7, "tp0 3000 all_reduce 4 scheduled", first_id=5000)
+    assert ranks_of(find_blame(records | {7: waits})) == (), "it waits itself"
     # A broadcast may end on some ranks before others have called it.
-    records = {rank: flight(rank, "0 812 broadcast 4 scheduled") for rank in range(7)}
-    assert ranks_of(find_blame(records | {7: flight(7, "tp0 3000 all_reduce", first_id=5000)})) == ()
+    assert ranks_of(find_blame(all_ranks("0 812 broadcast 4 scheduled", but=7) | {7: late})) == ()
 
 
 def test_a_send_or_receive_without_a_partner():
@@ -192,7 +175,7 @@ def test_a_send_or_receive_without_a_partner():
 
 
 def test_a_rank_that_waits_where_no_record_says_so():
-    records = {rank: flight(rank, IN_812) for rank in range(7)} | {7: flight(7)}
+    records = all_ranks(IN_812, but=7) | {7: flight(7)}
     waits = ["recv (/x/torch/distributed/distributed_c10d.py:2500)", "step (/home/me/train.py:9)"]
     writes = ["write (/x/torch/distributed/checkpoint/storage.py:3)"]
     found = [ranks_of(find_blame(records, stacks={7: stack})) for stack in (waits, writes)]
@@ -200,19 +183,16 @@ def test_a_rank_that_waits_where_no_record_says_so():
 
 
 def test_a_device_that_does_not_come_to_what_was_called():
-    records = {rank: flight(rank, "0 5 all_reduce 4 started") for rank in range(8) if rank != 6}
+    records = all_ranks("0 5 all_reduce 4 started", but=6)
     records[6] = flight(6, "0 5 all_reduce 4 scheduled", "0 6 all_reduce 4 scheduled")
     assert ranks_of(find_blame(records)) == (6,)
-    never_measured = {rank: flight(rank, "0 5 all_reduce 4 scheduled") for rank in range(8)}
+    never_measured = all_ranks("0 5 all_reduce 4 scheduled")
     assert ranks_of(find_blame(never_measured)) == ()
 
 
 def test_a_device_that_no_longer_says_what_it_has_done():
-    """Calls of rank 6 have ended on the others, which is impossible without rank 6.
-
-    It is late with the next one.
-    """
-    records = {rank: flight(rank, "0 5 all_reduce", "0 6 all_reduce", IN_812) for rank in range(8)}
+    """Two calls of rank 6 have ended on the others, which is impossible without rank 6."""
+    records = all_ranks("0 5 all_reduce", "0 6 all_reduce", IN_812)
     records[6] = flight(6, "0 5 all_reduce 4 scheduled", "0 6 all_reduce 4 scheduled")
     check(find_blame(records), 6)
     # One alone may be under way, and gloo ends it at different moments.
@@ -222,21 +202,15 @@ def test_a_device_that_no_longer_says_what_it_has_done():
 
 def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state():
     """Rank 0 has sent to rank 1 before, so its numbers are higher. A call that has ended is only retired."""
-    calls = {
-        0: ["0 1 all_reduce 4 gone", "0 3 all_reduce 4 gone"],
-        1: ["0 1 all_reduce 4 gone", "0 2 all_reduce 4 gone", "0 3 barrier 4 scheduled"],
-        2: ["0 1 all_reduce 4 gone", "0 2 all_reduce 4 gone", "0 3 barrier 4 scheduled"],
-    }
+    waits = ["0 1 all_reduce 4 gone", "0 2 all_reduce 4 gone", "0 3 barrier 4 scheduled"]
+    calls = {0: ["0 1 all_reduce 4 gone", "0 3 all_reduce 4 gone"], 1: waits, 2: waits}
     records = {rank: flight(rank, *own, world=3, backend="gloo") for rank, own in calls.items()}
     assert ranks_of(find_blame(records)) == (0,)
     ended = {rank: flight(rank, *own[:2], world=3, backend="gloo") for rank, own in calls.items()}
     assert find_blame(ended) is None
     # The oldest calls are overwritten. Ranks 0 and 2 are the ends of a pipeline, and rank 1 sends more.
-    calls = {
-        0: ["0 47 all_reduce 4 gone", "0 50 all_reduce 4 scheduled"],
-        1: ["0 85 all_reduce 4 gone", "0 90 all_reduce 4 scheduled"],
-        2: ["0 47 all_reduce 4 gone", "0 50 all_reduce 4 scheduled"],
-    }
+    end = ["0 47 all_reduce 4 gone", "0 50 all_reduce 4 scheduled"]
+    calls = {0: end, 1: ["0 85 all_reduce 4 gone", "0 90 all_reduce 4 scheduled"], 2: end}
     late = {0: calls[0], 1: calls[1][:1], 2: calls[2]}
     for own, named in ((calls, ()), (late, (1,))):
         old = {rank: flight(rank, *one, world=3, backend="gloo", first_id=500) for rank, one in own.items()}
@@ -256,4 +230,4 @@ def test_groups_of_one_name_differ_by_their_ranks():
 
 def test_without_anything_open_the_records_say_nothing():
     assert find_blame({}) is None
-    assert find_blame({rank: flight(rank, "0 5 all_reduce") for rank in range(8)}) is None
+    assert find_blame(all_ranks("0 5 all_reduce")) is None

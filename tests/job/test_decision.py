@@ -51,27 +51,9 @@ def ended(codes, stop_signal=None, cause=None, **more):
     return Ended(tuple(enumerate(codes)), stop_signal, cause, **more)
 
 
-@pytest.mark.parametrize("step", [None, 0])
-def test_a_trainer_without_a_step_has_not_saved(step):
-    decision = after(ended([75, 75], "SIGINT", step=step))
-    assert decision.action == "stopped"
-    said(decision.reason)
-    assert after(ended([75], "SIGINT", step=None, workload=COMMAND)).reason == "saved after SIGINT"
-
-
 def after(end, *past, policy=POLICY, options=HERE):
     known = {field.name: getattr(end, field.name) for field in fields(Standing) if field.name != "previous"}
     return decide(end, Standing(past, **known), policy, options)
-
-
-@pytest.mark.parametrize("kind", ["bdb.BdbQuit", "BdbQuit"])
-def test_a_person_who_quits_the_debugger(kind):
-    """The debugger belongs to a script, as its log shows, or to a task."""
-    end = ended([1, 143], failure=RankFailure(type=kind))
-    decision = after(replace(end, attended_in="debugger"))
-    assert (decision.action, decision.cause) == ("stopped", None)
-    said(decision.reason)
-    assert after(end).cause == "crash", "of a pdb that has found no terminal"
 
 
 @pytest.mark.parametrize(
@@ -102,162 +84,175 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
     assert (decision.action, decision.exit_code) == (action, exit_code)
 
 
-@pytest.mark.parametrize(
-    ("stop_signal", "cause", "is_done", "action"),
-    [
-        (None, None, False, "finished"),
-        ("SIGTERM", "preempted", False, "requeue"),
-        ("SIGUSR2", "timeout", False, "requeue"),
-        ("SIGTERM", None, False, "stopped"),
-        ("SIGTERM", "preempted", True, "finished"),
-    ],
-)
-def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
-    stop_signal, cause, is_done, action
-):
-    result = ended([0, 0], stop_signal, cause, workload=COMMAND, is_done=is_done)
-    assert after(result).action == action
+QUIT = RankFailure(type="bdb.BdbQuit")
+PDB = {"attended_in": "debugger"}
+FINAL = RankFailure(type="ImportError", message="no x", final=True)
+UNKNOWN = RankFailure(type="exit", message="ended with exit code 1")
+LOADER = RankFailure(type="MyError", message="no <Loader at 0x7f12>", exit_code=1)
+SLOW = {"planned_stop": PlannedStop("slow_host", "restarts without node3: rank 5 slow")}
+NO_CRASH = {"policy": RequeuePolicy(max_crashes=0)}
+NEVER = {"policy": RequeuePolicy(on=(), max=0, max_crashes=0)}
+LATE = {"failure": NAN, "failed_after_signal": True}
+LIMIT = {"policy": RequeuePolicy(max=1)}
+SLICES = {"policy": RequeuePolicy(max=1, total_s=7200.0)}
+NEVER_ON = {"policy": RequeuePolicy(on=())}
+MANY = {"policy": RequeuePolicy(max_crashes=10)}
+IN_PLACE = RestartOptions(restart=True)
+REQUEUE, RESUBMIT = RestartOptions(requeue=True), RestartOptions(resubmit=True)
+AT_14 = {"progress": 10, "step": 14}
+CRASHES = [was("crash", 10, step) for step in (11, 12, 13)]
+AT_12 = {"progress": 3, "step": 12}
+AT_15 = [was("hang", 10, 15), was("crash", 10, 15)]
+AT_10 = {"progress": 10, "step": 10}
+MOVED = replace(LOADER, message="no <Loader at 0x7fff>")
+SLICE = [was("timeout", 1, 5), was("timeout", 2, 9)]
 
 
-@pytest.mark.parametrize(
-    ("cause", "action"), [("preempted", "requeue"), (None, "stopped"), ("asked", "requeue")]
-)
-def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
-    """A rank without a handler dies of the signal, and its peers then fail because the rank is dead."""
-    decision = after(ended([1, 143], "SIGTERM", cause, workload=COMMAND))
-    assert (decision.action, decision.exit_code) == (action, 75)
-    said(decision.reason)
-    assert after(ended([1], None, None, workload=COMMAND)).cause == "crash"
-    assert after(ended([78], "SIGTERM", cause, workload=COMMAND)).action == "failed"
-    earlier = after(ended([137], "SIGTERM", cause, workload=COMMAND, had_failed=True))
-    assert (earlier.cause, earlier.resumes) == ("crash", cause is not None)
+def saved(cause, stop_signal="SIGUSR2", **more):
+    return ended([75], stop_signal, cause, **more)
 
 
-@pytest.mark.parametrize(
-    ("end", "cause"),
-    [
-        (ended([137]), "crash"),
-        (ended([143], hung=True), "hang"),
-        (ended([143], hung=True, lost_nodes=("n2",)), "node_fail"),
-        (ended([75], "SIGTERM", "preempted"), "preempted"),
-        (ended([75], "SIGUSR2", "timeout"), "timeout"),
-        (ended([137], "SIGTERM", "preempted", out_of_time=True), "preempted"),
-    ],
-)
-def test_each_cause_has_its_words(end, cause):
-    decision = after(end)
-    assert decision.cause == cause
-    said(decision.reason)
+def crashed(**more):
+    return ended([1], **more)
 
 
-@pytest.mark.parametrize(
-    ("options", "action"),
-    [
-        (RestartOptions(restart=True, requeue=True, resubmit=True, follow_up=True), "restart"),
-        (RestartOptions(requeue=True, resubmit=True, follow_up=True), "requeue"),
-        (RestartOptions(resubmit=True, follow_up=True), "follow_up"),
-        (RestartOptions(resubmit=True), "resubmit"),
-        (RestartOptions(unavailable_reason="nobody"), "failed"),
-    ],
-)
-def test_the_nearest_way_back_from_a_crash(options, action):
-    assert after(ended([1]), options=options).action == action
+def test_decisions():
+    """The table has a line for each outcome, after some earlier attempts and with some options."""
+    lines = []
 
+    def case(name, end, *past, **given):
+        found = after(end, *past, **given)
+        lines.append(f"{name}: {found.action} ({found.cause}) with {found.exit_code}: {found.reason}")
 
-@pytest.mark.parametrize("cause", ["preempted", "asked", None])
-def test_a_failure_after_a_notice_is_no_crash(cause):
-    end = ended([1, 75], "SIGTERM", cause, failure=NAN, failed_after_signal=True)
-    decision = after(end, policy=RequeuePolicy(max_crashes=0))
-    if cause is None:
-        assert (decision.action, decision.cause) == ("failed", "crash")
-    else:
-        assert (decision.action, decision.cause) == ("requeue", cause)
-        said(decision.reason)
-    before = after(ended([1, 75], "SIGTERM", cause, failure=NAN), policy=RequeuePolicy(max_crashes=0))
-    assert (before.action, before.cause) == ("failed", "crash")
-
-
-def test_what_is_taken_away_is_no_place_to_start_again():
-    restart = RestartOptions(restart=True)
-    assert after(ended([75], "SIGTERM", "preempted"), options=restart).action == "stopped"
-    assert after(ended([1], "SIGTERM", "preempted"), options=HERE).action == "requeue"
-    assert after(ended([75], "SIGUSR2", "asked"), options=restart).action == "restart"
-
-
-def test_without_a_way_back_the_failure_stands():
-    decision = after(ended([9]), options=RestartOptions(unavailable_reason="there is no scontrol"))
-    assert (decision.action, decision.exit_code) == ("failed", 9)
-    said(decision.reason)
-
-
-@pytest.mark.parametrize(
-    ("end", "cause"),
-    [
-        (ended([75], "SIGTERM", "preempted"), "preempted"),
-        (ended([75], "SIGUSR2", "timeout"), "timeout"),
-        (ended([1]), "crash"),
-        (ended([1], hung=True), "hang"),
-        (ended([1], lost_nodes=("n1",)), "node_fail"),
-    ],
-)
-def test_requeue_on_says_what_starts_again(end, cause):
-    others = RequeuePolicy(on=tuple(word for word in POLICY.on if word != cause))
-    decision = after(end, policy=others)
-    assert not decision.resumes
-    said(decision.reason)
-    assert after(end, policy=RequeuePolicy(on=(cause,))).resumes
-
-
-def test_who_asks_gets_it_whatever_the_config_says():
-    assert after(ended([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
-
-
-@pytest.mark.parametrize(
-    ("cause", "options", "action"),
-    [
-        ("slow_host", HERE, "restart"),  # the allocation has a spare host
-        ("slow_host", RestartOptions(requeue=True), "requeue"),
-        ("grow", HERE, "requeue"),
-        ("toy", HERE, "requeue"),  # the cause belongs to a capability of another package
-    ],
-)
-def test_what_the_supervisor_itself_wants_is_the_reason(cause, options, action):
-    planned_stop = PlannedStop(cause, "restarts without node3: rank 5 slow")
-    end = ended([75, 75], "SIGUSR2", cause, planned_stop=planned_stop)
-    decision = after(end, policy=RequeuePolicy(on=()), options=options)
-    assert (decision.action, decision.cause, decision.exit_code) == (action, cause, 75)
-    said(decision.reason)
-    preempted = replace(end, cause="preempted")
-    said(after(preempted).reason)
-
-
-def test_restarts_for_slow_hosts_are_counted_and_no_lack_of_progress():
-    slow = was("slow_host", step=9)
-    most = restarts_limit([was("preempted"), slow], RequeuePolicy(max=2))
-    said(most)
-    assert after(ended([1], step=9), slow, slow).action == "restart"
-
-
-def test_the_same_failure_at_the_same_step_is_no_accident():
-    decision = after(ended([1], failure=NAN, progress=30), was("crash", 20, 37, NAN))
-    assert decision.action == "failed"
-    said(decision.reason)
-    assert after(ended([1], failure=NAN), was("crash", 0, 36, replace(NAN, step=36))).resumes
-    assert after(ended([1], failure=NAN), was("crash", 0, 37, RankFailure(type="other", step=37))).resumes
+    case("a trainer without a step has not saved", ended([75, 75], "SIGINT", step=None))
+    case("a trainer at step 0 has not saved", ended([75, 75], "SIGINT", step=0))
+    case("a command without a step has saved", ended([75], "SIGINT", step=None, workload=COMMAND))
+    # The debugger belongs to a script, as its log shows, or to a task.
+    case("a person quits the debugger", ended([1, 143], failure=QUIT, **PDB))
+    case("a person quits pdb", ended([1, 143], failure=replace(QUIT, type="BdbQuit"), **PDB))
+    case("a pdb has found no terminal", ended([1, 143], failure=QUIT))
+    # A rank without a handler dies of the signal, and its peers then fail because the rank is dead.
+    case("a preempted command fails", ended([1, 143], "SIGTERM", "preempted", workload=COMMAND))
+    case("a cancelled command fails", ended([1, 143], "SIGTERM", workload=COMMAND))
+    case("a command fails as requested", ended([1, 143], "SIGTERM", "asked", workload=COMMAND))
+    case("a command fails by itself", crashed(workload=COMMAND))
+    case("a command wants no other attempt", ended([78], "SIGTERM", "preempted", workload=COMMAND))
+    case(
+        "a command failed before its preemption",
+        ended([137], "SIGTERM", "preempted", workload=COMMAND, had_failed=True),
+    )
+    case("a command failed before a cancellation", ended([137], "SIGTERM", workload=COMMAND, had_failed=True))
+    # A command that exits with 0 after a stop signal has saved, unless it has said that it is done.
+    case("a command ends with 0", ended([0, 0], workload=COMMAND))
+    case("a preempted command ends with 0", ended([0, 0], "SIGTERM", "preempted", workload=COMMAND))
+    case("a command out of time ends with 0", ended([0, 0], "SIGUSR2", "timeout", workload=COMMAND))
+    case("a cancelled command ends with 0", ended([0, 0], "SIGTERM", workload=COMMAND))
+    case("a preempted command is done", ended([0], "SIGTERM", "preempted", workload=COMMAND, is_done=True))
+    case("killed", ended([137]))
+    case("hung", ended([143], hung=True))
+    case("hung without a node", ended([143], hung=True, lost_nodes=("n2",)))
+    case("preempted", saved("preempted", "SIGTERM"))
+    case("out of time", saved("timeout"))
+    case("preempted and killed", ended([137], "SIGTERM", "preempted", out_of_time=True))
+    case(
+        "a crash restarts in place",
+        crashed(),
+        options=RestartOptions(restart=True, requeue=True, resubmit=True, follow_up=True),
+    )
+    case("a crash requeues", crashed(), options=RestartOptions(requeue=True, resubmit=True, follow_up=True))
+    case("a crash has a follow-up", crashed(), options=RestartOptions(resubmit=True, follow_up=True))
+    case("a crash submits again", crashed(), options=RESUBMIT)
+    case("a crash has no way back", ended([9]), options=RestartOptions(unavailable_reason="no scontrol"))
+    case("a preempted save fails", ended([1, 75], "SIGTERM", "preempted", **LATE), **NO_CRASH)
+    case("a requested save fails", ended([1, 75], "SIGTERM", "asked", **LATE), **NO_CRASH)
+    case("a cancelled save fails", ended([1, 75], "SIGTERM", **LATE), **NO_CRASH)
+    case("a failure before a preemption", ended([1, 75], "SIGTERM", "preempted", failure=NAN), **NO_CRASH)
+    case("a failure before a request", ended([1, 75], "SIGTERM", "asked", failure=NAN), **NO_CRASH)
+    case("preempted nodes are no place to restart", saved("preempted", "SIGTERM"), options=IN_PLACE)
+    case("a preempted failure requeues", ended([1], "SIGTERM", "preempted"))
+    case("a request restarts in place", saved("asked"), options=IN_PLACE)
+    case("a request is above requeue.on", saved("asked"), **NEVER_ON)
+    for cause, end in (
+        *(("preempted", saved("preempted", "SIGTERM")), ("timeout", saved("timeout")), ("crash", crashed())),
+        *(("hang", crashed(hung=True)), ("node_fail", crashed(lost_nodes=("n1",)))),
+    ):
+        others = tuple(word for word in POLICY.on if word != cause)
+        case(f"requeue.on without {cause}", end, policy=RequeuePolicy(on=others))
+        case(f"requeue.on is {cause}", end, policy=RequeuePolicy(on=(cause,)))
+    case("a spare host", saved("slow_host", **SLOW), **NEVER_ON)
+    case("no spare host", saved("slow_host", **SLOW), **NEVER_ON, options=REQUEUE)
+    case("a preemption while a slow host is left", saved("preempted", **SLOW))
+    case("slow hosts are no lack of progress", crashed(step=9), *[was("slow_host", step=9)] * 2)
+    case("the same failure at the same step", crashed(failure=NAN, progress=30), was("crash", 20, 37, NAN))
+    case("the same failure at another step", crashed(failure=NAN), was("crash", 0, 36, replace(NAN, step=36)))
+    case(
+        "another failure at the same step",
+        crashed(failure=NAN),
+        was("crash", 0, 37, replace(NAN, type="other")),
+    )
     # A different end between the two shows that the failure is an accident.
-    assert after(ended([1], failure=NAN), was("crash", 0, 37, NAN), was("preempted", 30)).resumes
+    case("a preemption between the two", crashed(failure=NAN), was("crash", 0, 37, NAN), was("preempted", 30))
+    case(
+        "an unknown step, no save between",
+        crashed(failure=UNKNOWN, progress=5),
+        was("crash", 5, None, UNKNOWN),
+    )
+    case(
+        "an unknown step, a save between",
+        crashed(failure=UNKNOWN, progress=6),
+        was("crash", 5, None, UNKNOWN),
+    )
+    case("cannot get better", crashed(failure=FINAL))
+    case("an exception before any progress", crashed(failure=LOADER, step=None))
+    case("the same one at another address", crashed(failure=LOADER, step=None), was("crash", failure=MOVED))
+    case("three crashes that saved nothing", crashed(**AT_14), *CRASHES[:2])
+    case("four crashes that saved nothing", crashed(**AT_14), *CRASHES)
+    case("three crashes and a save", crashed(progress=20, step=24), *CRASHES)
+    case("three ends at one step", crashed(progress=10, step=15), *AT_15, **MANY)
+    case("two ends at one step", crashed(progress=10, step=16), *AT_15, **MANY)
+    case("three time limits at one step", saved("timeout", **AT_10), *[was("timeout", 10, 10)] * 2)
+    case(
+        "ten preemptions at one step", saved("preempted", "SIGTERM", **AT_10), *[was("preempted", 10, 10)] * 9
+    )
+    case("nine starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 8, **NEVER)
+    case("ten starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 9, **NEVER)
+    case(
+        "a failed start hides no crashes", crashed(**AT_14), *CRASHES[:2], was("not_started", 10), CRASHES[2]
+    )
+    case("the cap on restarts", saved("asked"), *[was("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
+    case("slices are no restarts", saved("timeout", **AT_12), *SLICE, **SLICES)
+    case("time limits without a total are restarts", saved("timeout", **AT_12), *SLICE, **LIMIT)
+    case(
+        "a preemption between slices is a restart",
+        saved("timeout", **AT_12),
+        *SLICE,
+        was("preempted"),
+        **SLICES,
+    )
+    case("the total of slices is used", saved("timeout", is_total_used=True), **SLICES)
+    case("a crash with the total used", crashed(is_total_used=True), **SLICES)
+    said("\n".join(lines))
 
 
-def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
-    unknown = RankFailure(type="exit", message="ended with exit code 1")
-    assert not after(ended([1], failure=unknown, progress=5), was("crash", 5, None, unknown)).resumes
-    assert after(ended([1], failure=unknown, progress=6), was("crash", 5, None, unknown)).resumes
+@pytest.mark.parametrize("cause", ["grow", "toy"])
+def test_a_capability_stops_a_run_for_its_own_cause(cause):
+    """The cause `toy` belongs to a capability of another package."""
+    planned_stop = PlannedStop(cause, "restarts without node3: rank 5 slow")
+    decision = after(saved(cause, planned_stop=planned_stop), **NEVER_ON)
+    assert (decision.action, decision.cause, decision.exit_code) == ("requeue", cause, 75)
 
 
-def test_what_cannot_get_better_is_not_tried():
-    decision = after(ended([1], failure=RankFailure(type="ImportError", message="no x", final=True)))
-    assert (decision.action, decision.exit_code) == ("failed", 1)
-    said(decision.reason)
+def test_delays_grow_while_nothing_new_is_saved_or_no_step_starts():
+    crashes = [was("crash", 10, 11 + number) for number in range(8)]
+    end, policy = crashed(progress=10, step=90), RequeuePolicy(max_crashes=100)
+    delays = [after(end, *crashes[:count], policy=policy).delay_s for count in range(9)]
+    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    end, failed = crashed(launch_error="srun: error"), [was("not_started")]
+    assert [after(end, *failed * count, **NEVER).delay_s for count in range(9)] == [*delays[1:], 60]
+
+
+def test_the_limit_counts_restarts_for_slow_hosts():
+    said(restarts_limit([was("preempted"), was("slow_host", step=9)], RequeuePolicy(max=2)))
 
 
 KEY = RankFailure(type="KeyError", message="'lr'", exit_code=1, code=CodeLine("train.py", 12))
@@ -291,87 +286,6 @@ def test_an_own_error_before_any_progress_is_not_tried_again(failure, more, past
         kind, where = str(failure.type).rpartition(".")[2], " in train.py:12" if failure.code else ""
         says = f"not started again: {kind}{where} before the first step would be raised again"
         assert decision.reason.endswith(says)
-
-
-@pytest.mark.parametrize("kind", ["OSError", "RuntimeError", "MyError"])
-def test_no_exception_is_raised_a_third_time_before_any_progress(kind):
-    failure = RankFailure(type=kind, message="no <Loader at 0x7f12>", exit_code=1)
-    again = replace(failure, message="no <Loader at 0x7fff>")
-    assert after(ended([1], failure=failure, step=None)).resumes
-    decision = after(ended([1], failure=again, step=None), was("crash", failure=failure))
-    assert decision.action == "failed"
-    said(decision.reason)
-
-
-def test_crashes_without_progress_are_counted():
-    crashes = [was("crash", 10, step) for step in (11, 12, 13)]
-    assert after(ended([1], progress=10, step=14), *crashes[:2]).resumes
-    decision = after(ended([1], progress=10, step=14), *crashes)
-    assert decision.action == "failed"
-    said(decision.reason)
-    assert after(ended([1], progress=20, step=24), *crashes).resumes
-
-
-def test_three_ends_at_one_step_are_enough():
-    policy = RequeuePolicy(max_crashes=10)
-    two = [was("hang", 10, 15), was("crash", 10, 15)]
-    decision = after(ended([1], progress=10, step=15), *two, policy=policy)
-    assert decision.action == "failed"
-    said(decision.reason)
-    assert after(ended([1], progress=10, step=16), *two, policy=policy).resumes
-    timeouts = [was("timeout", 10, 10)] * 2
-    decision = after(ended([75], "SIGUSR2", "timeout", progress=10, step=10), *timeouts)
-    assert (decision.action, decision.exit_code) == ("stopped", 75)
-    preempted = [was("preempted", 10, 10)] * 9
-    assert after(ended([75], "SIGTERM", "preempted", progress=10, step=10), *preempted).resumes
-
-
-def test_a_start_that_slurm_could_not_make_is_no_failure():
-    policy = RequeuePolicy(on=(), max=0, max_crashes=0)
-    delays = []
-    for count in range(9):
-        decision = after(ended([1], launch_error="srun: error"), *[was("not_started")] * count, policy=policy)
-        assert (decision.action, decision.cause) == ("restart", "not_started")
-        delays.append(decision.delay_s)
-    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    decision = after(ended([1], launch_error="srun: error"), *[was("not_started")] * 9)
-    assert decision.action == "failed"
-    said(decision.reason)
-    # Nor does it hide failures before and after it.
-    crashes = [was("crash", 10, step) for step in (11, 12, 13)]
-    assert not after(
-        ended([1], progress=10, step=14), *crashes[:2], was("not_started", 10), crashes[2]
-    ).resumes
-
-
-def test_waits_grow_while_nothing_new_is_saved():
-    policy = RequeuePolicy(max_crashes=100)
-    delays = []
-    for count in range(9):
-        past = [was("crash", 10, 11 + number) for number in range(count)]
-        delays.append(after(ended([1], progress=10, step=90), *past, policy=policy).delay_s)
-    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-
-
-def test_cap_on_restarts():
-    decision = after(ended([75], "SIGUSR2", "asked"), *[was("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
-    assert decision.action == "stopped"
-    said(decision.reason)
-
-
-def test_slices_end_with_their_total_and_are_no_restarts():
-    policy = RequeuePolicy(max=1, total_s=7200.0)
-    slices = [was("timeout", 1, 5), was("timeout", 2, 9)]
-    end = ended([75], "SIGUSR2", "timeout", progress=3, step=12)
-    assert after(end, *slices, policy=policy).action == "requeue"
-    assert not after(end, *slices, policy=RequeuePolicy(max=1)).resumes
-    assert not after(end, *slices, was("preempted"), policy=policy).resumes
-    decision = after(replace(end, is_total_used=True), policy=policy)
-    assert (decision.action, decision.exit_code) == ("stopped", 75)
-    said(decision.reason)
-    crash = after(ended([1], is_total_used=True), policy=policy)
-    assert crash.action == "failed"
-    said(crash.reason)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Tests flight records of torch: they are read without executing anything, and are written on request."""
 
-import contextlib
 import json
 import os
 import pickle
+import select
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,13 +114,8 @@ def test_torch_writes_a_record_on_request(attempt):
     os.mkfifo(f"{prefix}3.pipe")
     reader = os.open(f"{prefix}3.pipe", os.O_RDONLY | os.O_NONBLOCK)
 
-    def is_asked() -> bool:
-        with contextlib.suppress(BlockingIOError):  # the pipe is open, and nothing is written yet
-            return bool(os.read(reader, 10))
-        return False
-
     def monitor() -> None:
-        wait_for(is_asked)
+        wait_for(lambda: select.select([reader], [], [], 0)[0] and os.read(reader, 10))
         content = pickle.dumps(DUMP, 2)
         with Path(f"{prefix}3").open("wb", buffering=0) as stream:
             stream.write(content[:40])
@@ -134,21 +130,15 @@ def test_torch_writes_a_record_on_request(attempt):
     assert not Path(f"{prefix}3.pipe").exists()
 
 
-def test_a_place_of_the_users_own_stays(attempt, monkeypatch):
-    plan = launch_plan(device="cuda")
-    name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+def test_a_place_of_the_users_own_stays_and_without_pipes_torch_is_not_asked(attempt, monkeypatch):
+    plan, name = launch_plan(device="cuda"), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     assert flight_environ(attempt, replace(plan, environment=WorkerEnvironment({name: "/mine/rank-"}))) == {}
-    monkeypatch.setenv(name, "/mine/rank-")
-    assert flight_environ(attempt, plan) == {}
+    with monkeypatch.context() as patch:
+        patch.setenv(name, "/mine/rank-")
+        assert flight_environ(attempt, plan) == {}
     assert not attempt.flight_dir.exists()
-
-
-def test_without_pipes_torch_is_not_asked_for_any(attempt, monkeypatch):
-    def refuse(path: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "mkfifo", refuse)
-    assert FLIGHT_VARIABLE not in flight_environ(attempt, launch_plan(device="cuda"))
+    monkeypatch.setattr(os, "mkfifo", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    assert FLIGHT_VARIABLE not in flight_environ(attempt, plan)
 
 
 STARTUP = Path(flight_records.__file__).parent / "startup"

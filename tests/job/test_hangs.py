@@ -19,19 +19,9 @@ WAITING = ("wait (control.py:61)", "advance (loop.py:110)")
 
 
 def record(rank, step=41, phase="backward", beat=2, **fields):
-    value = HangRecord(
-        rank=rank,
-        node_rank=rank // 2,
-        host=f"host{rank // 2}",
-        step=step,
-        phase=phase,
-        beat=beat,
-        waited_s=312.4,
-        limit_s=300.0,
-        usual_s=0.8,
-        time=f"2026-01-01T00:00:0{rank}.000Z",
-        stack=WAITING,
-    )
+    place = {"rank": rank, "node_rank": rank // 2, "host": f"host{rank // 2}", "step": step, "phase": phase}
+    waited = {"beat": beat, "waited_s": 312.4, "limit_s": 300.0, "usual_s": 0.8}
+    value = HangRecord(**place, **waited, time=f"2026-01-01T00:00:0{rank}.000Z", stack=WAITING)
     return replace(value, **fields)
 
 
@@ -59,16 +49,8 @@ def test_the_one_that_is_behind(attempt, late, phase):
     records[2] = replace(records[2], **late, phase=phase)
     found = to_json(hang_failure(attempt, PLAN, records))
     said(found.pop("message"))
-    assert found == {
-        "rank": 2,
-        "node_rank": 1,
-        "host": "host1",
-        "time": "2026-01-01T00:00:00.000Z",
-        "step": late["step"],
-        "type": "Hang",
-        "exit_code": 70,
-        "final": False,
-    }
+    expected = {"rank": 2, "node_rank": 1, "host": "host1", "time": "2026-01-01T00:00:00.000Z"}
+    assert found == {**expected, "step": late["step"], "type": "Hang", "exit_code": 70, "final": False}
 
 
 def write_flights(attempt, calls, backend="nccl"):
@@ -86,22 +68,18 @@ def write_flights(attempt, calls, backend="nccl"):
         (attempt.flight_dir / f"rank-{rank}").write_text(json.dumps({"entries": [entry]}))
 
 
+OPEN, DONE = (12, "all_reduce", "scheduled"), (11, "all_reduce", "completed")
+
+
 def test_the_flight_records_name_all_ranks_that_block_the_others(attempt):
     """Rank 0 is behind in its phases. It waits for ranks 2 and 3, as rank 1 does."""
-    write_flights(
-        attempt,
-        {
-            0: (12, "all_reduce", "scheduled"),
-            1: (12, "all_reduce", "scheduled"),
-            **dict.fromkeys((2, 3), (11, "all_reduce", "completed")),
-        },
-    )
+    write_flights(attempt, {0: OPEN, 1: OPEN, 2: DONE, 3: DONE})
     records = [record(0, beat=1), record(1), record(2), record(3)]
     verdict = hang_failure(attempt, PLAN, records)
     assert (verdict.rank, verdict.node_rank, verdict.host, verdict.step) == (2, 1, "host1", 41)
     said(verdict.message)
     assert suspect_host(verdict) == ("host1", "culprit")
-    write_flights(attempt, {1: (11, "all_reduce", "completed")})
+    write_flights(attempt, {1: DONE})
     assert hang_failure(attempt, PLAN, records).host is None, "they are on two hosts"
 
 
@@ -113,7 +91,7 @@ OTHER = (12, "barrier", "scheduled")
 )
 def test_no_host_is_at_fault_where_nobody_is_named_or_the_program_differs(attempt, calls, rank):
     """The rank that is behind in its phases is not named either, unlike by the rule without records."""
-    write_flights(attempt, dict.fromkeys(range(4), (12, "all_reduce", "scheduled")) | calls)
+    write_flights(attempt, dict.fromkeys(range(4), OPEN) | calls)
     records = [record(0, beat=0), *(record(other) for other in (1, 2, 3))]
     verdict = hang_failure(attempt, PLAN, records)
     assert (verdict.rank, verdict.host) == (rank, None)
@@ -123,7 +101,7 @@ def test_no_host_is_at_fault_where_nobody_is_named_or_the_program_differs(attemp
 
 
 def test_a_rank_without_a_report_blocks_those_that_wait_for_it(attempt):
-    write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
+    write_flights(attempt, dict.fromkeys((0, 1, 3), OPEN))
     verdict = hang_failure(attempt, PLAN, [record(0), record(1), record(3)])
     assert (verdict.rank, verdict.host) == (2, "host1")
     said(verdict.message)
@@ -136,11 +114,11 @@ def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attemp
     write_json(attempt.rank_error(0), error)
     observed = Observed(exits=[(0, 134)])
     assert find_first_failure(attempt, PLAN, observed).rank == 0
-    write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
+    write_flights(attempt, dict.fromkeys((0, 1, 3), OPEN))
     verdict = find_first_failure(attempt, PLAN, observed)
     assert (verdict.rank, verdict.type) == (2, "Hang")
     said(verdict.message)
-    write_flights(attempt, {2: (12, "all_reduce", "scheduled")})
+    write_flights(attempt, {2: OPEN})
     assert find_first_failure(attempt, PLAN, observed).rank == 0, "nobody is named"
 
 

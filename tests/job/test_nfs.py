@@ -46,11 +46,12 @@ def waiting(wait: Callable[[], T], make: Callable[[], object]) -> tuple[T, float
     return found, time.monotonic() - started_s
 
 
-def create(run: RunDir, number: int) -> AttemptDir:
+def create(run: RunDir, number: int = 1) -> AttemptDir:
+    run.path.mkdir(exist_ok=True)
     attempt = run.attempt(number)
     attempt.create()
-    plan = launch_plan(workers_per_node=1)
-    write_json(attempt.plan_file, plan.to_dict())
+    attempt.config_file.write_text("")
+    write_json(attempt.plan_file, launch_plan(workers_per_node=1).to_dict())
     return attempt
 
 
@@ -72,9 +73,8 @@ def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts):
 
 def test_the_ranks_of_another_launcher(hosts):
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
-    first.run.path.mkdir()
+    create(first.run)
     plan = launch_plan(workers_per_node=1)
-    create(first.run, 1)
     ranks = [LaunchedRank("torchrun", rank, 0, (1, 1), "127.0.0.1", 29500) for rank in (0, 1)]
     found, waited_s = waiting(lambda: ranks[1].meet(other, plan).nonce, lambda: ranks[0].meet(first, plan))
     assert found == read_json(other.rendezvous_file)["nonce"]
@@ -83,8 +83,7 @@ def test_the_ranks_of_another_launcher(hosts):
 
 def test_the_next_attempt_of_a_host_that_watched_for_it(hosts):
     first, other = (RunDir(host / "run") for host in hosts)
-    first.path.mkdir()
-    create(first, 1)
+    create(first)
     assert superseding_attempt(other.attempt(1)) is None
     create(first, 2)
     started_s = time.monotonic()
@@ -92,14 +91,13 @@ def test_the_next_attempt_of_a_host_that_watched_for_it(hosts):
     assert time.monotonic() - started_s < FAST_S
 
 
-def test_a_claim_after_an_attempt_of_another_host(hosts, monkeypatch):
+def test_a_claim_after_an_attempt_of_another_host(hosts):
     first, other = (RunDir(host / "run") for host in hosts)
-    first.path.mkdir()
+    create(first)
     create_job(first, backend="sbatch", name="run", cwd="/", code=None)
-    create(first, 1).config_file.write_text("")
     add_slurm_attempt(first, 1, "7", "submit", "sbatch")
     assert other.attempt_numbers() == [1]
-    create(first, 2).config_file.write_text("")
+    create(first, 2)
     add_slurm_attempt(first, 2, "7", "submit", "sbatch")
     claim_entry(first, 2, os.getpid())
     assert other.attempt_numbers() == [1]
@@ -110,8 +108,7 @@ def test_a_claim_after_an_attempt_of_another_host(hosts, monkeypatch):
 
 def test_the_first_failure_on_another_host(hosts):
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
-    first.run.path.mkdir()
-    create(first.run, 1)
+    create(first.run)
     assert first_exit_code(other) is None
     assert list(other.errors_dir.iterdir()) == []
     write_json(first.rank_error(1), {"rank": 1, "exit_code": 78, "time": "2026-01-01T00:00:00.000Z"})
@@ -123,8 +120,7 @@ def test_a_hang_that_ranks_of_another_host_report_too(hosts, monkeypatch):
     """Ranks without a visible report would count as silent, and their host as lost."""
     monkeypatch.setattr(hangs, "GATHER_S", 0.0)
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
-    first.run.path.mkdir()
-    create(first.run, 1).hangs_dir.mkdir()
+    create(first.run).hangs_dir.mkdir()
     watch = HangWatch(other)
     for rank, attempt in enumerate((other, first)):
         record = HangRecord(rank, rank, f"host{rank}", 4, "backward", 2, 9.0, 8.0, 0.8, "2026-01-01", ())

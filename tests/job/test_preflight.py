@@ -124,16 +124,14 @@ def test_no_space_for_what_the_ranks_put_on_the_node(attempt, tmp_path):
     check(attempt, TMPDIR=str(tmp_path / "made-on-another-node"))
 
 
-@pytest.mark.parametrize(
-    ("size", "state", "value"),
-    [("4m", "failure", "has only 4.0 MiB free"), ("64m", "warning", "64 MiB free in ")],
-)
-def test_a_small_folder_fails_only_under_what_a_job_refuses(size, state, value, tmp_path):
-    with small_disk(tmp_path / "shm", size) as shm:
-        found = check_space("/dev/shm", shm)
-    assert found.state == state
-    assert found.value.startswith(value)
-    assert "set TMPDIR" in found.hint
+def test_a_small_folder_fails_only_under_what_a_job_refuses(tmp_path):
+    expected = (("4m", "failure", "has only 4.0 MiB free"), ("64m", "warning", "64 MiB free in "))
+    for size, state, value in expected:
+        with small_disk(tmp_path / size, size) as shm:
+            found = check_space("/dev/shm", shm)
+        assert found.state == state
+        assert found.value.startswith(value)
+        assert "set TMPDIR" in found.hint
 
 
 def test_the_record_says_that_the_node_is_to_blame(attempt):
@@ -146,17 +144,9 @@ def test_the_record_says_that_the_node_is_to_blame(attempt):
     assert "node" not in read_json(attempt.rank_error(1))
 
 
-def check_gpus(
-    nvml: FakeNvml,
-    ranks: Sequence[int],
-    visible: str | None,
-    *,
-    is_task: bool = False,
-    granted: str | None = None,
-) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": granted}
-    known = {name: value for name, value in environ.items() if value is not None}
-    require_gpus(nvml, ranks, known, is_task=is_task)
+def check_gpus(nvml: FakeNvml, ranks: Sequence[int], visible: str | None, *, is_task: bool = False) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    require_gpus(nvml, ranks, environ, is_task=is_task)
 
 
 def action(number: int) -> dict[str, Any]:
@@ -192,17 +182,11 @@ def test_gpus_that_are_not_well(gpu, message):
     check_gpus(nvml, (0, 1), "2,0")  # GPUs of other jobs are not checked
 
 
-@pytest.mark.parametrize(
-    ("visible", "shown"),
-    [
-        (None, "has 2$"),
-        ("0,2,1", "has 2 and CUDA_VISIBLE_DEVICES=0,2,1"),
-        ("0,1,2", "has 2 and CUDA_VISIBLE_DEVICES=0,1,2"),
-    ],
-)
-def test_a_gpu_that_is_missing(visible, shown):
-    with failing(f"has no GPU: .* {shown}"):
-        check_gpus(FakeNvml(WELL, WELL), (0, 1, 2), visible)
+def test_a_gpu_that_is_missing():
+    for visible, shown in ((None, ""), ("0,2,1", " and CUDA_VISIBLE_DEVICES=0,2,1")):
+        with failing(f"has no GPU: .* has 2{shown}$"):
+            check_gpus(FakeNvml(WELL, WELL), (0, 1, 2), visible)
+    check_gpus(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")  # other names are left to the ranks
 
 
 @pytest.mark.parametrize("visible", ["0", "0,1", "", "NoDevFiles", "GPU-8a4f", "0,-1,1"])
@@ -218,22 +202,19 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(visible, 
 def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more():
     """Only Slurm's count shows that a node is not broken in a container without CUDA_VISIBLE_DEVICES."""
     with failing("has SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
-        check_gpus(FakeNvml(WELL), range(4), None, granted="1")
+        require_gpus(FakeNvml(WELL), range(4), {"SLURM_GPUS_ON_NODE": "1"}, is_task=False)
     assert caught.value.exit_code == EXIT_NO_RESTART
-    for granted in ("4", "", None):
+    for granted in ("4", ""):
         with failing("has no GPU: .* has 1$"):
-            check_gpus(FakeNvml(WELL), range(4), None, granted=granted)
+            require_gpus(FakeNvml(WELL), range(4), {"SLURM_GPUS_ON_NODE": granted}, is_task=False)
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "visible"),
     [
-        (1, "0"),  # a cgroup confines the task to its GPU
-        (1, None),
-        (4, "3"),  # only CUDA_VISIBLE_DEVICES binds the task
-        (4, "GPU-8a4f"),
-        (4, "0,1,2,3"),  # nothing binds the task
-        (4, None),
+        *((1, "0"), (1, None)),  # a cgroup confines the task to its GPU
+        *((4, "3"), (4, "GPU-8a4f")),  # only CUDA_VISIBLE_DEVICES binds the task
+        *((4, "0,1,2,3"), (4, None)),  # nothing binds the task
     ],
 )
 def test_a_task_with_a_gpu_of_its_own_passes(num_gpus, visible):
@@ -290,7 +271,3 @@ def test_the_plan_decides_whether_a_rank_is_a_task(attempt, monkeypatch, per):
         return
     with failing("local rank 1 has no GPU", is_node=False):
         require_node(attempt, plan, range(4), {"CUDA_VISIBLE_DEVICES": "0"})
-
-
-def test_gpus_by_other_names_are_left_to_the_ranks():
-    check_gpus(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")

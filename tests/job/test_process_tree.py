@@ -55,9 +55,7 @@ def test_an_exception_at_once_is_not_tried_again_for_nothing(start_job, code, at
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_stop_reaches_every_worker(start_job, name):
     job = start_job(SAVES, nodes=2, workers=2)
-    job.worker_pids()
-    os.kill(job.entry.pid, signal.Signals[name])
-    end = job.end()
+    end = job.stop(name)
     assert (end["state"], end["reason"]) == ("stopped", f"saved after {name}")
     assert [job.log(rank) for rank in range(4)] == [f"asked by {name}\n"] * 4
 
@@ -65,21 +63,22 @@ def test_stop_reaches_every_worker(start_job, name):
 def test_a_request_to_end_beats_a_request_to_restart(start_job):
     job = start_job(WAITS_TO_END + "sys.exit(75)")
     job.worker_pids()
-    os.kill(job.entry.pid, signal.SIGUSR2)
+    job.signal("SIGUSR2")
     wait_for(lambda: "signal" in job.events())
-    os.kill(job.entry.pid, signal.SIGTERM)
+    job.signal()
     wait_for(lambda: job.events().count("signal") == 2)
     (job.run.path / "end").touch()
     assert job.end()["action"] == "stopped"
     assert job.run.attempt_numbers() == [1]
 
 
+BOTH = ["SIGTERM", "SIGUSR2"]
+
+
 @pytest.mark.parametrize(
     ("configured", "handled", "expected"),
     [
-        ("TERM", ["SIGTERM", "SIGUSR2"], "SIGTERM"),
-        ("USR2", ["SIGTERM", "SIGUSR2"], "SIGUSR2"),
-        ("auto", ["SIGTERM", "SIGUSR2"], "SIGTERM"),
+        *(("TERM", BOTH, "SIGTERM"), ("USR2", BOTH, "SIGUSR2"), ("auto", BOTH, "SIGTERM")),
         ("auto", ["SIGUSR2"], "SIGUSR2"),
     ],
 )
@@ -93,9 +92,9 @@ while not os.path.exists(f"{{RUN_DIR}}/end"):
 """
     job = start_job(listens, command_signal=configured)
     job.worker_pids()
-    os.kill(job.entry.pid, signal.SIGUSR2)
+    job.signal("SIGUSR2")
     wait_for(lambda: job.log().strip())
-    os.kill(job.entry.pid, signal.SIGTERM)
+    job.signal()
     wait_for(lambda: job.events().count("signal") == 2)
     (job.run.path / "end").touch()
     assert job.end()["state"] == "stopped"
@@ -109,7 +108,7 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_d
     hears = "while ATTEMPT == 1 and not asked:\n    time.sleep(0.02)\n"
     job = start_job(WAITS_TO_END + hears + says, nodes=2, requeue={"max": 1})
     job.worker_pids()
-    os.kill(job.entry.pid, signal.SIGUSR2)
+    job.signal("SIGUSR2")
     wait_for(lambda: "signal" in job.events())
     (job.run.path / "end").touch()
     job.wait()
@@ -125,7 +124,7 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_d
 def test_signal_right_after_the_start_is_not_lost(start_job, name):
     waits = "listen()\nwhile not asked:\n    time.sleep(0.02)\nsys.exit(75)"
     job = start_job(waits, nodes=2, requeue={"max": 0})
-    os.kill(job.entry.pid, signal.Signals[name])
+    job.signal(name)
     end = job.end()
     assert end["state"] == "stopped"
     assert name in end["reason"]
@@ -235,8 +234,7 @@ def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
 def test_supervisor_that_nobody_registered_starts_nothing(start_job):
     job = start_job("sys.exit(0)")
     job.wait()
-    argv = [sys.executable, "-m", "trainkit.job.supervisor", str(job.run.path), "--attempt", "1"]
-    done = run_program(*argv)
+    done = run_program(sys.executable, "-m", "trainkit.job.supervisor", job.run.path, "--attempt", "1")
     assert done.returncode == 1
     assert "was interrupted" in done.stdout
     assert job.events().count("started") == 1
@@ -308,13 +306,12 @@ print("saved after", asked, flush=True)
 sys.exit(75)
 """
 CHECKS = "import shlex, subprocess, sys; subprocess.check_call(shlex.split(sys.argv[1]))"
+ENDS_AT_ONCE = "trap 'kill -TERM $pid; exit 75' TERM"
 TYPED = {
     "a pipe": lambda line: ["bash", "-c", f"{line} | tee log"],
     "nested shells": lambda line: ["sh", "-c", f"sh -c {shlex.quote(f'{line}; exit $?')}; exit $?"],
     "a Python that raises": lambda line: [sys.executable, "-c", CHECKS, line],
-    "a trap that ends at once": lambda line: [
-        *("bash", "-c", f"trap 'kill -TERM $pid; exit 75' TERM; {line} & pid=$!; wait $pid")
-    ],
+    "a trap that ends at once": lambda line: ["bash", "-c", f"{ENDS_AT_ONCE}; {line} & pid=$!; wait $pid"],
     "a trap that waits": lambda line: ["bash", "-c", f"trap 'rm -f lock' TERM; {line}; exit $?"],
 }
 """Lines around a training run. Every wrapper is in node/test_notice.py."""
@@ -324,9 +321,7 @@ TYPED = {
 def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
     # Python runs in isolated mode. Otherwise a handler is called once for two signals.
     job = start_job(SAVES_LONG, typed=lambda line: TYPED[name](line.replace(" -u ", " -I ")), grace_s=6.0)
-    job.worker_pids()
-    os.kill(job.entry.pid, signal.SIGTERM)
-    end = job.end()
+    end = job.stop()
     log = (job.run.path.parent / "log") if name == "a pipe" else job.run.attempt(1).rank_log(0)
     assert "saved after ['SIGTERM']" in log.read_text() + job.log()
     assert (end["state"], end["reason"], end["verdict"]) == ("stopped", "saved after SIGTERM", None)
@@ -335,9 +330,7 @@ def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
 def test_what_a_shell_starts_again_after_the_notice_is_asked_too(start_job):
     counts = SAVES_LONG.replace("sys.exit(75)", "open(f'{RUN_DIR}/saves', 'a').write('.'); sys.exit(75)")
     job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=5.0)
-    job.worker_pids()
-    os.kill(job.entry.pid, signal.SIGTERM)
-    job.wait()
+    job.stop()
     assert len((job.run.path / "saves").read_text()) > 1
 
 

@@ -29,12 +29,14 @@ time.sleep(300 if "again" in sys.argv else 0)
 def start(*args, block=()):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, block)
     try:
-        argv = [sys.executable, "-c", SCRIPT, *args]
         return subprocess.Popen(
-            argv, cwd=Path(trainkit.__file__).parents[1], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SCRIPT, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+ROOT = Path(trainkit.__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGINT"])
@@ -97,9 +99,7 @@ print(child.exitcode, bool(stop), flush=True)
 
 
 def test_a_process_that_a_worker_forks_has_signals_of_its_own():
-    argv = [sys.executable, "-c", FORKS]
-    folder = Path(trainkit.__file__).parents[1]
-    done = run_program(*argv, cwd=folder)
+    done = run_program(sys.executable, "-c", FORKS, cwd=ROOT)
     assert done.stdout == f"{-signal.SIGTERM} False\n", done.stderr
 
 

@@ -37,37 +37,13 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env=environ, preexec_fn
 RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
 
-def nap(value):
-    time.sleep(0.05)
-    return value
-
-def default():
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
 def says(word, code):
     signal.signal(signal.SIGTERM, lambda *_: (print(word, flush=True), os._exit(code)))
     print("ready", flush=True)
     time.sleep(300)
-
-def waits():
-    default()
-    print("ready", flush=True)
-    time.sleep(300)
-
-def children():
-    print("ready", flush=True)
-    sys.stdin.readline()
-
 heard = []
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
-"""
-
-POOL = """
-    with multiprocessing.get_context("{method}").Pool(2, default) as pool:
-        pool.map(nap, range(4))
-        children()
-        print(sum(pool.map(nap, range(20))), heard, flush=True)
 """
 
 OWN_HANDLER = """
@@ -75,16 +51,6 @@ OWN_HANDLER = """
     child.start()
     child.join()
     print(child.exitcode, heard, flush=True)
-"""
-
-TERMINATED = """
-    child = multiprocessing.get_context("fork").Process(target=waits)
-    child.start()
-    sys.stdin.readline()
-    print(child.is_alive(), heard, flush=True)
-    child.terminate()
-    child.join()
-    print(child.exitcode, flush=True)
 """
 
 PROGRAM_OF_A_CHILD = """
@@ -104,13 +70,8 @@ def rank(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     """Start an agent with a rank that runs `body`. Everything below the agent ends with it."""
     (tmp_path / "train.py").write_text(RANK + body)
     environ = {**os.environ, "RANK": "0", "PYTHONPATH": str(STARTUP_FOLDER)}
-    agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, str(tmp_path / "train.py")],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    argv = [sys.executable, "-c", AGENT, str(tmp_path / "train.py")]
+    agent = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True)
     try:
         yield agent
     finally:
@@ -143,34 +104,11 @@ def lines(agent: subprocess.Popen[str], number: int) -> list[str]:
     return [agent.stdout.readline().strip() for _ in range(number)]
 
 
-def go_on(agent: subprocess.Popen[str]) -> None:
-    agent.stdin.write("\n")
-    agent.stdin.flush()
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_the_workers_of_a_pool_live_on(tmp_path, method):
-    with rank(tmp_path, POOL.replace("{method}", method)) as agent:
-        assert lines(agent, 1) == ["ready"]
-        signal_step(agent)
-        go_on(agent)
-        assert lines(agent, 1) == ["190 ['SIGTERM']"]
-        assert agent.wait(60) == 0
-
-
 def test_a_child_with_a_handler_of_its_own_hears_it(tmp_path):
     with rank(tmp_path, OWN_HANDLER) as agent:
         assert lines(agent, 1) == ["ready"]
         signal_step(agent)
         assert lines(agent, 2) == ["its own handler", "9 ['SIGTERM']"]
-
-
-def test_a_child_ends_when_its_parent_asks(tmp_path):
-    with rank(tmp_path, TERMINATED) as agent:
-        assert lines(agent, 1) == ["ready"]
-        signal_step(agent)
-        go_on(agent)
-        assert lines(agent, 2) == ["True ['SIGTERM']", "-15"]
 
 
 def test_the_programs_of_a_child_can_be_ended(tmp_path):
@@ -222,16 +160,9 @@ def python(
     body: str, environ: dict[str, str], *options: str, program: str = sys.executable, **more: Any
 ) -> str:
     """Return the output of a Python that a rank has started, or of one that gets only `environ`."""
-    done = subprocess.run(
-        [program, *options, "-c", body],
-        env={**os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        **more,
-    )
-    return done.stdout
+    given = {"env": {**os.environ, **environ}, "text": True, "timeout": 120, **more}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run([program, *options, "-c", body], **output, **given).stdout
 
 
 def below_a_rank(folder: Path | None = None) -> dict[str, str]:
@@ -245,16 +176,12 @@ def test_a_child_sees_nothing_of_it():
 
 
 def test_only_handlers_of_its_own_count_as_handled():
-    state = "signal.pause()"
-    for body, handled in (
-        ("", set()),
-        ("signal.signal(12, print);", {signal.SIGUSR2}),
-        ("signal.signal(15, print); signal.signal(15, signal.SIG_DFL);", set()),
-    ):
-        program = f"import signal; {body} print(flush=True); {state}"
-        with subprocess.Popen(
-            [sys.executable, "-c", program], env={**os.environ, **below_a_rank()}, stdout=subprocess.PIPE
-        ) as child:
+    cases = {"": set(), "signal.signal(12, print);": {signal.SIGUSR2}}
+    cases["signal.signal(15, print); signal.signal(15, signal.SIG_DFL);"] = set()
+    environ = {**os.environ, **below_a_rank()}
+    for body, handled in cases.items():
+        argv = [sys.executable, "-c", f"import signal; {body} print(flush=True); signal.pause()"]
+        with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) as child:
             child.stdout.readline()
             caught = signal_mask(child.pid, "SigCgt")
             assert {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT} <= caught

@@ -29,10 +29,7 @@ def test_the_others_wait_for_what_the_first_announces(tmp_path):
     assert (found.run.path, found.number) == (tmp_path / "mine", 3)
     withdraw(tmp_path / "runs", TASK)
     assert not announcement_file(tmp_path / "runs", TASK).exists()
-
-
-def test_all_end_with_the_code_of_a_start_that_failed(tmp_path):
-    announce(tmp_path, TASK, 2)
+    announce(tmp_path, TASK, 2)  # the exit code of a start that failed
     assert await_announcement(tmp_path, TASK) == 2
 
 
@@ -61,10 +58,7 @@ def test_what_another_launcher_announces_counts_while_rank_0_is_there(tmp_path):
 
 
 def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(tmp_path, monkeypatch):
-    """No supervisor watches such a step.
-
-    Its agents end it, and ranks then fail because they lost their peers.
-    """
+    """No supervisor watches a step: its agents end the step, and ranks fail because they lost their peers."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     plan = launch_plan(backend="srun", num_nodes=1, layout=Layout(dp_shard=2), batch=Batch(1, 1, 2, 2))

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
-from slurm_job import RUNNING, Slurm, reasons, record_signal, step
+from slurm_job import RUNNING, Slurm, reasons, record_signal, start, step
 
+from tests.support.programs import wait_for
 from tests.support.said import said
 from trainkit.backends.slurm import allocation
 from trainkit.backends.slurm import attempt_watch as attempt_module
@@ -29,33 +30,27 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, AttemptRecord, add_slurm_attempt, mark_cancelled
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 
 
 def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run, slurm):
     # Observed with Slurm 22.05: one host was cut off, and the other had lost its daemon and its tasks.
     slurm.lost = ("node2",)
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     said = (
         "srun: error: Node failure on node2",
         "srun: Job step aborted: Waiting up to 12 seconds for job step to finish.",
         "srun: forcing job termination",
         "srun: error: Timed out waiting for job step to complete",
     )
-    code = "import sys; print(sys.argv[1], file=sys.stderr)"
-    assert supervise_job(run, [sys.executable, "-c", code, "\n".join(said)]) != 0
+    assert start(run, f"import sys; print(*{said}, sep='\\n', file=sys.stderr)") != 0
     end = read_json(run.attempt(1).end_file)
     assert (end["state"], end["action"], end["verdict"]["host"]) == ("failed", "restart", "node2")
 
 
 def test_a_cancellation_before_the_start_of_the_ranks_starts_none(run, slurm, monkeypatch):
     wait_for_the_lock = supervisor.become_sole_supervisor
-
-    def cancelled_meanwhile(*args: Any) -> None:
-        wait_for_the_lock(*args)
-        mark_cancelled(run)
-
+    cancelled_meanwhile = Mock(side_effect=lambda *args: wait_for_the_lock(*args) or mark_cancelled(run))
     monkeypatch.setattr(supervisor, "become_sole_supervisor", cancelled_meanwhile)
     code, end = step(run, "pass")
     assert (code, end["state"]) == (EXIT_STOPPED, "cancelled")
@@ -80,6 +75,9 @@ def test_the_code_is_that_of_what_began_it(run, slurm):
     code, end = step(run, "raise SystemExit(137)", lambda: write_json(run.attempt(1).rank_error(3), record))
     assert (code, end["verdict"]["rank"]) == (5, 3)
     said(end["reason"])
+
+
+SLEEPS = "import time; time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -132,13 +130,7 @@ def test_a_step_whose_run_folder_is_moved_saves(run, tmp_path, monkeypatch):
     watch = watch_of(run, monkeypatch, f"import signal, sys, time; {code}; time.sleep(60)")
     run.hold()
     old = run.path
-
-    def move() -> None:
-        while not ready.exists():
-            time.sleep(0.02)
-        old.rename(moved)
-
-    mover = threading.Thread(target=move)
+    mover = threading.Thread(target=lambda: wait_for(ready.exists) and old.rename(moved))
     mover.start()
     watch.run()
     mover.join()
@@ -152,11 +144,8 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(run, monkeypatch):
     back = run.path / "back"
     code = f"while not os.path.exists({str(back)!r}): time.sleep(0.02)\nraise SystemExit(75)"
     watch = watch_of(run, monkeypatch, f"import os, time\n{code}")
-    folder, aside, calls = run.attempt(1).path, run.path / "aside", []
-
-    def stale() -> None:
-        calls.append(1)
-        raise OSError(errno.ESTALE, "Stale file handle")
+    folder, aside = run.attempt(1).path, run.path / "aside"
+    stale = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
 
     def move() -> None:
         folder.rename(aside)
@@ -171,23 +160,18 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(run, monkeypatch):
     mover.join()
     watch.collect()
     assert [code for _, code in watch.observed.exits] == [75]
-    assert calls
+    assert stale.called
 
 
 def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(run, slurm, monkeypatch):
     """The cause of the missing folder may also have ended the ranks."""
     monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
-    real, stale = attempt_module.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
-
-    def away_at_first(attempt: AttemptDir) -> int | None:
-        if stale:
-            raise stale.pop()
-        return real(attempt)
-
+    stale = [OSError(errno.ESTALE, "Stale file handle")] * 2
+    away_at_first = Mock(wraps=attempt_module.first_exit_code, side_effect=[*stale, *[DEFAULT] * 9])
     monkeypatch.setattr(attempt_module, "first_exit_code", away_at_first)
     code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
     assert step(run, code)[1]["state"] == "finished"
-    assert not stale
+    assert away_at_first.call_count > 2
     first = read_json(run.attempt(1).end_file)
     assert (first["action"], first["cause"]) == ("restart", "crash")
 
@@ -211,8 +195,7 @@ time.sleep(60)
     log = run.attempt(1).supervisor_log
 
     def come_back() -> None:
-        while not (log.exists() and "training" in log.read_text()):
-            time.sleep(0.01)
+        wait_for(lambda: log.exists() and "training" in log.read_text())
         claim_attempt(run, "7")
 
     threading.Thread(target=come_back).start()
@@ -240,67 +223,51 @@ def test_a_superseded_command_that_exits_with_0_leaves_the_run(run, slurm, monke
     said(decision.reason)
 
 
-def watch_of(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = "import time; time.sleep(60)"
-) -> SlurmAttemptWatch:
+def watch_of(run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = SLEEPS) -> SlurmAttemptWatch:
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.1)
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
     return SlurmAttemptWatch(Attempt(run.attempt(1), plan), [sys.executable, "-c", code], supervisor_view="")
 
 
 def test_the_run_saves_when_its_slices_have_taken_their_total(run, slurm):
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     values = read_json(run.attempt(1).plan_file)
     values["requeue"] |= {"total_s": values["grace_s"] + 2.0}
     write_json(run.attempt(1).plan_file, values)
     code = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(75)); time.sleep(60)"
-    assert supervise_job(run, [sys.executable, "-c", code]) == 75
-    end = read_json(run.attempt(1).end_file)
-    assert (end["action"], end["cause"]) == ("stopped", "timeout")
+    result, end = step(run, code)
+    assert (result, end["action"], end["cause"]) == (75, "stopped", "timeout")
     said(re.sub("00:0.*? of", "TIME of", end["reason"]))
 
 
 def test_a_start_waits_for_room_on_the_disk(run, slurm, monkeypatch):
     monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    full = [OSError(errno.ENOSPC, "No space left on device")] * 2
-
-    def take_later(run: RunDir, job_id: str, lock_timeout_s: float) -> AttemptDir | str:
-        if full:
-            raise full.pop()
-        return claim_attempt(run, job_id)
-
-    monkeypatch.setattr(allocation, "claim_attempt", take_later)
-    assert supervise_job(run, [sys.executable, "-c", "pass"]) == 0
-    assert not full
+    full = OSError(errno.ENOSPC, "No space left on device")
+    take_later = Mock(wraps=claim_attempt, side_effect=[full, full, DEFAULT, full])
+    monkeypatch.setattr(allocation, "claim_attempt", lambda run, job_id, *_: take_later(run, job_id))
+    assert start(run) == 0
+    assert take_later.call_count == 3
     monkeypatch.setattr("trainkit.job.processes.DISK_PATIENCE_S", 0.0)
-    full.append(OSError(errno.ENOSPC, "No space left on device"))
     assert supervise_job(run, [sys.executable, "-c", "pass"]) == 1
 
 
-def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(run, slurm, monkeypatch):
-    notes: list[str] = []
-    monkeypatch.setattr(allocation, "note_failure", lambda cluster, host, *args, **more: notes.append(host))
+def test_hosts_that_are_given_up(run, slurm, monkeypatch):
+    note = Mock()
+    monkeypatch.setattr(allocation, "note_failure", note)
+    monkeypatch.setattr(allocation, "excluded", lambda cluster, run: {"node9": "it died in an earlier start"})
     given = allocation.SlurmAllocation(run, "7", [])
-    for host in ("node1.cluster.local", "node1"):
+    for host in ("node1.cluster.local", "node1"):  # Slurm knows only the second name
         given.record_suspect(Attempt(run.attempt(1)), RankFailure(host=host, node=True, message="no GPU"))
-    assert (notes, given.good_hosts) == (["node1"], [])
-
-
-def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(run, slurm, monkeypatch):
-    monkeypatch.setattr(allocation, "excluded", lambda cluster, run: {"node9": "it died"})
-    given = allocation.SlurmAllocation(run, "7", [])
-    given.bad.add("node1")
+    assert [call.args[1] for call in note.call_args_list] == ["node1"]
+    assert given.good_hosts == []
     assert given.hosts_to_exclude() == ["node1", "node9"]
 
 
-def test_a_step_that_cannot_start(run, slurm):
+def test_a_step_that_cannot_start_and_a_start_outside_of_slurm(run, slurm, monkeypatch, capfd):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert supervise_job(run, ["/no/such/srun"]) == 1
     assert "No such file" in read_json(run.attempt(1).end_file)["reason"]
-
-
-def test_outside_of_slurm(run, capfd):
+    monkeypatch.delenv("SLURM_JOB_ID")
+    capfd.readouterr()
     assert supervise_job(run, ["true"]) == 1
     said(capfd.readouterr().out)
 
@@ -372,28 +339,22 @@ class TestHeldLocks:
     def test_the_end_is_judged_by_the_signal_that_ended_the_wait_for_the_supervisor_lock(
         self, run, slurm, monkeypatch
     ):
-        slurm.job, judged = replace(RUNNING, state=JobState.CANCELLED), []
-        judge = allocation.judge
-        monkeypatch.setattr(
-            allocation, "judge", lambda *args: judged.append(args[0].outcome.exits) or judge(*args)
-        )
+        slurm.job, judge = replace(RUNNING, state=JobState.CANCELLED), Mock(wraps=allocation.judge)
+        monkeypatch.setattr(allocation, "judge", judge)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.raise_signal(signal.SIGINT)
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_STOPPED
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert judged == [((0, 128 + signal.SIGINT),)]
+        assert [call.args[0].outcome.exits for call in judge.call_args_list] == [((0, 128 + signal.SIGINT),)]
         assert "SIGINT" in read_json(run.attempt(1).end_file)["reason"]
 
     @pytest.mark.parametrize("is_preempted", [True, False])
     def test_the_supervisor_lock_is_awaited_until_slurm_ends_the_job(
         self, run, slurm, terminated, is_preempted
     ):
-        slurm.job = (
-            replace(RUNNING, is_preempted=True)
-            if is_preempted
-            else replace(RUNNING, state=JobState.CANCELLED)
-        )
+        state = JobState.RUNNING if is_preempted else JobState.CANCELLED
+        slurm.job = replace(RUNNING, state=state, is_preempted=is_preempted)
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_STOPPED
         end = read_json(run.attempt(1).end_file)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from slurm_job import RUNNING, record_signal, step
@@ -28,59 +29,72 @@ def no_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "await_eviction", lambda: None)
 
 
-def test_what_cancel_now_kills_was_not_a_failure(run, slurm, monkeypatch):
-    suspects: list[object] = []
-    monkeypatch.setattr(SlurmAllocation, "record_suspect", lambda *args: suspects.append(args))
-    # When Slurm cancels a job, its SIGTERM may arrive before the step is seen to have ended.
-    code = (
-        "import os; from trainkit.run.rundir import RunDir; from trainkit.run.events import log_event;"
-        " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
-        " mark_cancelled(run, now=True); log_event(run, 1, 'signal', signal='SIGTERM');"
-        " os.kill(os.getpid(), 9)"
-    )
-    result, end = step(run, code)
-    assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
-    assert suspects == [], "no host is to blame"
+IMPORTS = """
+import os, signal, sys, time
+from trainkit.job.failure import records
+from trainkit.run.events import log_event
+from trainkit.run.record import change_newest, mark_cancelled
+from trainkit.run.rundir import RunDir
+run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR'])
+attempt = run.attempt(int(os.environ['TRAINKIT_JOB_ATTEMPT']))
+"""
+CANCELS = "mark_cancelled(run, now=True)"
+SAVES_ON_USR2 = "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))"
 
 
-def test_what_is_to_end_now_is_not_asked_to_save(run, slurm, monkeypatch):
-    """Slurm may need some time between the request in job.json and the kill."""
+@pytest.mark.parametrize(
+    "then",
+    [
+        # When Slurm cancels a job, its SIGTERM may arrive before the step is seen to have ended.
+        f"{CANCELS}; log_event(run, 1, 'signal', signal='SIGTERM'); os.kill(os.getpid(), 9)",
+        # Slurm may need some time between the request in job.json and the kill.
+        f"{SAVES_ON_USR2}; {CANCELS}; time.sleep(1); os.kill(os.getpid(), 9)",
+    ],
+)
+def test_what_cancel_now_kills_is_no_failure_and_not_asked_to_save(run, slurm, monkeypatch, then):
+    blame = Mock()
+    monkeypatch.setattr(SlurmAllocation, "record_suspect", blame)
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.SIGNAL_RECORD_S", 0.1)
-    code = (
-        "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
-        " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
-        " signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75));"
-        " mark_cancelled(run, now=True); time.sleep(1); os.kill(os.getpid(), 9)"
-    )
-    result, end = step(run, code)
-    assert (result, end["state"], end["reason"]) == (137, "cancelled", KILLED)
+    result, end = step(run, IMPORTS + then)
+    assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
+    assert not blame.called
 
 
 @pytest.mark.parametrize(
     "then",
     [
         # No step receives the signal, because it arrives between two steps.
-        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); request(); time.sleep(60)",
+        f"{SAVES_ON_USR2}; request(); time.sleep(60)",
         # The signal arrives before the ranks have handlers, and kills them.
         "request(); os.kill(os.getpid(), signal.SIGUSR2)",
     ],
 )
 def test_a_requested_requeue_is_neither_lost_nor_a_crash(run, slurm, monkeypatch, then):
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.SIGNAL_RECORD_S", 0.1)
-    code = (
-        "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
-        " from trainkit.run.record import change_newest;"
-        " request = lambda: change_newest(run, requeue_requested_at='2030-01-01T00:00:00Z');"
-        f" run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']); {then}"
-    )
-    result, end = step(run, code)
+    request = "request = lambda: change_newest(run, requeue_requested_at='2030-01-01T00:00:00Z')\n"
+    result, end = step(run, IMPORTS + request + then)
     assert (result, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "asked")
     assert slurm.requeued == 1
 
 
-PREEMPTED = replace(RUNNING, is_preempted=True)
+def job(state: JobState = JobState.RUNNING, **more: Any) -> JobDetails:
+    return replace(RUNNING, state=state, **more)
+
+
+CANCELLED, COMPLETING = job(JobState.CANCELLED), job(JobState.COMPLETING)
+PREEMPTED, REQUEUED = job(is_preempted=True), job(JobState.REQUEUED, restarts=1)
+OUT_OF_TIME = job(end_time=datetime.now(timezone.utc))
 TAKEN = replace(RUNNING, state=JobState.COMPLETING, restarts=1)
 """A job that Slurm itself has already requeued."""
+
+
+def dies_by(number: int, *, record: bool = True) -> str:
+    """Return code of a step whose rank dies of a signal that its agent did not get.
+
+    With `record`, the rank records a failure.
+    """
+    recorded = f"records.record_silent_death(attempt, 0, 0, {128 + number})\n" if record else ""
+    return f"{IMPORTS}records.own_host = lambda: 'node1'\n{recorded}sys.exit({128 + number})"
 
 
 def run_a_command(run):
@@ -88,18 +102,67 @@ def run_a_command(run):
     write_json(file, {**read_json(file), "command": ["python", "train.py"]})
 
 
+@pytest.fixture
+def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list of nodes that are recorded as suspects."""
+    noted: list[Any] = []
+    monkeypatch.setattr(allocation, "note_failure", lambda *args, **more: noted.append(args))
+    monkeypatch.setattr(allocation, "NOTICE_S", 0.2)
+    return noted
+
+
+SAVES, FAILS = "raise SystemExit(75)", "raise SystemExit(1)"
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "is_command", "expected"),
+    [
+        # A full disk did not take the notice.
+        (PREEMPTED, SAVES, False, ("requeue", "preempted", 1)),
+        (REQUEUED, SAVES, False, ("requeue", "preempted", 0)),
+        (OUT_OF_TIME, SAVES, False, ("requeue", "timeout", 1)),
+        (CANCELLED, SAVES, False, ("stopped", None, 0)),
+        (RUNNING, SAVES, False, ("stopped", None, 0)),
+        # A host that was cut off is reachable again, and its job has continued without it.
+        (REQUEUED, FAILS, False, ("requeue", "crash", 0)),
+        (job(restarts=1), FAILS, False, ("requeue", "crash", 0)),
+        # Slurm does not answer.
+        (None, FAILS, False, ("requeue", "crash", 1)),
+        # A rank dies of the signal with which Slurm ends the job.
+        (PREEMPTED, dies_by(signal.SIGTERM), False, ("requeue", "preempted", 1)),
+        (PREEMPTED, dies_by(signal.SIGTERM, record=False), True, ("requeue", "preempted", 1)),
+        (CANCELLED, dies_by(signal.SIGUSR1), True, ("stopped", None, 0)),
+        (TAKEN, dies_by(signal.SIGUSR2, record=False), False, ("requeue", "preempted", 0)),
+        (replace(COMPLETING, reason="TimeLimit"), dies_by(signal.SIGINT), False, ("requeue", "timeout", 1)),
+        (CANCELLED, dies_by(signal.SIGTERM), False, ("stopped", None, 0)),
+        # The handler of a command exits with 1.
+        (PREEMPTED, FAILS, True, ("requeue", "preempted", 1)),
+        (CANCELLED, FAILS, True, ("stopped", None, 0)),
+    ],
+)
+def test_a_step_without_a_notice(run, slurm, suspects, monkeypatch, job, code, is_command, expected):
+    cancelled = []
+    monkeypatch.setattr(allocation, "cancel_waiting", cancelled.extend)
+    if is_command:
+        run_a_command(run)
+    slurm.job = job
+    end = step(run, code)[1]
+    assert (end["action"], end["cause"], slurm.requeued) == expected
+    assert (end["verdict"] is None) == (expected[1] != "crash")
+    assert (suspects, cancelled, run.attempt_numbers()) == ([], [], [1])
+
+
 @pytest.mark.parametrize(
     ("job", "action", "cause", "requeued"),
     [
         (RUNNING, "stopped", None, 0),  # a person signals only the ranks
         (PREEMPTED, "requeue", "preempted", 1),
-        # Slurm itself has already requeued the job.
-        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), "requeue", "preempted", 0),
+        (TAKEN, "requeue", "preempted", 0),
     ],
 )
 def test_ranks_that_save_after_sigterm(run, slurm, job, action, cause, requeued):
     slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", record_signal(run, "SIGTERM"))
+    code, end = step(run, SAVES, record_signal(run, "SIGTERM"))
     assert (code, end["action"], end["cause"], slurm.requeued) == (EXIT_STOPPED, action, cause, requeued)
     if action == "stopped":
         assert end["state"] == "stopped"
@@ -108,29 +171,11 @@ def test_ranks_that_save_after_sigterm(run, slurm, job, action, cause, requeued)
 
 
 @pytest.mark.parametrize(
-    ("job", "action", "cause"),
-    [
-        (PREEMPTED, "requeue", "preempted"),
-        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), "requeue", "preempted"),
-        (replace(RUNNING, end_time=datetime.now(timezone.utc)), "requeue", "timeout"),
-        (replace(RUNNING, state=JobState.CANCELLED), "stopped", None),
-        (RUNNING, "stopped", None),
-    ],
-)
-def test_a_notice_that_a_full_disk_did_not_take(run, slurm, monkeypatch, job, action, cause):
-    cancelled = []
-    monkeypatch.setattr(allocation, "cancel_waiting", cancelled.extend)
-    slurm.job = job
-    end = step(run, "raise SystemExit(75)")[1]
-    assert (end["action"], end["cause"], cancelled) == (action, cause, [])
-
-
-@pytest.mark.parametrize(
     ("job", "expected"),
     [
-        (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
+        (replace(COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
         (TAKEN, ("requeue", "crash", 0)),
-        (replace(RUNNING, state=JobState.CANCELLED), ("failed", "crash", 0)),
+        (CANCELLED, ("failed", "crash", 0)),
     ],
 )
 @pytest.mark.parametrize(
@@ -154,13 +199,9 @@ def test_a_notice_before_the_step_is_started_again(run, slurm, monkeypatch, job,
 @pytest.mark.parametrize(
     ("job", "waiting", "leaving"),
     [
-        (RUNNING, [], []),
-        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"], []),
-        # Slurm requeues the job as soon as this shell has ended.
-        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), [], ["7"]),
-        (replace(RUNNING, state=JobState.COMPLETING), [], []),
-        # The job already runs on other hosts.
-        (replace(RUNNING, restarts=1), [], []),
+        *((RUNNING, [], []), (REQUEUED, ["7"], []), (COMPLETING, [], [])),
+        (TAKEN, [], ["7"]),  # Slurm requeues the job as soon as this shell has ended
+        (job(restarts=1), [], []),  # the job already runs on other hosts
     ],
 )
 def test_a_run_that_has_ended_is_not_started_again_by_slurm(run, slurm, monkeypatch, job, waiting, leaving):
@@ -179,8 +220,8 @@ def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(run, 
     assert "stop_at_step: 40" in changed
     attempt.config_file.write_text(changed)
     monkeypatch.setattr("trainkit.job.attempt_end.published", lambda folder: [SimpleNamespace(step=40)])
-    slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
-    end = step(run, "raise SystemExit(75)")[1]
+    slurm.job = OUT_OF_TIME
+    end = step(run, SAVES)[1]
     assert end["action"] == "stopped"
     said(end["reason"])
 
@@ -203,39 +244,18 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
 @pytest.mark.parametrize(
     ("now", "requeued"),
     [
-        (replace(RUNNING, state=JobState.CANCELLED), 0),
-        (replace(RUNNING, state=JobState.COMPLETING), 0),
-        (replace(RUNNING, state=JobState.COMPLETING, reason="TimeLimit"), 1),
-        (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), 1),
-        (None, 1),
+        *((CANCELLED, 0), (COMPLETING, 0), (replace(COMPLETING, reason="TimeLimit"), 1)),
+        *((replace(COMPLETING, is_preempted=True), 1), (None, 1)),
     ],
 )
 def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
     run, slurm, monkeypatch, now, requeued
 ):
-    slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
-    answers = [slurm.job, now]
-    monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s: answers.pop(0))
-    end = step(run, "raise SystemExit(75)", record_signal(run, "SIGUSR2"))[1]
+    monkeypatch.setattr(allocation, "query_job", Mock(side_effect=[OUT_OF_TIME, now]))
+    end = step(run, SAVES, record_signal(run, "SIGUSR2"))[1]
     assert slurm.requeued == requeued
     assert end["action"] == ("requeue" if requeued else "stopped")
     said(end["reason"])
-
-
-@pytest.mark.parametrize(
-    ("job", "requeued"),
-    [
-        # A host that was cut off is reachable again, and its job has continued without it.
-        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), 0),
-        (replace(RUNNING, restarts=1), 0),
-        # Slurm does not answer.
-        (None, 1),
-    ],
-)
-def test_a_crash_in_a_job_that_goes_on_elsewhere_or_is_unknown(run, slurm, job, requeued):
-    slurm.job = job
-    end = step(run, "raise SystemExit(1)")[1]
-    assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", requeued, [1])
 
 
 @pytest.mark.parametrize(
@@ -254,62 +274,6 @@ def test_a_job_that_slurm_does_not_start_again(run, slurm, job, ended_with, sign
     said(end["reason"])
 
 
-def dies_by(number: int, *, record: bool) -> str:
-    """Return code of a step whose rank dies of a signal that its agent did not get.
-
-    With `record`, the rank records a failure.
-    """
-    recorded = f"records.record_silent_death(attempt, 0, 0, {128 + number}); " if record else ""
-    return (
-        "import os, sys; from trainkit.job.failure import records; from trainkit.run.rundir import RunDir;"
-        " records.own_host = lambda: 'node1';"
-        " run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
-        " attempt = run.attempt(int(os.environ['TRAINKIT_JOB_ATTEMPT']));"
-        f" {recorded}sys.exit({128 + number})"
-    )
-
-
-@pytest.fixture
-def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of nodes that are recorded as suspects."""
-    noted: list[Any] = []
-    monkeypatch.setattr(allocation, "note_failure", lambda *args, **more: noted.append(args))
-    monkeypatch.setattr(allocation, "NOTICE_S", 0.2)
-    return noted
-
-
-@pytest.mark.parametrize(
-    ("number", "record", "is_command", "job", "expected"),
-    [
-        (signal.SIGTERM, True, False, PREEMPTED, ("requeue", "preempted")),
-        (signal.SIGTERM, False, True, PREEMPTED, ("requeue", "preempted")),
-        (signal.SIGUSR1, True, True, replace(RUNNING, state=JobState.CANCELLED), ("stopped", None)),
-        (signal.SIGUSR2, False, False, TAKEN, ("requeue", "preempted")),
-        (signal.SIGINT, True, False, replace(TAKEN, restarts=0, reason="TimeLimit"), ("requeue", "timeout")),
-        (signal.SIGTERM, True, False, replace(RUNNING, state=JobState.CANCELLED), ("stopped", None)),
-    ],
-)
-def test_a_death_by_the_signal_with_which_slurm_ends_the_job_is_no_crash(
-    run, slurm, suspects, number, record, is_command, job, expected
-):
-    if is_command:
-        run_a_command(run)
-    slurm.job = job
-    end = step(run, dies_by(number, record=record))[1]
-    assert (end["action"], end["cause"], end["verdict"], suspects) == (*expected, None, [])
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [(PREEMPTED, ("requeue", "preempted")), (replace(RUNNING, state=JobState.CANCELLED), ("stopped", None))],
-)
-def test_a_command_whose_own_handler_exits_with_1(run, slurm, suspects, job, expected):
-    run_a_command(run)
-    slurm.job = job
-    end = step(run, "raise SystemExit(1)")[1]
-    assert (end["action"], end["cause"]) == expected
-
-
 def test_a_notice_may_follow_the_death(run, slurm, monkeypatch):
     """Slurm still reports the job as running, so somebody has signalled the step."""
 
@@ -318,7 +282,7 @@ def test_a_notice_may_follow_the_death(run, slurm, monkeypatch):
         return RUNNING
 
     monkeypatch.setattr(allocation, "query_job", query)
-    end = step(run, dies_by(15, record=True))[1]
+    end = step(run, dies_by(15))[1]
     assert (end["action"], end["cause"], end["verdict"]) == ("stopped", None, None)
 
 
@@ -335,7 +299,7 @@ def test_a_notice_may_come_to_the_supervisor(run, slurm):
 @pytest.mark.parametrize("job", [RUNNING, None])
 def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(run, slurm, suspects, job):
     slurm.job = job
-    end = step(run, dies_by(15, record=True))[1]
+    end = step(run, dies_by(15))[1]
     assert (end["state"], end["cause"], suspects) == ("failed", "crash", [])
     assert (end["verdict"]["rank"], end["verdict"]["message"]) == (0, "killed by SIGTERM")
     said(end["reason"])
@@ -346,7 +310,7 @@ def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(r
 )
 def test_a_death_on_a_node_that_is_drained(run, slurm, suspects, monkeypatch, state, is_drained):
     monkeypatch.setattr(allocation, "node_states", lambda hosts: dict.fromkeys(hosts, state))
-    end = step(run, dies_by(15, record=True))[1]
+    end = step(run, dies_by(15))[1]
     assert suspects == []
     assert end["cause"] == ("preempted" if is_drained else "crash")
     if is_drained:
@@ -356,6 +320,6 @@ def test_a_death_on_a_node_that_is_drained(run, slurm, suspects, monkeypatch, st
 
 def test_a_segmentation_fault_is_judged_at_once_and_noted(run, slurm, suspects, monkeypatch):
     monkeypatch.setattr(SlurmAllocation, "_await_notice", None)
-    end = step(run, dies_by(11, record=True))[1]
+    end = step(run, dies_by(11))[1]
     assert end["cause"] == "crash"
     assert [args[1:3] for args in suspects] == [("node1", "culprit")] * 2

@@ -1,13 +1,11 @@
 """Tests the working folder of a command."""
 
-import subprocess
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from tests.support.folders import content
-from tests.support.said import said
+from tests.support.folders import content, git, names, write
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Workload
@@ -19,52 +17,46 @@ from trainkit.run.rundir import RunDir
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
-    (folder / "pkg").mkdir(parents=True)
-    for name in ("train.py", "pkg/same.py", "pkg/gone.py", "log.csv"):
-        (folder / name).write_text(f"{name}, first\n")
-    (folder / "log.csv").rename(folder / "log.json")  # the pattern copies this file
+    write(folder, "train.py", "pkg/same.py", "pkg/gone.py", "log.json")
     return folder
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
-    snapshot = copy_code(project / subfolder, run, Workload(("true",)))
-    write_json(
-        run.job_file,
-        {"cwd": "/", "code": {"code": snapshot.code, "subfolder": snapshot.subfolder}, "attempts": []},
-    )
+    copied = copy_code(project / subfolder, run, Workload(("true",)))
+    code = {"code": copied.code, "subfolder": copied.subfolder}
+    write_json(run.job_file, {"cwd": "/", "code": code, "attempts": []})
 
 
-def test_outputs_stay_and_code_is_only_replaced_by_new_code(project, tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
+def test_outputs_stay_and_code_is_only_replaced_by_new_code(project, run):
     submit(project, run)
     work = prepare_work_folder(run, read_job(run))
     assert work == run.work_dir
     first = content(run.code_dir)
     assert content(work) == first
-    (work / "out").mkdir()
-    (work / "out" / "ckpt.pt").write_text("weights")
+    write(work, "out/ckpt.pt")
     with (work / "log.json").open("a") as log:  # the copy is writable, and the snapshot does not change
-        log.write("a line of the run\n")
+        log.write(", and a line of the run")
     assert prepare_work_folder(run, read_job(run)) == work
-    said(content(work)["log.json"])
+    assert content(work)["log.json"] == "log.json, and a line of the run"
     assert content(run.code_dir) == first
 
     run.code_dir.rename(run.path / "code.001")
-    (project / "train.py").write_text("second\n")
-    (project / "log.json").write_text("second\n")
-    (project / "new.py").write_text("second\n")
+    for name in ("train.py", "log.json", "new.py"):
+        (project / name).write_text("second\n")
     (project / "pkg" / "gone.py").unlink()
     submit(project, run)
     for _ in range(2):  # the second start has nothing to do
         assert prepare_work_folder(run, read_job(run)) == work
         assert content(work) == {
-            "train.py": "second\n",
-            "new.py": "second\n",
-            "log.json": "second\n",
-            "log.json.before-code.001": "log.csv, first\na line of the run\n",
-            "pkg/same.py": "pkg/same.py, first\n",
-            "out/ckpt.pt": "weights",
+            **{"train.py": "second\n", "new.py": "second\n", "log.json": "second\n"},
+            "log.json.before-code.001": "log.json, and a line of the run",
+            **{"pkg/same.py": "pkg/same.py", "out/ckpt.pt": "out/ckpt.pt"},
         }
 
 
@@ -83,36 +75,28 @@ def test_the_points_of_a_sweep_share_no_outputs(project, tmp_path):
         (work / "ckpt.pt").write_text(str(index))
 
 
-def test_an_interrupted_copy_is_made_again(project, tmp_path, monkeypatch):
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
+def test_an_interrupted_copy_is_made_again(project, run, monkeypatch):
     submit(project, run)
-
     fail = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr("trainkit.job.work_folder._copy_file", fail)
         with pytest.raises(OSError, match="No space"):
             prepare_work_folder(run, read_job(run))
-    assert sorted(path.name for path in run.path.iterdir()) == ["code", "job.json"]
+    assert names(run.path) == ["code", "job.json"]
     assert prepare_work_folder(run, read_job(run)) == run.work_dir
     assert content(run.work_dir) == content(run.code_dir)
 
 
-def test_a_lost_record_does_not_lose_the_outputs(project, tmp_path):
-    (project / "exp").mkdir()
-    (project / "exp" / "run.py").touch()
-    for name in ("init", "add -A"):
-        subprocess.run(["git", *name.split()], cwd=project, check=True, capture_output=True)
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
+def test_a_lost_record_does_not_lose_the_outputs(project, run):
+    write(project, "exp/run.py")
+    git(project, "init")
+    git(project, "add", "-A")
     submit(project, run, "exp")
     assert prepare_work_folder(run, read_job(run)) == run.work_dir / "exp"
     run.job_file.write_text("")
     assert prepare_work_folder(run, read_job(run)) == run.work_dir / "exp"
 
 
-def test_without_a_snapshot_there_is_none(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
+def test_without_a_snapshot_there_is_none(run):
     write_json(run.job_file, {"cwd": "/", "code": None, "attempts": []})
     assert prepare_work_folder(run, read_job(run)) is None

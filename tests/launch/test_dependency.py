@@ -5,12 +5,13 @@ import json
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.runs import launch_plan
 from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.launch import dependency
 from trainkit.launch.dependency import dependencies, dependency_ids, with_dependency
 from trainkit.observe.group import TrialStatus
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, SlurmRequest
+from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.files import write_json
 from trainkit.run.group import create_task_run
 from trainkit.run.record import change_newest
@@ -19,19 +20,7 @@ from trainkit.slurm.jobs import SlurmJob
 
 
 def plan(slurm: SlurmRequest | None) -> LaunchPlan:
-    return LaunchPlan(
-        backend="local" if slurm is None else "sbatch",
-        num_nodes=1,
-        workers_per_node=1,
-        device="cpu",
-        layout=Layout(),
-        batch=Batch(1, 1, 1, 1),
-        lr=0.1,
-        threads_per_worker=None,
-        grace_s=1.0,
-        reasons={},
-        slurm=slurm,
-    )
+    return launch_plan(backend="local" if slurm is None else "sbatch", slurm=slurm)
 
 
 def run(folder: str, state: str, job_id: str | None, reason: str | None = None) -> TrialStatus:
@@ -42,13 +31,13 @@ def tasks(*states: str) -> list[TrialStatus]:
     return [run(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
 
 
+OPEN = ("pending", "starting", "running", "stopping", "requeueing")
+
+
 @pytest.mark.parametrize(
     ("runs", "array", "expected"),
     [
-        *(
-            ([run("runs/first", state, "12")], [], ["12"])
-            for state in ("pending", "starting", "running", "stopping", "requeueing")
-        ),
+        *(([run("runs/first", state, "12")], [], ["12"]) for state in OPEN),
         *(([run("runs/first", "finished", job)], [], []) for job in ("12", "local-12")),
         # A whole array is one dependency.
         (tasks("finished", "running", "pending"), ["12"], ["12"]),

@@ -5,10 +5,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.folders import git, write
+from tests.support.folders import commit, git, write
 from tests.support.programs import run_program
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.git_snapshot import without_credentials
@@ -52,18 +53,15 @@ def answers(folder: Path) -> dict[str, str]:
     return dict(zip(QUESTIONS, done.stdout.split("\0")[:-1], strict=True))
 
 
-def take(project: Path, run: RunDir) -> CodeCopy:
-    code = copy_code(project, run, Workload(("x",)))
+def take(project: Path, run: RunDir, code: CodeCopy | None = None) -> CodeCopy:
+    """Copy the code of a project, unless it is given, and prepare the working folder of a run."""
+    code = code or copy_code(project, run, Workload(("x",)))
     create_job(run, backend="local", name="x", cwd=str(project), code=code)
+    assert prepare_work_folder(run, read_job(run)) == run.work_dir
     return code
 
 
 ORIGIN, CHANGED = "remote get-url origin", "diff-index --name-status HEAD"
-
-
-def commit(root: Path, *args: str) -> None:
-    git(root, "add", "-A")
-    git(root, "commit", "-qm", "m", *args)
 
 
 def begin(root: Path, *args: str) -> None:
@@ -225,7 +223,6 @@ def test_git_answers_as_in_the_folder(project, run, shape, is_packed):
     before = {inside: answers(project / inside) for inside in repositories}
     code = take(project, run)
     assert not [note for note in code.notes if "Git" in note]
-    prepare_work_folder(run, read_job(run))
     for place in (run.work_dir, run.code_dir):
         for inside, expected in before.items():
             assert answers(place / inside) == expected, (place.name, inside)
@@ -235,15 +232,13 @@ def test_a_later_commit_is_not_seen(project, run):
     """The copy of the copy, which a repeated run gets, does not see the commit either."""
     dirty(project)
     before = answers(project)
-    code = take(project, run)
+    code = copy_code(project, run, Workload(("x",)))
     commit(project)
-    prepare_work_folder(run, read_job(run))
     again = RunDir(run.path.parent / "again")
     again.path.mkdir()
     copied = copy_again(code, again)
     shutil.rmtree(run.code_dir)
-    create_job(again, backend="local", name="x", cwd=str(project), code=copied)
-    prepare_work_folder(again, read_job(again))
+    take(project, again, copied)
     assert answers(again.work_dir) == before
 
 
@@ -253,11 +248,11 @@ def test_what_holds_without_the_original(project, run, shape):
     shape(project)
     git(project, "status")
     before = answers(project)
-    take(project, run)
+    code = copy_code(project, run, Workload(("x",)))
     for folder in run.path.parent.iterdir():
         if folder != run.path:
             shutil.rmtree(folder)
-    prepare_work_folder(run, read_job(run))
+    take(project, run, code)
     assert answers(run.work_dir) == before
 
 
@@ -265,9 +260,8 @@ def test_what_a_run_does_in_its_copy_stays_there(project, run):
     clean(project)
     everything = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     take(project, run)
-    work = prepare_work_folder(run, read_job(run))
-    write(work, "mine.py")
-    commit(work)
+    write(run.work_dir, "mine.py")
+    commit(run.work_dir)
     for line in (
         "checkout -qb mine",
         "tag t",
@@ -275,7 +269,7 @@ def test_what_a_run_does_in_its_copy_stays_there(project, run):
         "gc -q --prune=now",
         "reset -q --hard HEAD~1",
     ):
-        git(work, *line.split())
+        git(run.work_dir, *line.split())
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == everything
     assert answers(run.code_dir) == answers(project)
 
@@ -283,8 +277,7 @@ def test_what_a_run_does_in_its_copy_stays_there(project, run):
 def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project, run):
     clean(project)
     take(project, run)
-    work = prepare_work_folder(run, read_job(run))
-    assert work is not None
+    work = run.work_dir
     for number in (1, 2):
         if number == 2:
             write(work, "mine.py")
@@ -294,7 +287,6 @@ def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project, run):
         commit(project)
         run.job_file.unlink()
         take(project, run)
-        prepare_work_folder(run, read_job(run))
         assert (work / ".git.before-code.002").exists() is (number == 2)
         (work / "mine.py").unlink(missing_ok=True)
         assert answers(work) == answers(project)
@@ -310,28 +302,22 @@ def test_no_program_of_the_repository_runs(project, run):
         shutil.copy(script, project / ".git/hooks" / name)
     (project / ".gitattributes").write_text("*.py filter=x diff=x\n")
     commit(project)
-    for key in ("core.fsmonitor", "filter.x.clean", "filter.x.smudge", "diff.x.textconv", "diff.x.command"):
-        git(project, "config", key, f"'{script}'")
-    for key in ("core.sshCommand", "core.pager", "credential.helper", "remote.x.uploadpack", "alias.status"):
+    keys = "core.fsmonitor filter.x.clean filter.x.smudge diff.x.textconv diff.x.command core.sshCommand"
+    for key in f"{keys} core.pager credential.helper remote.x.uploadpack alias.status".split():
         git(project, "config", key, f"'{script}'")
     git(project, "config", "include.path", str(project / "more"))
     (project / "more").write_text(f"[core]\n\thooksPath = {project / '.git/hooks'}\n[user]\n\tname = Me\n")
     os.utime(project / "train.py")
     ran.unlink(missing_ok=True)
     take(project, run)
-    work = prepare_work_folder(run, read_job(run))
-    assert not ran.exists()
-    git(Path(str(work)), "status")
-    git(Path(str(work)), "diff")
+    for command in ("status", "diff"):
+        git(run.work_dir, command)
     assert not ran.exists()
     assert str(script) not in (run.work_dir / ".git/config").read_text()
 
 
 def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project, run):
-    """A filter such as nbstripout makes Git store other bytes than the file has.
-
-    The copy lacks its config.
-    """
+    """Git stores other bytes than the file has, as with nbstripout. The copy lacks the filter's config."""
     git(project, "init", "-q")
     git(project, "config", "filter.strip.clean", "sed s/output//")
     (project / ".gitattributes").write_text("*.ipynb filter=strip\n")
@@ -340,7 +326,6 @@ def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project
     commit(project)
     assert answers(project)[CHANGED] == "0"
     take(project, run)
-    prepare_work_folder(run, read_job(run))
     assert answers(run.work_dir) == answers(project)
 
 
@@ -372,7 +357,6 @@ def test_no_credential_reaches_the_run(project, run):
     git(project, "config", "http.extraHeader", f"Authorization: {secret}")
     (project / ".git/FETCH_HEAD").write_text(secret)
     take(project, run)
-    prepare_work_folder(run, read_job(run))
     found = [path for path in run.path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert found == []
     assert answers(run.work_dir)[ORIGIN].startswith("https://host/r\n")
@@ -386,6 +370,10 @@ print(subprocess.run(["git", "describe", "--tags", "--dirty"], capture_output=Tr
 """
 
 
+def trainkit(cwd: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run_program(sys.executable, "-m", "trainkit", *words, cwd=cwd, **options)
+
+
 def test_a_run_inside_of_the_project_asks_git(project):
     """The repository around the run has a later commit at the resume. GIT_DIR is set, as in a hook."""
     dirty(project)
@@ -394,24 +382,20 @@ def test_a_run_inside_of_the_project_asks_git(project):
     asked = run_program(sys.executable, "ask.py", cwd=project).stdout
     assert asked.startswith(answers(project)["rev-parse HEAD"].split()[0])
     environ = {**os.environ, "GIT_DIR": str(project / ".git")}
-    words = ("--name", "g", "--", sys.executable, "ask.py")
-    done = run_program(sys.executable, "-m", "trainkit", "run", *words, cwd=project, env=environ)
-    assert done.stdout.partition("\n")[2].partition("\n")[2] == asked, done.stderr
+    done = trainkit(project, "run", "--name", "g", "--", sys.executable, "ask.py", env=environ)
+    assert done.stdout.split("\n", 2)[2] == asked, done.stderr
     commit(project)
-    run = RunDir(project / "runs/g")
-    resumed = run_program(
-        *(sys.executable, "-m", "trainkit", "resume", "g", "--set", "seed=2"), cwd=project, env=environ
-    )
-    assert resumed.stdout.partition("\n")[2].partition("\n")[2] == asked, resumed.stderr
-    assert answers(run.work_dir)["rev-parse HEAD"] != answers(project)["rev-parse HEAD"]
+    resumed = trainkit(project, "resume", "g", "--set", "seed=2", env=environ)
+    assert resumed.stdout.split("\n", 2)[2] == asked, resumed.stderr
+    work = RunDir(project / "runs/g").work_dir
+    assert answers(work)["rev-parse HEAD"] != answers(project)["rev-parse HEAD"]
 
 
 def test_a_folder_that_git_ignores_has_no_repository(project):
     clean(project)
     write(project, "data/t.sh")
     (project / "data/t.sh").write_text("git rev-parse HEAD || echo none")
-    words = ("run", "--name", "g", "--", "sh", "t.sh")
-    done = run_program(sys.executable, "-m", "trainkit", *words, cwd=project / "data")
+    done = trainkit(project / "data", "run", "--name", "g", "--", "sh", "t.sh")
     assert done.stdout.endswith("none\n"), done
     assert "Git finds no repository" in done.stderr
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.golden.__main__ import HERE as GOLDEN
 from tests.golden.__main__ import unpack_run
+from tests.support.folders import write
 from tests.support.said import said
 from tests.support.torch_builds import make_torch
 from trainkit.cluster.machine import Machine
@@ -39,9 +41,6 @@ def test_a_script_that_is_not_there(tmp_path):
     # A line of launch.setup may change to the folder of the script.
     launch = LAUNCH.model_copy(update={"setup": ("cd src",)})
     refuse_missing(["python", "train.py"], launch, "python", tmp_path)
-
-
-def test_a_file_here_is_no_program(tmp_path):
     with pytest.raises(UsageError, match=r"command not found on PATH: 'train.py'") as caught:
         refuse_missing(["train.py"], LAUNCH, "python", tmp_path)
     assert "specify its path" in caught.value.hint
@@ -62,20 +61,22 @@ def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path):
     assert command_python(LAUNCH, command, tmp_path, {**active, "PATH": "/usr/bin"}) == (sys.executable,)
 
 
+def only_problem(call: Callable[[], object]) -> KeyProblem:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    [problem] = caught.value.problems
+    return problem
+
+
 def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
+    write(tmp_path, "torch/__init__.py")
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    config = tmp_path / "run.yaml"
-    config.write_text("device: cpu\n")
     for target in (LOCAL, Target("sbatch", "a test", Cluster("unknown"))):
-        loaded = load_config(config, environ={}, cwd=tmp_path)
-        with pytest.raises(ConfigError) as caught:
-            plan_run(loaded, gather(loaded, target=target))
-        [problem] = caught.value.problems
-        said(problem.message)
+        loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
+        facts = gather(loaded, target=target)
+        said(only_problem(lambda loaded=loaded, facts=facts: plan_run(loaded, facts)).message)
         command = Workload((sys.executable,))
         plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
 
@@ -85,10 +86,8 @@ def test_a_launcher_whose_package_is_missing_is_refused(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
     command = Workload(("train.py",), "deepspeed")
-    [(key, message, hint)] = gather(loaded, command, target=LOCAL).environment.problems
-    assert key == ""
-    said(message)
-    said(hint)
+    [problem] = gather(loaded, command, target=LOCAL).environment.problems
+    said("\n".join(problem))
     assert gather(loaded, Workload(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
     # Another Python starts the command, and nothing is known about that Python.
     program(tmp_path / "env" / "bin" / "python")
@@ -129,10 +128,7 @@ class Submitting:
         return plan_run(loaded, gather(loaded, workload, target=target), workload)
 
     def problem(self, *overrides: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            self.plan(*overrides)
-        [problem] = caught.value.problems
-        return problem.render()
+        return only_problem(lambda: self.plan(*overrides)).render()
 
 
 def program(path: Path) -> None:
@@ -152,12 +148,8 @@ def test_a_torch_without_cuda_is_refused_before_a_job_on_gpus_queues(submitting)
     said(submitting.problem("launch.venv=venv"))
     said(submitting.problem("launch.python=venv/bin/python"))
     assert submitting.asked == [sys.executable, python, python]
-
-
-def test_problems_of_the_config_come_with_it(submitting):
-    with pytest.raises(ConfigError) as caught:
-        submitting.plan("launch.conda=mine", "launch.modules=[-x]")
-    assert [problem.key for problem in caught.value.problems] == ["launch.modules"], "the torch is unknown"
+    problem = only_problem(lambda: submitting.plan("launch.conda=mine", "launch.modules=[-x]"))
+    assert problem.key == "launch.modules", "the torch is unknown"
 
 
 def test_a_torch_with_cuda_and_runs_that_need_none(submitting):
@@ -171,11 +163,9 @@ def test_a_torch_with_cuda_and_runs_that_need_none(submitting):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("launch.modules=[pytorch]",),
-        ("launch.setup=[source env.sh]",),
+        *(("launch.modules=[pytorch]",), ("launch.setup=[source env.sh]",), ("launch.cluster=west",)),
         ("launch.container=docker://x", "launch.container_runtime=apptainer"),
         ("launch.python=python3", "launch.modules=[pytorch]"),
-        ("launch.cluster=west",),
     ],
 )
 def test_a_torch_that_only_the_job_knows_is_left_to_it(submitting, overrides):
@@ -216,15 +206,15 @@ def test_a_torch_that_cannot_use_the_gpus_of_a_workstation(
     names = (gpu,) if gpu else ()
     machine = Machine(16, len(names), names, "there is no NVIDIA driver on this machine", driver_cuda=driver)
     monkeypatch.setattr("trainkit.launch.plan_run.detect_machine", lambda: machine)
-    overrides = [f"precision.dtype={override}"]
-    loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
+    loaded = load_config(None, overrides=[f"precision.dtype={override}"], environ={}, cwd=submitting.folder)
     if problem is None:
         assert plan_run(loaded, gather(loaded, target=LOCAL)).device == "cuda"
         return
-    with pytest.raises(ConfigError) as caught:
-        plan_run(loaded, gather(loaded, target=LOCAL))
-    [found] = caught.value.problems
+    found = only_problem(lambda: plan_run(loaded, gather(loaded, target=LOCAL)))
     assert re.search(problem, found.render(), re.DOTALL)
+
+
+TENSORBOARD = f"`{sys.executable} -m pip install 'tensorboard>=2.16'` installs it"
 
 
 def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:
@@ -237,6 +227,9 @@ def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
     [found] = tracker_problems(tmp_path)
     said("\n".join(found))
     assert not find_environment(RunConfig(), True, Workload(("true",)), tmp_path).problems
+    # Only the job knows these environments.
+    for launch in ({"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}):
+        assert not tracker_problems(tmp_path, **launch)
 
 
 @pytest.mark.parametrize(
@@ -263,28 +256,17 @@ def test_tensorboard_that_is_not_installed(submitting, value, workload, repeats,
         loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
     facts = gather(loaded, workload, target=LOCAL)
     assert facts.environment is not None
-    refusal = (
-        "logging.tensorboard",
-        f"is set, but {sys.executable} has no tensorboard",
-        f"`{sys.executable} -m pip install 'tensorboard>=2.16'` installs it",
-    )
-    assert list(facts.environment.problems) == [refusal] * is_refused
-
-
-@pytest.mark.parametrize("launch", [{"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}])
-def test_a_tracker_in_an_environment_that_only_the_job_knows(tmp_path, monkeypatch, launch):
-    monkeypatch.setattr(module, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
-    assert not tracker_problems(tmp_path, **launch)
+    words = (f"is set, but {sys.executable} has no tensorboard", TENSORBOARD)
+    assert list(facts.environment.problems) == [("logging.tensorboard", *words)] * is_refused
 
 
 def test_a_folder_is_no_module(tmp_path, monkeypatch):
     """W&B writes to a folder with the name of its module."""
     (tmp_path / "no_such_tracker").mkdir()
     (tmp_path / "a_tracker.py").touch()
+    (tmp_path / "python").symlink_to(sys.executable)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    linked = tmp_path / "python"
-    linked.symlink_to(sys.executable)
     assert own_packages("no_such_tracker", "a_tracker").files.keys() == {"a_tracker"}
     names = ["no_such_tracker", "json"]
-    assert find_packages([str(linked), "-I"], names, {}).files.keys() == {"json"}
+    assert find_packages([str(tmp_path / "python"), "-I"], names, {}).files.keys() == {"json"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import git, write
+from tests.support.folders import commit, git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.snapshot import copy_code
@@ -16,11 +16,6 @@ from trainkit.run.rundir import RunDir
 
 def ignore(root: Path, *patterns: str) -> None:
     (root / ".gitignore").write_text("".join(f"{pattern}\n" for pattern in patterns))
-
-
-def commit(root: Path) -> None:
-    git(root, "add", "-A")
-    git(root, "commit", "-qm", "m")
 
 
 def submodule(root: Path) -> None:
@@ -65,7 +60,6 @@ def sparse(root: Path) -> None:
 
 
 def symlinks(root: Path) -> None:
-    (root.parent / "elsewhere").mkdir()
     write(root.parent, "elsewhere/a.bin")
     git(root, "init")
     ignore(root, "data")
@@ -112,10 +106,7 @@ TABLE = {
     "earlier runs": ("*.bin runs/", "runs/x/job.json runs/x/attempts/001/end.json runs/x/work/a.bin", "", ""),
     "elsewhere": ("*.bin", "exp/x/job.json exp/x/attempts/001/a.bin exp/x/work/deep/a.bin", "", ""),
     "ignored folder of them": ("exp/", "exp/x/job.json exp/x/attempts/001/end.json", "", ""),
-    "earlier group": (
-        *("*.bin", "exp/g/sweep.json exp/g/logs/0.log exp/g/code/a.bin exp/g/0/work/b.bin"),
-        *("", ""),
-    ),
+    "earlier group": ("*.bin", "g/sweep.json g/logs/0.log g/code/a.bin g/0/work/b.bin", "", ""),
     "all of it": (
         "data/ *.bin .env __pycache__/ runs/ old/ .venv",
         "data/deep/x .venv/bin/python sub/m.py sub/w.bin .env key.pem old/job.json old/attempts/1/x"
@@ -185,8 +176,7 @@ def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> No
 def test_data_between_the_code(project, run, monkeypatch):
     monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
     monkeypatch.setattr(source_tree, "MAX_WRITTEN", 2)
-    for number in range(3):
-        (project / f"{number}.jpg").touch()
+    write(project, *(f"{number}.jpg" for number in range(3)))
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
         copy_code(project, run, Workload(("true",)))
     assert copy_code(project, run, TRAINER).num_files == 0
@@ -197,14 +187,12 @@ def test_small_files_that_a_script_may_write_again_are_copied(project, run):
     (project / "out.png").write_bytes(b"first")
     (project / "Metrics.CSV").write_text("step,loss\n")
     (project / "data.csv").write_bytes(bytes(source_tree.MAX_WRITTEN_BYTES + 1))
-    (project / "train.bin").touch()
-    (project / "images").mkdir()
-    for number in range(source_tree.MAX_WRITTEN + 1):
-        (project / "images" / f"{number}.png").touch()
-    (project / "images" / "README.md").touch()  # the folder has code, so its files are considered
+    # The folder of images has code, so its files are considered.
+    images = [f"images/{number}.png" for number in range(source_tree.MAX_WRITTEN + 1)]
+    write(project, "train.bin", "images/README.md", *images)
     found = copy_code(project, run, Workload(("true",)))
-    assert found.num_bytes == len(b"first") + len("step,loss\n")
+    assert found.num_bytes == len("first" + "step,loss\n" + "images/README.md")
     linked = [path.name for path in run.code_dir.iterdir() if path.is_symlink()]
     assert sorted(linked) == ["data.csv", "train.bin"]
-    assert all(path.is_symlink() for path in (run.code_dir / "images").glob("*.png"))
+    assert all((run.code_dir / name).is_symlink() for name in images)
     assert (run.code_dir / "out.png").read_bytes() == b"first"

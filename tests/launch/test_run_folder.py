@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.support.folders import content, write
 from tests.support.said import said
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import copy_checkpoint
@@ -37,33 +38,30 @@ server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
 """
 
 
-@pytest.mark.parametrize(("free_gib", "num_runs"), [(400, 1), (99, 1), (99, 20), (3, 1), (0.5, 1)])
-def test_the_space_for_checkpoints(tmp_path, monkeypatch, free_gib, num_runs):
+FORECAST = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
+KEEP_ALL = {"checkpoint": {"keep_last": None, "every_steps": 30}}
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "num_runs", "config"),
+    [
+        *((400, 1, {}), (99, 1, {}), (99, 20, {}), (3, 1, {}), (0.5, 1, {}), (400, 1, KEEP_ALL)),
+        *((400, 1, {**KEEP_ALL, "train": {"steps": None, "epochs": 3}}), (5, 1, KEEP_ALL)),
+    ],
+    ids=str,
+)
+def test_the_space_for_checkpoints(tmp_path, monkeypatch, free_gib, num_runs, config):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
-    folder = tmp_path / "not" / "yet"
-    assert disk_forecast(folder, FORECAST, RunConfig()) is None  # nothing is known about a COMMAND
+    folder, given = tmp_path / "not" / "yet", RunConfig.model_validate(config)
+    assert disk_forecast(folder, FORECAST, given) is None  # nothing is known about a COMMAND
     try:
-        said(str(disk_forecast(folder, replace(FORECAST, checkpoint_bytes=2**30), RunConfig(), num_runs)))
+        said(str(disk_forecast(folder, replace(FORECAST, checkpoint_bytes=2**30), given, num_runs)))
     except UsageError as error:
         said(error.message)
 
 
-FORECAST = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
-
-
-@pytest.mark.parametrize(
-    ("free_gib", "train"), [(400, {}), (400, {"steps": None, "epochs": 3}), (5, {})], ids=str
-)
-def test_the_space_for_all_checkpoints(tmp_path, monkeypatch, free_gib, train):
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
-    checkpoint = {"keep_last": None, "every_steps": 30}
-    config = RunConfig.model_validate({"checkpoint": checkpoint, "train": train})
-    said(disk_forecast(tmp_path, replace(FORECAST, checkpoint_bytes=2**30), config))
-
-
 def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:
-    place = tmp_path / "scratch disk"
-    mounts = tmp_path / "mounts"
+    place, mounts = tmp_path / "scratch disk", tmp_path / "mounts"
     mounts.write_text(MOUNTS.format(scratch=str(place).replace(" ", "\\040"), kind=kind, options=options))
     return local_locks(place / folder, mounts)
 
@@ -75,23 +73,19 @@ def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") 
         ("nfs4", "vers=4.2,local_lock=flock,addr=10.0.0.1", "local_lock=flock"),
         ("nfs4", "vers=4.2,local_lock=all,addr=10.0.0.1", "local_lock=all"),
         ("nfs", "vers=3,nolock,local_lock=none", "nolock"),
-        ("lustre", "checksum,flock,user_xattr", None),
-        ("nfs4", "vers=4.2,local_lock=none", None),
-        ("nfs", "vers=3,local_lock=posix", None),
-        ("ext4", "localflock", None),
     ],
 )
 def test_locks_of_one_host(tmp_path, kind, options, named):
-    found = problem(tmp_path, kind, options)
-    assert (found is None) == (named is None)
-    if found is not None:
-        said(found)
+    said(problem(tmp_path, kind, options))
     assert problem(tmp_path, kind, options, "../elsewhere") is None
 
 
-def test_the_mounts_of_this_machine_and_none_at_all(tmp_path):
-    assert local_locks(tmp_path) is None
-    assert local_locks(tmp_path, tmp_path / "none") is None
+def test_locks_of_all_hosts(tmp_path):
+    assert problem(tmp_path, "lustre", "checksum,flock,user_xattr") is None
+    assert problem(tmp_path, "nfs4", "vers=4.2,local_lock=none") is None
+    assert problem(tmp_path, "nfs", "vers=3,local_lock=posix") is None
+    assert problem(tmp_path, "ext4", "localflock") is None
+    assert local_locks(tmp_path) is local_locks(tmp_path, tmp_path / "none") is None
 
 
 def answer(place: Path) -> str:
@@ -151,15 +145,11 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("shared", 0, OTHER_GROUP, 0o2775),  # an administrator has chosen the group
         ("shared", 61234, GROUP, 0o2770),  # the owner is the head of a project
-        ("shared", 61234, OTHER_GROUP, 0o2775),
-        ("shared", 61234, GROUP, 0o755),
-        ("shared/work", 61233, GROUP, 0o2775),
-        ("shared/work", 61233, OTHER_GROUP, 0o2755),
+        *(("shared", 61234, OTHER_GROUP, 0o2775), ("shared", 61234, GROUP, 0o755)),
+        *(("shared/work", 61233, GROUP, 0o2775), ("shared/work", 61233, OTHER_GROUP, 0o2755)),
         # other users can add files to the folder, but cannot replace any
-        ("shared/work", 61233, OTHER_GROUP, 0o3775),
-        ("shared/work", 61233, OTHER_GROUP, 0o775),
-        ("shared/work/run", 61233, OTHER_GROUP, 0o1775),
-        ("shared/work/run", 61234, GROUP, 0o2775),
+        *(("shared/work", 61233, OTHER_GROUP, 0o3775), ("shared/work", 61233, OTHER_GROUP, 0o775)),
+        *(("shared/work/run", 61233, OTHER_GROUP, 0o1775), ("shared/work/run", 61234, GROUP, 0o2775)),
         ("shared/work/run", 0, 0, 0o755),
     ],
 )
@@ -186,12 +176,9 @@ def test_a_link_on_the_way_is_judged_with_the_folders_it_leads_through(tmp_path)
     refuse_foreign(tmp_path / "mine/run", "go away")
     with pytest.raises(UsageError, match="theirs belongs to user 61234, who could replace link/run"):
         refuse_foreign(tmp_path / "link/run", "go away")
-
-
-def test_links_that_lead_in_a_circle(tmp_path):
-    (tmp_path / "link").symlink_to("../" + tmp_path.name + "/link")
+    (tmp_path / "circle").symlink_to("../" + tmp_path.name + "/circle")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        refuse_foreign(tmp_path / "link", "go away")
+        refuse_foreign(tmp_path / "circle", "go away")
 
 
 def in_user_namespace(place: Path) -> str:
@@ -228,8 +215,7 @@ def test_in_a_container_that_does_not_know_whose_the_root_is(monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_the_folder_of_runs_is_for_its_owner_to_change(tmp_path, monkeypatch, umask):
-    monkeypatch.chdir(tmp_path)
+def test_the_folder_of_runs_is_for_its_owner_to_change(umask):
     before = os.umask(umask)
     try:
         with new_folder("mine", None) as (folder, _):
@@ -270,11 +256,6 @@ def test_a_folder_that_everybody_can_write_to(tmp_path, mode):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_new_folder_where_only_its_owner_can_rename_it(tmp_path):
-    tmp_path.chmod(0o1777)
-    assert (create(tmp_path / "deep" / "run").stat().st_mode & 0o777) == 0o700
-
-
 def test_a_new_folder_that_everybody_could_replace(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -283,6 +264,8 @@ def test_a_new_folder_that_everybody_could_replace(tmp_path):
         with pytest.raises(UsageError, match="every user can write to open, and could replace"):
             create(folder)
     assert list((tmp_path / "open").iterdir()) == []
+    tmp_path.chmod(0o1777)  # only the owner can rename a folder here
+    assert (create(tmp_path / "deep" / "run").stat().st_mode & 0o777) == 0o700
 
 
 @pytest.mark.parametrize("is_cwd", [True, False])
@@ -316,64 +299,56 @@ def test_new_folders_count_up(tmp_path):
 
 def test_copy_of_a_checkpoint_is_published_by_a_rename(tmp_path):
     source, target = RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
-    for run in (source, target):
-        run.checkpoints_dir.mkdir(parents=True)
-    (source.checkpoint_dir(5) / "rank-0").mkdir(parents=True)
-    (source.checkpoint_dir(5) / "rank-0" / "data").write_text("x")
+    target.checkpoints_dir.mkdir(parents=True)
+    write(source.checkpoint_dir(5), "rank-0/data")
     assert copy_checkpoint(source.checkpoint_dir(5), target) == target.checkpoint_dir(5)
-    assert (target.checkpoint_dir(5) / "rank-0" / "data").read_text() == "x"
-    assert [path.name for path in target.checkpoints_dir.iterdir()] == ["step-00000005"]
+    assert content(target.checkpoints_dir) == {"step-00000005/rank-0/data": "rank-0/data"}
 
 
-def test_a_held_folder_is_followed_also_with_its_parents(tmp_path, monkeypatch):
+@pytest.fixture
+def held(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "runs" / "mine")
     run.path.mkdir(parents=True)
+    run.provenance_file.write_text("{}")
     run.hold()
+    return run
+
+
+def test_a_held_folder_is_followed_also_with_its_parents(held, tmp_path, monkeypatch):
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert run.follow()
-    assert run.path == tmp_path / "elsewhere" / "mine"
-    assert not run.follow()
-
-    def stale(path: Path, **_: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
+    assert held.follow()
+    assert not held.follow()
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", stale)
-        assert not run.follow(), "a file system that does not answer has moved nothing"
-    assert run.path == tmp_path / "elsewhere" / "mine"
+        patch.setattr(Path, "stat", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        assert not held.follow(), "a file system that does not answer has moved nothing"
+    assert held.path == tmp_path / "elsewhere" / "mine"
 
 
 @pytest.mark.parametrize("code", [None, errno.ESTALE, errno.ENOENT])
-def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(tmp_path, monkeypatch, code):
-    run = RunDir(tmp_path / "mine")
-    run.path.mkdir()
-    run.provenance_file.write_text("{}")
-    run.hold()
+def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(held, monkeypatch, code):
+    path = held.path
     if code is not None:  # the error is like one for a folder that another host has deleted
         monkeypatch.setattr(os, "fstat", Mock(side_effect=OSError(code, "")))
-        assert not run.follow()
-        assert not run.was_replaced, "after a restart of its server, every folder may be stale"
-    run.provenance_file.unlink()
-    run.path.rmdir()
-    assert not run.follow()
-    assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
-    run.path.mkdir()
-    assert not run.follow()
-    assert run.was_replaced
-    assert not run.events_file.parent.exists()
+        assert not held.follow()
+        assert not held.was_replaced, "after a restart of its server, every folder may be stale"
+    held.provenance_file.unlink()
+    path.rmdir()
+    assert not held.follow()
+    assert (held.path, held.was_replaced) == (path, False)
+    path.mkdir()
+    assert not held.follow()
+    assert held.was_replaced
+    assert not held.events_file.parent.exists()
 
 
-def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path):
-    run = RunDir(tmp_path / "mine")
-    for folder in (run.path, tmp_path / "other"):
-        folder.mkdir()
-    run.provenance_file.write_text("{}")
-    run.hold()
-    run.provenance_file.rename(tmp_path / "other" / "provenance.json")
-    run.path.rmdir()
-    (tmp_path / "other").rename(run.path)
-    assert not run.follow()
-    assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
+def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(held, tmp_path):
+    path, other = held.path, tmp_path / "other"
+    other.mkdir()
+    held.provenance_file.rename(other / "provenance.json")
+    path.rmdir()
+    other.rename(path)
+    assert not held.follow()
+    assert (held.path, held.was_replaced) == (path, False)
 
 
 def test_one_of_two_commands_gets_an_empty_folder(tmp_path):
@@ -390,30 +365,19 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_it_comes_when_the_block_is_over():
-    done = []
+def test_ctrl_c_is_deferred_to_the_end_of_the_block_but_a_second_one_is_not():
+    done, before = [], signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         with defer_sigint():
             interrupt()
             done.append("all of it")
         done.append("what comes after")
-    assert done == ["all of it"]
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-
-
-def test_a_second_one_comes_at_once():
-    done = []
     with pytest.raises(KeyboardInterrupt), defer_sigint():  # noqa: PT012
         interrupt()
         done.append("so far")
         interrupt()
         done.append("not here")
-    assert done == ["so far"]
-
-
-def test_without_one_nothing_is_different():
-    before = signal.getsignal(signal.SIGINT)
+    assert done == ["all of it", "so far"]
     with defer_sigint():
         pass
     with pytest.raises(ValueError, match="no"), defer_sigint():
@@ -421,13 +385,10 @@ def test_without_one_nothing_is_different():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_where_it_is_ignored_it_stays_so():
+def test_an_ignored_ctrl_c_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    done = []
     with defer_sigint():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         interrupt()
         interrupt()
-        done.append("all of it")
-    assert done == ["all of it"]
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import git, write
+from tests.support.folders import commit, git, write
 from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
@@ -18,12 +18,10 @@ from trainkit.launch.source_tree import SourceTree, looks_like_source, pattern_t
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repo"
-    folder.mkdir()
-    git(folder, "init", "-b", "trunk")
     write(folder, "tracked.py", "pkg/deep/module.py", "gone.py")
     (folder / ".gitignore").write_text("ignored/\n*.log\n")
-    git(folder, "add", ".")
-    git(folder, "commit", "-m", "first")
+    git(folder, "init", "-b", "trunk")
+    commit(folder)
     (folder / "gone.py").unlink()
     write(folder, "untracked.py", "ignored/data.bin", "out.log")
     return folder
@@ -70,8 +68,7 @@ def test_nothing_of_runs(repository):
     copy = make_run(repository / "out" / "first") / "code"
     write(copy, "tracked.py")
     git(copy, "init")
-    git(copy, "add", ".")
-    git(copy, "commit", "-m", "copied")
+    commit(copy)
     assert set(known(repository, mine).files) == expected
 
 
@@ -115,43 +112,30 @@ def test_repository_of_somebody_else(repository, monkeypatch):
 
 class TestPatterns:
     def test_what_looks_like_sources(self, tmp_path):
-        write(tmp_path, "train.py", "conf/a.yaml", "Makefile", "run.sh", "README.md", "pkg/_C.so")
-        write(tmp_path, "data.bin", "model.pt", ".hidden/x.py", "node_modules/x.json", "pkg/__pycache__/x.py")
-        write(
-            tmp_path, "venv/pyvenv.cfg", "venv/lib/x.py", "env/conda-meta/x.json", "runs/x.py", "wandb/x.yaml"
-        )
+        sources = ["Makefile", "README.md", "conf/a.yaml", "pkg/_C.so", "run.sh", "train.py"]
+        others = ["data.bin", "model.pt", ".hidden/x.py", "node_modules/x.json", "pkg/__pycache__/x.py"]
+        others += ["venv/pyvenv.cfg", "venv/lib/x.py", "env/conda-meta/x.json", "runs/x.py", "wandb/x.yaml"]
+        write(tmp_path, *sources, *others)
         tree = pattern_tree(str(tmp_path), "/nowhere")
         assert (tree.root, tree.kind, tree.left_out) == (str(tmp_path), "pattern", [])
-        assert sorted(tree.files) == [
-            "Makefile",
-            "README.md",
-            "conf/a.yaml",
-            "pkg/_C.so",
-            "run.sh",
-            "train.py",
-        ]
+        assert sorted(tree.files) == sources
 
     def test_nothing_of_runs(self, tmp_path):
         write(tmp_path, "a.py", "mine/b.py")
         make_run(tmp_path / "old")
         assert list(pattern_tree(str(tmp_path), str(tmp_path / "mine")).files) == ["a.py"]
 
-    def test_secrets_large_files_and_links(self, tmp_path, monkeypatch):
+    def test_secrets_large_files_links_and_what_is_no_file(self, tmp_path, monkeypatch):
         monkeypatch.setattr(source_tree, "MAX_FILE_BYTES", 1000)
         write(tmp_path, "a.py", ".env", "sub/key.pem", "small.json")
         (tmp_path / "large.json").write_bytes(b"x" * 1001)
         (tmp_path / "data").symlink_to("/data")
-        tree = pattern_tree(str(tmp_path), "/nowhere")
-        assert sorted(tree.files) == ["a.py", "data", "small.json"]
-        said("\n".join(f"{name}: {why}" for name, why in sorted(tree.left_out)))
-
-    def test_what_is_no_file(self, tmp_path):
         os.mkfifo(tmp_path / "pipe.py")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / "socket.py"))
             tree = pattern_tree(str(tmp_path), "/nowhere")
-        assert tree.files == {}
-        said("\n".join(f"{name}: {why}" for name, why in tree.left_out))
+        assert sorted(tree.files) == ["a.py", "data", "small.json"]
+        said("\n".join(f"{name}: {why}" for name, why in sorted(tree.left_out)))
 
     def test_no_project(self, tmp_path, monkeypatch):
         monkeypatch.setattr(source_tree, "MAX_SEARCHED", 10)

@@ -1,11 +1,10 @@
 """Tests that trials are checked before anything is written, and that one script serves all of them."""
 
 import json
-import subprocess
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -63,11 +62,8 @@ def test_problems_are_cut_off(tmp_path):
 @pytest.mark.parametrize(
     "values",
     [
-        {"resources.nodes": 2},
-        {"resources.mem": "8G"},
-        {"resources.clusters": ["east", "west"]},
-        {"launch.modules": ["cuda"]},
-        {"requeue.grace_s": 60},
+        *({"resources.nodes": 2}, {"resources.mem": "8G"}, {"resources.clusters": ["east", "west"]}),
+        *({"launch.modules": ["cuda"]}, {"requeue.grace_s": 60}),
         {"device": "cuda", "resources.gpus_per_node": 1},
     ],
     ids=str,
@@ -83,37 +79,31 @@ def test_layouts_may_differ_where_the_job_does_not(tmp_path):
     assert [trial.plan.layout.dp_shard for trial in planned(tmp_path, trials)] == [1, 1, 1]
 
 
-def test_the_script_finds_the_run_of_its_task(tmp_path):
-    folder = tmp_path / "a b;'$(touch x)"
+def make_group_in(folder: Path) -> RunGroup:
     folder.mkdir()
-    group = make_group(folder, LRS)
+    return make_group(folder, LRS)
+
+
+def test_the_script_finds_the_run_of_its_task(tmp_path):
+    group = make_group_in(tmp_path / "a b;'$(touch x)")
     lines = group.script_file.read_text().splitlines()
     assert "#SBATCH --array=0-2" in lines
     assert f'#SBATCH --output="{group.logs_dir}/%a.log"' in lines
     assert lines.count('    "$run"') == 1
     (assignment,) = [line for line in lines if line.startswith("run=")]
     bash = f'{assignment}\nprintf %s "$run"'
-    environ = {"SLURM_ARRAY_TASK_ID": "2"}
-    done = run_program("bash", "-c", bash, env=environ, check=True)
-    assert done.stdout == str(group.run(2).path)
-    assert subprocess.run(["bash", "-c", bash], env={}, capture_output=True, check=False).returncode != 0
+    assert run_program("bash", "-c", bash, env={"SLURM_ARRAY_TASK_ID": "2"}).stdout == str(group.run(2).path)
+    assert run_program("bash", "-c", bash, env={}).returncode != 0
     whole = run_program("bash", "-n", group.script_file)
     assert (whole.returncode, whole.stderr) == (0, "")
 
 
-def test_percent_signs_of_the_folder_are_not_slurms(tmp_path):
-    folder = tmp_path / "100%a"
-    folder.mkdir()
-    text = make_group(folder, LRS).script_file.read_text()
+def test_percent_signs_and_backslashes_of_the_folder(tmp_path):
+    text = make_group_in(tmp_path / "100%a").script_file.read_text()
     assert f"#SBATCH --output={tmp_path}/100%%a/group/logs/%a.log" in text
-
-
-def test_a_backslash_would_give_all_tasks_one_log(tmp_path):
-    folder = tmp_path / "a\\b"
-    folder.mkdir()
-    with pytest.raises(UsageError, match="contains a backslash, so Slurm"):
-        make_group(folder, LRS)
-    assert not (folder / "group").exists()
+    with pytest.raises(UsageError, match="contains a backslash, so Slurm"):  # all tasks would have one log
+        make_group_in(tmp_path / "a\\b")
+    assert not (tmp_path / "a\\b" / "group").exists()
 
 
 def test_variables_that_differ_are_not_in_the_script(tmp_path):
@@ -126,12 +116,16 @@ def test_variables_that_differ_are_not_in_the_script(tmp_path):
     assert group.trials[1].plan == {"env.OWN": "1"}
 
 
-def test_the_record_is_what_was_asked(tmp_path):
-    record = read_json(make_group(tmp_path, LRS).sweep_file)
+def test_the_record_is_what_was_asked_and_its_folder_is_taken(tmp_path):
+    group = make_group(tmp_path, LRS)
+    before, record = group.sweep_file.read_bytes(), read_json(group.sweep_file)
     assert (record["version"], record["name"], record["job_id"]) == (1, "small", "12")
     assert record["keys"] == ["optimizer.lr"]
     assert [trial["values"] for trial in record["points"]] == list(LRS.values())
     assert record["points"][0] == {"index": 0, "values": {"optimizer.lr": 0.1}}
+    with pytest.raises(UsageError, match="already contains a group of runs"):
+        make_group(tmp_path, LRS)
+    assert group.sweep_file.read_bytes() == before
 
 
 def test_no_secret_reaches_the_record(tmp_path, monkeypatch):
@@ -139,14 +133,6 @@ def test_no_secret_reaches_the_record(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"the value of HF_TOKEN would be written into .*sweep\.json"):
         make_group(tmp_path, {0: {"launch.env": {"X": "1"}}, 1: {"launch.env": {"X": "hf_abcdefgh12345"}}})
     assert not (tmp_path / "group").exists()
-
-
-def test_a_folder_that_is_taken(tmp_path):
-    group = make_group(tmp_path, LRS)
-    before = group.sweep_file.read_bytes()
-    with pytest.raises(UsageError, match="already contains a group of runs"):
-        make_group(tmp_path, LRS)
-    assert group.sweep_file.read_bytes() == before
 
 
 def test_the_same_script_whenever_it_is_asked_for(tmp_path):
@@ -159,19 +145,13 @@ def test_the_same_script_whenever_it_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("error", "is_kept"),
     [
-        (SlurmRefused("no"), False),
-        (SlurmUnreachable("away"), False),
+        *((SlurmRefused("no"), False), (SlurmUnreachable("away"), False), (OSError("disk"), False)),
         (SlurmUnreachable("lost", may_have_arrived=True), True),
-        (OSError("disk"), False),
     ],
 )
 def test_a_group_that_slurm_does_not_take_leaves_no_trace(tmp_path, monkeypatch, error, is_kept):
     group = make_group(tmp_path, LRS, job_id=None)
-
-    def refuse(*args: object, **more: object) -> str:
-        raise error
-
-    monkeypatch.setattr(group_parts, "submit_script", refuse)
+    monkeypatch.setattr(group_parts, "submit_script", Mock(side_effect=error))
     monkeypatch.setattr(group_parts, "show_config", dict)
     with pytest.raises(type(error)):
         start_group(group)
@@ -194,9 +174,8 @@ def plan(trials: Iterable[LoadedTrial], array: ArraySpec | None) -> Submission:
 @pytest.fixture
 def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigRequest:
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(
-        "extends: quickstart.yaml\nname: many\ndevice: cpu\nlaunch: {snapshot: false}\n"
-    )
+    text = "extends: quickstart.yaml\nname: many\ndevice: cpu\nlaunch: {snapshot: false}\n"
+    Path("run.yaml").write_text(text)
     target = Target("sbatch", "a test", Cluster("unknown"))
     monkeypatch.setattr("trainkit.launch.plan_run.make_target", lambda loaded: target)
     return ConfigRequest("run.yaml", None, (), {})
@@ -211,25 +190,15 @@ SEEDS = "optimizer.lr=0.1,0.2,-1", "seed=" + ",".join(map(str, range(5)))
 def test_points_that_differ_only_in_the_seed_are_planned_once(
     request_of_config, monkeypatch, sweeps, array, num_plans, num_loads
 ):
-    calls: dict[str, int] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def counting(*args: Any, **more: Any) -> Any:
-            calls[name] += 1
-            return original(*args, **more)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    count(submission, "plan_run")
-    count(ConfigRequest, "load")
+    plans, loads = Mock(wraps=plan_run), Mock(wraps=ConfigRequest.load)
+    monkeypatch.setattr(submission, "plan_run", plans)
+    monkeypatch.setattr(ConfigRequest, "load", lambda *args, **more: loads(*args, **more))
     spec, found = group_trials(request_of_config, TRAINER, sweeps, array)
     loaded = [trial for trial in found if trial.values.get("optimizer.lr") != -1]
-    assert calls["load"] == num_loads
+    assert loads.call_count == num_loads
     made = plan(loaded, spec)
     trials = made.trials
-    assert calls["plan_run"] == num_plans
+    assert plans.call_count == num_plans
     assert [trial.values for trial in trials] == [trial.values for trial in loaded]
     for trial in trials[:: len(trials) - 1]:
         flags = {key: (f"--sweep {key}={value}", value) for key, value in trial.values.items()}
@@ -265,9 +234,7 @@ def test_arrays(text, indices, limit, directive):
     assert (spec.indices, spec.limit, spec.directive) == (indices, limit, directive)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a-b", "0-9%", "0-9%0", "0-9%x", "1,1", "0-3,2", "9-0", "0-200000", "-1"]
-)
+@pytest.mark.parametrize("text", ["", "a-b", "0-9%", "0-9%0", "0-9%x", "1,1", "0-3,2", "9-0", "0-200000"])
 def test_no_arrays(text):
     with pytest.raises(UsageError) as caught:
         parse_array(text)

@@ -9,14 +9,14 @@ def rank_0(attempt):
     return [attempt.rank_log(0)]
 
 
-def make_run(tmp_path):
+@pytest.fixture
+def run(tmp_path):
     run = RunDir(tmp_path)
     run.attempt(1).create()
     return run
 
 
-def test_over_all_attempts(tmp_path):
-    run = make_run(tmp_path)
+def test_over_all_attempts(run):
     run.attempt(1).rank_log(0).write_text("a\nb\n")
     write_json(run.attempt(1).end_file, {"action": "requeue"})
     run.attempt(2).create()
@@ -28,8 +28,7 @@ def test_over_all_attempts(tmp_path):
     assert [line for _, line in follow(run, 1, rank_0, lambda: True, last=1)] == ["b", "c"]
 
 
-def test_what_is_written_while_following(tmp_path):
-    run = make_run(tmp_path)
+def test_what_is_written_while_following(run):
     steps = iter(["a\n", "b\nc", None])
 
     def alive():
@@ -43,13 +42,15 @@ def test_what_is_written_while_following(tmp_path):
     assert [line for _, line in follow(run, 1, rank_0, alive)] == ["a", "b", "c"]
 
 
-def test_when_a_run_is_over(tmp_path):
-    run = make_run(tmp_path)
-    assert [run_is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
-    write_json(run.attempt(1).end_file, {"action": "requeue"})
-    assert [run_is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
-    write_json(run.attempt(1).end_file, {"action": "failed"})
-    assert [run_is_over(run, alive) for alive in (True, None, False)] == [True, True, True]
+def test_when_a_run_is_over(run):
+    for action, expected in (
+        (None, (False, False, True)),
+        ("requeue", (False, False, True)),
+        ("failed", (True,) * 3),
+    ):
+        if action is not None:
+            write_json(run.attempt(1).end_file, {"action": action})
+        assert tuple(run_is_over(run, alive) for alive in (True, None, False)) == expected
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,8 @@ def test_last_lines(tmp_path, text, count, expected):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (b'{"loss": NaN, "step": 1}', {"loss": None, "step": 1}),
-        (b'{"loss": -Infinity}', {"loss": None}),
-        (b'{"loss": 1', None),
-        (b"[1]", None),
-        (b"\xff\x00", None),
-        (b"[" * 100_000, None),
+        *((b'{"loss": NaN, "step": 1}', {"loss": None, "step": 1}), (b'{"loss": -Infinity}', {"loss": None})),
+        *((text, None) for text in (b'{"loss": 1', b"[1]", b"\xff\x00", b"[" * 100_000)),
     ],
 )
 def test_a_record_is_a_json_object(line, expected):

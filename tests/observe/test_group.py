@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,9 +34,12 @@ LRS = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(4)}
 
 def jobs(**states: JobState) -> dict[str, SlurmJob]:
     """Return Slurm's answer about tasks, which are named by `_INDEX`."""
-    return {
-        f"12{task}": SlurmJob(f"12{task}", state, slurm_state=state.name) for task, state in states.items()
-    }
+    return {f"12{task}": SlurmJob(f"12{task}", one, slurm_state=one.name) for task, one in states.items()}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> RunGroup:
+    return make_group(tmp_path, LRS)
 
 
 def status(group: RunGroup, known: dict[str, SlurmJob] | None) -> GroupStatus:
@@ -60,8 +64,7 @@ def ended(run: RunDir, state: str, best: float | None = None, attempt: int = 1, 
     write_json(run.attempt(attempt).end_file, end)
 
 
-def test_points_without_a_folder_are_what_slurm_says(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_points_without_a_folder_are_what_slurm_says(group: RunGroup) -> None:
     known = jobs(_0=JobState.PENDING, _1=JobState.RUNNING, _2=JobState.FAILED, _3=JobState.CANCELLED)
     assert states(group, known) == ["pending", "starting", "died", "cancelled"]
     assert [trial.job_id for trial in status(group, known).trials] == ["12_0", "12_1", "12_2", "12_3"]
@@ -71,8 +74,7 @@ def test_points_without_a_folder_are_what_slurm_says(tmp_path: Path) -> None:
     assert "will never start" in str(status(group, known).trials[0].reason)
 
 
-def test_what_is_forgotten_is_not_taken_for_finished(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_what_is_forgotten_is_not_taken_for_finished(group: RunGroup) -> None:
     started(group, 0)
     known = jobs(_0=JobState.UNKNOWN, _1=JobState.UNKNOWN, _2=JobState.CANCELLED, _3=JobState.RUNNING)
     assert states(group, known) == ["died", "died", "cancelled", "starting"]
@@ -80,8 +82,7 @@ def test_what_is_forgotten_is_not_taken_for_finished(tmp_path: Path) -> None:
     assert states(group, known) == ["died", "cancelled", "cancelled", "starting"]
 
 
-def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_points_that_run_and_that_have_ended(group: RunGroup) -> None:
     ended(started(group, 0), "finished", 2.5)
     running = started(group, 1)
     append_jsonl(running.metrics_file, {"step": 1, "loss": 3.0})
@@ -98,27 +99,18 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 
-def test_points_that_have_run_for_long_take_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = make_group(tmp_path, LRS)
+def test_points_that_have_run_for_long_take_no_longer(group: RunGroup, monkeypatch) -> None:
     for index in LRS:
         metrics = "".join(f'{{"attempt": 1, "step": {step}, "loss": 2.5}}\n' for step in range(5000))
         started(group, index).metrics_file.write_text(metrics)
-    loads, parsed = json.loads, []
-
-    def counting(text: Any) -> Any:
-        parsed.append(1)
-        return loads(text)
-
-    monkeypatch.setattr(json, "loads", counting)
+    parsed = Mock(wraps=json.loads)
+    monkeypatch.setattr(json, "loads", parsed)
     seen = status(group, jobs(**{f"_{index}": JobState.RUNNING for index in LRS}))
     assert [trial.best for trial in seen.trials] == [Best("loss", 2.5, 4999)] * 4
-    assert len(parsed) < 100
+    assert parsed.call_count < 100
 
 
-def test_a_copy_of_a_group_has_ended_too(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_a_copy_of_a_group_has_ended_too(group: RunGroup, tmp_path: Path) -> None:
     ended(started(group, 0), "finished")
     copy = shutil.copytree(group.path, tmp_path / "copy", symlinks=True)
     latest = copy / "0/attempts/latest"
@@ -127,23 +119,17 @@ def test_a_copy_of_a_group_has_ended_too(tmp_path: Path) -> None:
     assert states(RunGroup(copy), None)[0] == "finished"
 
 
-def test_a_loss_counts_where_nothing_was_validated(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_a_loss_counts_where_nothing_was_validated(group: RunGroup) -> None:
     for index, loss in ((0, 3.0), (2, 2.0)):
         best = {"metric": "loss", "value": loss, "step": 9}
-        ended(started(group, index), "finished", best=None)
-        write_json(
-            group.run(index).attempt(1).end_file, {"state": "finished", "action": "finished", "best": best}
-        )
-    found = status(group, jobs()).best
-    assert found.index == 2
+        end = {"state": "finished", "action": "finished", "best": best}
+        write_json(started(group, index).attempt(1).end_file, end)
+    assert status(group, jobs()).best.index == 2
     ended(group.run(0), "finished", 9.0)
-    found = status(group, jobs()).best
-    assert found.index == 0
+    assert status(group, jobs()).best.index == 0
 
 
-def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_a_point_that_was_started_again_on_its_own(group: RunGroup) -> None:
     run = started(group, 0)
     ended(run, "failed")
     with run_lock(run):
@@ -155,31 +141,20 @@ def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
     assert (trial.state, trial.job_id) == ("pending", "99")
 
 
-def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_damaged_and_unreadable_files_are_passed_over(group: RunGroup, monkeypatch) -> None:
     run = started(group, 0)
     run.job_file.write_text('{"attempts": [3')
     run.attempt(1).end_file.write_text("[]")
     (group.path / "99").mkdir()
-    assert states(group, jobs(_0=JobState.RUNNING))[0] == "starting"
-
-
-def test_events_that_cannot_be_read_hide_no_other_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = make_group(tmp_path, LRS)
-    started(group, 0)
     ended(started(group, 1), "finished", 2.0)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
+    known, expected = jobs(_0=JobState.RUNNING, _1=JobState.COMPLETED), ["starting", "finished"]
+    assert states(group, known)[:2] == expected
+    refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("trainkit.observe.group.read_events", refuse)
-    assert states(group, jobs(_0=JobState.RUNNING, _1=JobState.COMPLETED))[:2] == ["starting", "finished"]
+    assert states(group, known)[:2] == expected
 
 
-def test_a_folder_without_a_run_stays_as_it_is(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
+def test_a_folder_without_a_run_stays_as_it_is(group: RunGroup) -> None:
     group.run(0).path.mkdir()
     with pytest.raises(UsageError, match=r"/0 is not a run folder: it has no job.json"):
         create_task_run(group.run(0))
@@ -258,10 +233,8 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     away: list[str] = []
 
     def query(ids: Sequence[str]) -> tuple[dict[str, SlurmJob], dict[str, SlurmUnreachable]]:
-        answered = (job for job in ids if job.partition(";")[2] not in away)
-        return {job: (here | there)[job] for job in answered}, {
-            one: SlurmUnreachable("it is away") for one in away
-        }
+        answered = {job: (here | there)[job] for job in ids if job.partition(";")[2] not in away}
+        return answered, {one: SlurmUnreachable("it is away") for one in away}
 
     monkeypatch.setattr(control_cancel, "query_clusters", query)
     for name in ("cancel_waiting", "cancel"):
@@ -277,7 +250,6 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
             cancel_group(group, now=False, wait=False)
         assert done == ([("cancel_waiting", jobs_there), ("SIGTERM", jobs_there)] if jobs_there else [])
         assert (group.record.cancelled_at is None) == (not jobs_there)
-    _ends, _ = "1 run is saving and will end within 120 s", f"; `trainkit status {group.word}` shows them\n"
     said(capsys.readouterr().err)
     create_task_run(group.run(3))
     assert read_json(group.run(3).job_file)["attempts"][0]["cluster"] == "east"

@@ -1,6 +1,5 @@
 """Runs commands on runs with changed files: changes that once broke a command, and random changes."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from benchmarks.mutated_runs import NEIGHBOUR, READING, make_project, typed
 from benchmarks.run_mutations import DEEP, LONG, Change, put_in_place, replace_value
 from tests.support.said import said
 from trainkit.cli.main import main
+from trainkit.run.files import append_jsonl
 from trainkit.run.registry import index_file
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,9 @@ FOUND = (
     ("bench", "bench.json", None, ("runs", 1, "values"), {"a": [1]}),
 )
 """Changes of a value that once made a command end with an exception."""
+MANIFEST = "checkpoints/step-00000006/manifest.json"
+RESUME = ["resume", "runs/finished", "--set", "train.steps=9"]
+SUBMIT = ["submit", "runs/command-crashed", "--dry-run"]
 HOSTILE = (
     ("finished", "metrics.jsonl", "a folder"),
     ("finished", "metrics.jsonl", "zeros"),
@@ -84,9 +87,7 @@ def faults(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "file", "line", "place", "value"), FOUND)
-def test_a_change_that_once_broke_a_command(
-    project: Path, name: str, file: str, line: int | None, place: tuple[str | int, ...], value: object
-) -> None:
+def test_a_change_that_once_broke_a_command(project: Path, name, file, line, place, value) -> None:
     replace_value(project / "runs" / name, Change(Path(file), line, place), value)
     assert faults(name) == []
 
@@ -104,20 +105,18 @@ def test_a_few_hundred_changes() -> None:
     assert re.search(r"300 changes of 16 runs, 600 commands, 0 faults, 0 hangs", done.stdout)
 
 
-def test_a_checkpoint_of_another_version(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change = Change(Path("checkpoints/step-00000006/manifest.json"), None, ("model", "vocab_size"))
-    replace_value(project / "runs/finished", change, 0)
-    assert main(["resume", "runs/finished", "--set", "train.steps=9"]) == 2
-    shown = capsys.readouterr().err
-    said(shown)
-
-
-def test_a_copy_of_the_code_that_is_elsewhere(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change = Change(Path("job.json"), None, ("code", "workdir"))
-    replace_value(project / "runs/command-crashed", change, "/")
-    assert main(["submit", "runs/command-crashed", "--dry-run"]) == 2
-    shown = capsys.readouterr().err
-    said(shown)
+@pytest.mark.parametrize(
+    ("name", "change", "value", "words"),
+    [
+        ("finished", Change(Path(MANIFEST), None, ("model", "vocab_size")), 0, RESUME),
+        ("command-crashed", Change(Path("job.json"), None, ("code", "workdir")), "/", SUBMIT),
+    ],
+    ids=["a checkpoint of another version", "a copy of the code that is elsewhere"],
+)
+def test_what_a_command_refuses(project: Path, capsys, name, change, value, words) -> None:
+    replace_value(project / "runs" / name, change, value)
+    assert main(words) == 2
+    said(capsys.readouterr().err)
 
 
 def test_a_dry_run_of_prune_takes_no_lock(project: Path) -> None:
@@ -143,19 +142,11 @@ def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("path", ["/a\0b", "/" + "x" * 300, "\ud800", "~nobody/x", "s3://bucket/run", ""])
-def test_the_index_has_a_path_that_is_none(
-    project: Path, path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_index_has_a_path_that_is_none(project: Path, path: str, capsys) -> None:
     index_file().parent.mkdir(parents=True, exist_ok=True)
-    with index_file().open("a") as stream:
-        stream.write(json.dumps({"time": "2026-01-01T12:00:00.000Z", "name": "x", "path": path}) + "\n")
-    for line in (
-        ["status"],
-        ["status", "--json"],
-        ["status", "finished"],
-        ["logs", "finished", "--lines", "1"],
-    ):
-        assert main(line) == 0
+    append_jsonl(index_file(), {"time": "2026-01-01T12:00:00.000Z", "name": "x", "path": path})
+    for line in ("status", "status --json", "status finished", "logs finished --lines 1"):
+        assert main(line.split()) == 0
     assert "runs/sweep" in capsys.readouterr().out
     assert main(["status", "x"]) == 2
     assert "unknown run 'x'" in capsys.readouterr().err

@@ -79,27 +79,16 @@ def test_a_cell(value: object, shown: str) -> None:
 
 def test_what_is_none_is_left_out() -> None:
     assert Cells(details({"run": "a", "loss": None})).texts == ["run", "a"]
-    assert Cells(table([("run", [0, 1]), ("best", [None, None]), ("loss", [None, 2])])).texts == [
-        *("run", "loss"),
-        *("0", ""),
-        *("1", "2"),
-    ]
+    columns = [("run", [0, 1]), ("best", [None, None]), ("loss", [None, 2])]
+    assert Cells(table(columns)).texts == ["run", "loss", "0", "", "1", "2"]
     assert Cells(table([])).texts == []
-
-
-def test_a_value_is_masked_by_the_name_of_its_column() -> None:
-    assert Cells(table([("api_key", ["hunter22"])])).texts == ["api_key", "***"]
+    assert Cells(table([("api_key", ["hunter22"])])).texts == ["api_key", "***"]  # masked by its name
 
 
 CURVES: list[list[tuple[float, float]]] = [
-    [(1, 1.0), (2, 0.5)],
-    [(1, 1.0), (2, 1.0), (3, 1.0)],
-    [(7, 2.0), (7, 3.0)],
-    [(0, -1e308), (1, 1e308)],
-    [(0, 0.0), (1, 5e-324)],
-    [(step, math.sin(step)) for step in range(1200)],
-    [(2**53, -1.0), (2**53 + 2, -2.0)],
-    [(step, 10.0**-step) for step in range(300)],
+    *([(1, 1.0), (2, 0.5)], [(1, 1.0), (2, 1.0), (3, 1.0)], [(7, 2.0), (7, 3.0)], [(0, -1e308), (1, 1e308)]),
+    *([(0, 0.0), (1, 5e-324)], [(step, math.sin(step)) for step in range(1200)]),
+    *([(2**53, -1.0), (2**53 + 2, -2.0)], [(step, 10.0**-step) for step in range(300)]),
 ]
 
 
@@ -115,14 +104,11 @@ def test_a_curve_stays_in_its_picture(points: list[tuple[float, float]]) -> None
     assert "currentColor" in drawn  # the curve has the colour of the page, which may be light or dark
 
 
-def test_a_curve_falls_from_the_top_to_the_bottom() -> None:
-    assert 'points="2.0,2.0 118.0,22.0"' in str(sparkline([(1, 9.0), (2, 1.0)], "loss"))
-    assert "loss from 9 to 1" in str(sparkline([(1, 9.0), (2, 1.0)], "loss"))
-
-
-@pytest.mark.parametrize("points", [[], [(1, 1.0)]])
-def test_less_than_two_points_are_no_curve(points: list[tuple[float, float]]) -> None:
-    assert sparkline(points, "loss") is None
+def test_a_curve_falls_from_the_top_to_the_bottom_and_has_two_points() -> None:
+    drawn = str(sparkline([(1, 9.0), (2, 1.0)], "loss"))
+    assert 'points="2.0,2.0 118.0,22.0"' in drawn
+    assert "loss from 9 to 1" in drawn
+    assert sparkline([], "loss") is sparkline([(1, 1.0)], "loss") is None
 
 
 class Raises:
@@ -161,20 +147,14 @@ def test_a_result_whose_repr_is_broken_or_long_leaves_the_table() -> None:
 
 
 def group(num_trials: int, num_keys: int = 1, state: str = "finished", **values: object) -> GroupStatus:
-    keys = [f"key{number}" for number in range(num_keys)]
-    points = [
-        TrialStatus(
-            index,
-            {**dict.fromkeys(keys, index), **values},
-            "failed" if index == num_trials - 1 else state,
-            "rank 0: <b>LookupError</b>" if index == num_trials - 1 else None,
-            None,
-            Best("val_loss", 1 / (index + 1), 5),
-            f"/runs/{index}",
-            written={**dict.fromkeys(keys, index), **values},
-        )
-        for index in range(num_trials)
-    ]
+    """Return a group whose last trial has failed."""
+    keys, last = [f"key{number}" for number in range(num_keys)], num_trials - 1
+    points = []
+    for index in range(num_trials):
+        written = {**dict.fromkeys(keys, index), **values}
+        ended = ("failed", "rank 0: <b>LookupError</b>") if index == last else (state, None)
+        best = Best("val_loss", 1 / (index + 1), 5)
+        points.append(TrialStatus(index, written, *ended, None, best, f"/runs/{index}", written=written))
     named = [*keys, *values]
     return GroupStatus("lr <sweep>", "/runs", None, "", named, 1, 1, None, points, Ranking("val_loss"))
 

@@ -7,6 +7,7 @@ import math
 import re
 from datetime import datetime, timezone
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,6 @@ from trainkit.observe.ranking import (
     MAX_NAMED,
     MAX_NAMES,
     MORE,
-    Measured,
     Ranking,
     UnknownMetricError,
     asked_metric,
@@ -102,6 +102,9 @@ NAN: list[Curves | None] = [  # printed by nan.py with lr=0.01,0.1,0.3
 ]
 
 
+MAX_ACCURACY = ("accuracy", "BEST ACCURACY (max)")
+
+
 @pytest.mark.parametrize(
     ("runs", "asked", "heading", "order", "results"),
     [
@@ -116,44 +119,13 @@ NAN: list[Curves | None] = [  # printed by nan.py with lr=0.01,0.1,0.3
         ([{"val_loss": "1 3"}, {"val_loss": "2 2"}], None, "BEST VAL_LOSS", "01", [1.0, 2.0]),
         ([{"loss": "nan"}, {"loss": "inf"}], None, "LAST LOSS", "01", [None, None]),
         ([{"loss": "1 nan"}, {"loss": "9 9"}], None, "LAST LOSS", "10", [None, 9.0]),
-        # the run has recovered
-        ([{"loss": "1 nan 2"}, {"loss": "9 9"}], None, "LAST LOSS", "01", [2.0, 9.0]),
-        (
-            [{"loss": "1 1", "val_loss": "1 nan"}, {"val_loss": "7 8"}],
-            None,
-            "BEST VAL_LOSS",
-            "10",
-            [None, 7.0],
-        ),
-        (
-            [{"loss": "1 nan", "val_loss": "1 ."}, {"val_loss": "7 8"}],
-            None,
-            "BEST VAL_LOSS",
-            "10",
-            [None, 7.0],
-        ),
-        (
-            [{"accuracy": ".5 .9 .8"}, {"accuracy": ".7 .7"}],
-            "accuracy",
-            "BEST ACCURACY (max)",
-            "01",
-            [0.9, 0.7],
-        ),
-        (
-            [{"accuracy": ".9"}, {"loss": "1"}, None],
-            "accuracy",
-            "BEST ACCURACY (max)",
-            "012",
-            [0.9, None, None],
-        ),
-        ([{"accuracy": ".9 nan"}, {"accuracy": ".1"}], "accuracy", "BEST ACCURACY (max)", "10", [None, 0.1]),
-        (
-            [{"accuracy": ".9 .9", "loss": "1 nan"}, {"accuracy": ".1"}],
-            "accuracy",
-            "BEST ACCURACY (max)",
-            "10",
-            [None, 0.1],
-        ),
+        ([{"loss": "1 nan 2"}, {"loss": "9 9"}], None, "LAST LOSS", "01", [2.0, 9.0]),  # it has recovered
+        ([{"loss": "1", "val_loss": "1 nan"}, {"val_loss": "7"}], None, "BEST VAL_LOSS", "10", [None, 7.0]),
+        ([{"loss": "1 nan", "val_loss": "1 ."}, {"val_loss": "7"}], None, "BEST VAL_LOSS", "10", [None, 7.0]),
+        ([{"accuracy": ".5 .9 .8"}, {"accuracy": ".7 .7"}], *MAX_ACCURACY, "01", [0.9, 0.7]),
+        ([{"accuracy": ".9"}, {"loss": "1"}, None], *MAX_ACCURACY, "012", [0.9, None, None]),
+        ([{"accuracy": ".9 nan"}, {"accuracy": ".1"}], *MAX_ACCURACY, "10", [None, 0.1]),
+        ([{"accuracy": ".9 .9", "loss": "1 nan"}, {"accuracy": ".1"}], *MAX_ACCURACY, "10", [None, 0.1]),
         ([{"val_ppl": "9 8"}, {"val_ppl": "7 9"}], "val_ppl", "BEST VAL_PPL", "10", [8.0, 7.0]),
         ([{"d_loss": "nan nan"}, {"d_loss": "1 2"}], "d_loss", "BEST D_LOSS", "10", [None, 1.0]),
         ([{"größe": "2"}, {"größe": "1"}], "größe", "BEST GRÖSSE", "10", [2.0, 1.0]),
@@ -162,14 +134,7 @@ NAN: list[Curves | None] = [  # printed by nan.py with lr=0.01,0.1,0.3
         ([{"x": "1e308"}, {"x": "-1e308"}], "x", "BEST X", "10", [1e308, -1e308]),
     ],
 )
-def test_one_metric_ranks_a_group(
-    tmp_path: Path,
-    runs: list[Curves | None],
-    asked: str | None,
-    heading: str,
-    order: str,
-    results: list[float | None],
-) -> None:
+def test_one_metric_ranks_a_group(tmp_path, runs, asked, heading, order, results) -> None:
     found = status(group_of(tmp_path, runs), asked)
     assert found.ranking.heading == heading
     assert [trial.score for trial in found.trials] == results
@@ -197,9 +162,7 @@ def test_one_metric_ranks_a_group(
         ({"loss": "1 nan", "accuracy": "1 1"}, "accuracy", 2),
     ],
 )
-def test_since_when_it_has_diverged(
-    tmp_path: Path, curves: Curves, asked: str | None, since: int | None
-) -> None:
+def test_since_when_it_has_diverged(tmp_path, curves, asked, since) -> None:
     group = group_of(tmp_path, [curves, {"loss": "5", "accuracy": "0"}])
     trial = status(group, asked).trials[0]
     assert (trial.state, trial.diverged_since) == ("finished", since)
@@ -211,12 +174,8 @@ def test_since_when_it_has_diverged(
 def test_a_run_that_still_runs_and_one_that_has_not_started(tmp_path: Path) -> None:
     group = group_of(tmp_path, [{"loss": "3"}, None, None])
     started(group, 1, {"loss": "1 nan", "val_loss": "0.5"})
-    trials = status(group).trials
-    assert [(trial.score, trial.diverged_since, trial.step) for trial in trials] == [
-        (3.0, None, None),
-        (None, 2, 2),
-        (None, None, None),
-    ]
+    found = [(trial.score, trial.diverged_since, trial.step) for trial in status(group).trials]
+    assert found == [(3.0, None, None), (None, 2, 2), (None, None, None)]
 
 
 def test_lines_that_are_cut_off_and_other_types(tmp_path: Path) -> None:
@@ -293,16 +252,12 @@ def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
 
 def test_the_metric_of_an_ended_run_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = group_of(tmp_path, [{"f1": ".1 .9"}, {"f1": ".2"}], best_metric="f1", best_mode="max")
-    read: list[Path] = []
-
-    def counted(run: RunDir, ranking: Ranking) -> Measured:
-        read.append(run.path)
-        return measure(run, ranking)
-
+    counted = Mock(wraps=measure)
     monkeypatch.setattr(ranking, "measure", counted)
     for _ in range(3):
         assert [trial.best for trial in status(group).trials] == [Best("f1", 0.9, 2), Best("f1", 0.2, 1)]
-    assert sorted(read) == [group.run(index).path for index in (0, 1)]
+    read = sorted(call.args[0].path for call in counted.call_args_list)
+    assert read == [group.run(index).path for index in (0, 1)]
     with group.run(1).metrics_file.open("a") as stream:
         stream.write('{"step": 2, "f1": 0.95}\n')
     assert status(group).trials[1].best == Best("f1", 0.95, 2)
@@ -325,9 +280,7 @@ def test_no_run_has_the_best_metric_of_the_config_yet(tmp_path: Path) -> None:
         ([(3, "max")], None),
     ],
 )
-def test_configs_that_differ_choose_nothing(
-    configs: list[tuple[object, object]], ranking: Ranking | None
-) -> None:
+def test_configs_that_differ_choose_nothing(configs, ranking) -> None:
     keys = ("checkpoint.best_metric", "checkpoint.best_mode")
     assert config_ranking([dict(zip(keys, values, strict=True)) for values in configs] + [{}]) == ranking
 
@@ -336,15 +289,10 @@ def test_configs_that_differ_choose_nothing(
     ("names", "mode"),
     [
         ("accuracy acc val_accuracy acc1 top5 train/acc valAcc Accuracy eval.f1 F1 F1_macro macro-f1", "max"),
-        (
-            "auc roc_auc auroc mAP bleu BLEU rouge_l val_iou psnr r2 reward mfu tokens_per_s samples_per_s",
-            "max",
-        ),
-        (
-            "loss val_loss d_loss ppl perplexity error accuracy_loss f1_error wer lr grad_norm step_s mae",
-            "min",
-        ),
-        ("accelerate mapping scored x größe 1 _", "min"),
+        ("auc roc_auc auroc mAP bleu BLEU rouge_l val_iou psnr r2 reward mfu tokens_per_s", "max"),
+        ("loss val_loss d_loss ppl perplexity error accuracy_loss f1_error wer lr grad_norm mae", "min"),
+        ("samples_per_s", "max"),
+        ("accelerate mapping scored x größe 1 _ step_s", "min"),
         ("IoU mIoU val/mIoU F1Score f1score rouge1 rouge2 rougeL mAP50 mAP50-95 bleu4 top-1", "max"),
         ("exact_match val_exact-match mrr ndcg ndcg@10 success_rate spearman pearson mcc recall@5", "max"),
         ("RMSE valLoss loss1 top1_error mse2", "min"),
@@ -404,21 +352,17 @@ def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_p
     assert "m0001, m0002" in hint
 
 
-def test_the_hint_of_an_unknown_metric_reads_no_thousand_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[RunDir] = []
-    monkeypatch.setattr("trainkit.observe.ranking.read_steps", lambda run: read.append(run) or ())
+def test_the_hint_of_an_unknown_metric_reads_no_thousand_runs(tmp_path, monkeypatch) -> None:
+    read = Mock(return_value=())
+    monkeypatch.setattr("trainkit.observe.ranking.read_steps", read)
     with pytest.raises(UnknownMetricError):
         rank([RunDir(tmp_path / str(index)) for index in range(100)], "f1", None)
-    assert len(read) == MAX_NAMED
+    assert read.call_count == MAX_NAMED
 
 
 def test_sort_may_be_the_metric_and_no_other_one() -> None:
     assert asked_metric(None, None, ()) is None
-    assert (
-        asked_metric("f1", None, ()) == asked_metric(None, "f1", ()) == asked_metric("f1", "f1", ()) == "f1"
-    )
+    assert {asked_metric(*both, ()) for both in (("f1", None), (None, "f1"), ("f1", "f1"))} == {"f1"}
     with pytest.raises(Exception, match="--sort acc is not a column of runs that are ranked by f1") as error:
         asked_metric("f1", "acc", ("step",))
     said(error.value.hint)

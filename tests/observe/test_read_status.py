@@ -51,17 +51,21 @@ def metrics(run, *ages_s):
         append_jsonl(run.metrics_file, record)
 
 
-@pytest.mark.parametrize(("alive", "state"), [(True, "starting"), (False, "died"), (None, "unknown")])
-def test_without_an_end_only_liveness_tells(run, alive, state):
-    assert status_of(run, alive).state == state
+@pytest.mark.parametrize(
+    ("alive", "first", "second"),
+    [(True, "starting", "requeueing"), (False, "died", "died"), (None, "unknown", "unknown")],
+)
+def test_without_an_end_only_liveness_tells(run, alive, first, second):
+    assert status_of(run, alive).state == first
+    write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue"})
+    assert status_of(run, alive).state == second
 
 
 @pytest.mark.parametrize("alive", [True, False, None])
 @pytest.mark.parametrize("state", ["finished", "stopped", "cancelled", "failed"])
 def test_an_end_that_is_written_is_certain(run, alive, state):
-    write_json(
-        run.attempt(1).end_file, {"state": state, "action": "stopped", "reason": "because", "verdict": None}
-    )
+    end = {"state": state, "action": "stopped", "reason": "because", "verdict": None}
+    write_json(run.attempt(1).end_file, end)
     status = status_of(run, alive)
     assert (status.state, status.reason) == (state, "because")
 
@@ -85,68 +89,63 @@ def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
     assert (seen.state, seen.progress.step, seen.progress.loss) == ("running", 10, 2.0)
 
 
-@pytest.mark.parametrize(("alive", "state"), [(True, "requeueing"), (False, "died"), (None, "unknown")])
-def test_between_two_attempts(run, alive, state):
-    write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue"})
-    assert status_of(run, alive).state == state
+def slurm_job(state=JobState.FAILED, **more):
+    return SlurmJob("7", state, **{"slurm_state": state.name, **more})
+
+
+def submitted(run, **more):
+    """Write the entry of an attempt that is a Slurm job."""
+    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600), **more}
+    write_json(run.job_file, {"attempts": [entry]})
 
 
 def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
     reason = "lost node2; resumes (restart 2)"
     end = {"state": "failed", "action": "requeue", "reason": reason, "summary": "lost node2"}
     write_json(run.attempt(1).end_file, end)
-    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
-    status = status_of(run, False, job)
+    status = status_of(run, False, slurm_job(exit_code=1))
     assert status.state == "died"
     said(status.reason)
 
 
 @pytest.mark.parametrize(("later_s", "is_later"), [(-1, False), (1, False), (30, True)])
 def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_later):
-    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "started_at": ago(0)}
-    write_json(run.job_file, {"attempts": [entry]})
-    began = NOW + timedelta(seconds=later_s)
-    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=1, start_time=began)
-    reason = status_of(run, False, job).reason
-    assert reason.endswith("not restart it") == is_later
+    submitted(run, started_at=ago(0))
+    job = slurm_job(exit_code=1, start_time=NOW + timedelta(seconds=later_s))
+    assert status_of(run, False, job).reason.endswith("not restart it") == is_later
+
+
+KILLED = "the job was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        ({"reason": "JobLaunchFailure", "exit_code": 0, "exit_signal": 9}, "the job was killed by SIGKILL"),
-        ({"reason": "RaisedSignal:9(Killed)", "exit_signal": 9}, "the job was killed by SIGKILL"),
-        ({"exit_signal": 9}, "the job was killed by SIGKILL"),
-        (
-            {"reason": "JobLaunchFailure", "exit_code": 0},
-            "the job could not be launched, for example because",
-        ),
+        ({"reason": "JobLaunchFailure", "exit_code": 0, "exit_signal": 9}, KILLED),
+        *(({"reason": "RaisedSignal:9(Killed)", "exit_signal": 9}, KILLED), ({"exit_signal": 9}, KILLED)),
+        ({"reason": "JobLaunchFailure", "exit_code": 0}, "the job could not be launched, for example"),
         ({"reason": "NonZeroExitCode", "exit_code": 75}, "exit code 75 (state saved)"),
     ],
 )
 def test_how_slurm_ended_a_job(run, end, words):
-    reason = status_of(run, False, SlurmJob("7", JobState.FAILED, slurm_state="FAILED", **end)).reason
-    assert reason.startswith(f"Slurm reports FAILED; {words}")
+    assert status_of(run, False, slurm_job(**end)).reason.startswith(f"Slurm reports FAILED; {words}")
 
 
 @pytest.mark.parametrize("reason", ["JobLaunchFailure", "RaisedSignal:53(Real-time signal 19)", ""])
 def test_a_job_whose_log_slurm_could_not_open(run, reason):
-    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600)}
-    write_json(run.job_file, {"attempts": [entry]})
-    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason=reason, exit_code=0, exit_signal=53)
+    submitted(run)
+    job = slurm_job(reason=reason, exit_code=0, exit_signal=53)
     status = status_of(run, False, job)
     words = "Slurm reports FAILED; Slurm could not open the log of the job and did not start the job"
-    assert (status.state, status.reason) == ("died", words)
-    assert status.warnings == []
+    assert (status.state, status.reason, status.warnings) == ("died", words, [])
     shutil.rmtree(run.attempt(1).logs_dir)
     run.attempt(1).logs_dir.touch()
     failed_start(run, 0, "n1", 1)
     assert status_of(run, False, job).batch_log == []
     (run.path / "starts/7.0").unlink()
-    write_json(run.job_file, {"attempts": [{**entry, "started_at": ago(60)}]})
-    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9)
+    submitted(run, started_at=ago(60))
     ended = "the supervisor exited without recording how the attempt ended"
-    assert status_of(run, False, job).warnings == [ended]
+    assert status_of(run, False, slurm_job(exit_signal=9)).warnings == [ended]
 
 
 def failed_start(run, restarts, host, exit_code):
@@ -155,45 +154,41 @@ def failed_start(run, restarts, host, exit_code):
 
 
 def test_a_job_that_ended_before_its_supervisor_began(run):
-    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600)}
-    write_json(run.job_file, {"attempts": [entry]})
-    run.attempt(1).supervisor_log.write_text("\n".join(["no venv", *map(str, range(9))]) + "\n")
+    submitted(run)
+    lines = ["no venv", *map(str, range(9))]
+    run.attempt(1).supervisor_log.write_text("\n".join(lines) + "\n")
     failed_start(run, 0, "n1", 137)
-    waits = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    waits = slurm_job(JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
     status = status_of(run, True, waits)
     assert (status.state, status.place.host) == ("requeueing", "n1")
     said("\n".join(status.warnings))
-    again = SlurmJob("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
-    status = status_of(run, True, again)
+    status = status_of(run, True, slurm_job(JobState.RUNNING, nodes="n2", restarts=1))
     assert (status.state, status.place.host, status.batch_log) == ("starting", None, [])
     failed_start(run, 1, "n2", 2)
-    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
-    status = status_of(run, False, job)
+    status = status_of(run, False, slurm_job(exit_code=2, nodes="n2", restarts=1))
     assert (status.state, status.place.host) == ("died", "n2")
     said(status.reason)
     said("\n".join(status.warnings))
-    assert run_details(status).endswith(
-        "\nlast lines of the batch script:\n  no venv\n"
-        + "".join(f"  {number}\n" for number in range(9)).rstrip("\n")
-    )
+    assert run_details(status).endswith("\nlast lines of the batch script:\n  " + "\n  ".join(lines))
     forgotten = SlurmJob("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists the job")
     reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists the job"
     assert status_of(run, False, forgotten).reason == reason
 
 
 def test_a_requeued_job_that_ended_before_its_next_supervisor_began(run):
-    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "started_at": ago(600), "host": "n1"}
-    write_json(run.job_file, {"attempts": [entry]})
+    submitted(run, started_at=ago(600), host="n1")
     write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue", "reason": "saved"})
     failed_start(run, 1, "n2", None)
-    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9, nodes="n2", restarts=1)
+    job = slurm_job(exit_signal=9, nodes="n2", restarts=1)
     reason = "the job was killed by SIGKILL; it ended on n2 before the supervisor began"
     assert status_of(run, False, job).reason == f"Slurm reports FAILED; {reason}"
 
 
 def test_running_then_stopping(run):
+    log_event(run, 1, "first_step", total_steps=77)  # the trainer knows the length of epochs
     metrics(run, 2, 1)
-    assert status_of(run, True).state == "running"
+    status = status_of(run, True)
+    assert (status.state, status.progress.total_steps) == ("running", 77)
     log_event(run, 1, "signal", signal="SIGTERM")
     assert status_of(run, True).state == "stopping"
 
@@ -231,11 +226,6 @@ def test_what_several_attempts_took(run):
     assert '<td>2<td class="n">2<td class="n">30m00s<' in page
 
 
-def test_the_trainer_knows_the_length_of_epochs(run):
-    log_event(run, 1, "first_step", total_steps=77)
-    assert status_of(run, True).progress.total_steps == 77
-
-
 def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
     status = status_of(run, True)
     below, elsewhere = (runs_rows([status], cwd)[1] for cwd in (tmp_path.parent, Path("/x")))
@@ -244,8 +234,7 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
 
 
 SPEEDS = [
-    # The losses of a language model count tokens. The losses of most tasks count samples, and some count
-    # neither.
+    # The loss of a language model counts tokens, the loss of most tasks samples, or neither.
     ({"tokens_per_s": 10.0, "tokens": 640, "samples_seen": 10}, (10.0, None), "tokens/s    10"),
     ({"tokens_per_s": 10.0, "tokens": 640, "samples_seen": 640}, (10.0, 10.0), "samples/s   10"),
     ({"tokens_per_s": 10.0, "tokens": 7, "samples_seen": 640}, (10.0, None), "tokens/s    10"),
@@ -281,16 +270,12 @@ def test_a_command_that_prints_no_speed_has_no_line_for_it(run):
     assert "/s" not in run_details(status_of(run, True))
 
 
-@pytest.mark.parametrize(
-    ("ages_s", "warnings"),
-    [
-        ((302, 301, 300), ["no new metrics for 300 s (usually every 1.0 s)"]),
-        ((500, 400, 300), []),  # slow steps
-    ],
-)
-def test_stale_metrics_are_a_warning(run, ages_s, warnings):
-    metrics(run, *ages_s)
-    assert status_of(run, True).warnings == warnings
+def test_stale_metrics_are_a_warning_unless_steps_are_slow(run):
+    metrics(run, 302, 301, 300)
+    assert status_of(run, True).warnings == ["no new metrics for 300 s (usually every 1.0 s)"]
+    run.metrics_file.unlink()
+    metrics(run, 500, 400, 300)
+    assert status_of(run, True).warnings == []
 
 
 def test_newest_published_checkpoint(run):
@@ -313,21 +298,20 @@ def test_damaged_files_are_no_reason_to_fail(run):
 
 
 def test_saves_that_fail_in_a_row_are_a_warning(run):
-    def warnings(event, step, attempt=1, **fields):
-        log_event(run, attempt, event, step=step, **fields)
+    def warnings(step, attempt=1, event="checkpoint_failed"):
+        log_event(run, attempt, event, step=step, error="rank 3: OSError: disk full")
         return status_of(run, True).warnings
 
-    full = {"error": "rank 3: OSError: disk full"}
-    assert warnings("checkpoint_failed", 100, **full) == [], "one can fail for a moment"
-    said("\n".join(warnings("checkpoint_failed", 200, **full)))
-    said(warnings("checkpoint_failed", 300, **full)[0])
-    assert warnings("checkpoint_commit", 400) == []
-    assert warnings("checkpoint_failed", 500, **full) == []
+    assert warnings(100) == [], "one can fail for a moment"
+    said("\n".join(warnings(200)))
+    said(warnings(300)[0])
+    assert warnings(400, event="checkpoint_commit") == []
+    assert warnings(500) == []
     entries = [{"attempt": number, "job_id": "local-7", "host": "here"} for number in (1, 2)]
     run.attempt(2).create()
     write_json(run.job_file, {"name": "mine", "attempts": entries})
-    assert warnings("checkpoint_failed", 600, attempt=2, **full) == [], "the first of this attempt"
-    assert len(warnings("checkpoint_failed", 700, attempt=2, **full)) == 1
+    assert warnings(600, attempt=2) == [], "the first of this attempt"
+    assert len(warnings(700, attempt=2)) == 1
 
 
 def test_a_silence_that_lasts_is_a_warning(run):
@@ -393,8 +377,7 @@ def test_each_part_of_the_way_back_is_measured_from_the_moment_of_a_failure():
 
 
 def test_the_numbers_in_the_line_of_an_event_are_short():
-    evaluated = event(1, 2, "evaluated", val_loss=5.822849869728088)
-    said(evaluated.line)
+    said(event(1, 2, "evaluated", val_loss=5.822849869728088).line)
 
 
 @pytest.mark.parametrize("damage", [{"workers_per_node": -1}, {"num_nodes": 2**62}, {"node_sizes": [1, 0]}])
@@ -445,11 +428,12 @@ def test_only_the_validation_loss_is_not_finite(run, val_losses, attempt, since)
 
 
 def test_a_terminal_has_a_short_last_event(run, monkeypatch):
+    def last_event():
+        return next(one for one in run_details(status).splitlines() if one.startswith("last event"))
+
     log_event(run, 1, "note", text="x" * 300)
     status = status_of(run, True)
-    whole = next(one for one in run_details(status).splitlines() if one.startswith("last event"))
+    assert len(last_event()) > 300
     monkeypatch.setattr("trainkit.cli.status.terminal_width", lambda: 80)
-    short = next(one for one in run_details(status).splitlines() if one.startswith("last event"))
-    assert len(whole) > 300
-    assert len(short) == 80
-    assert short.endswith("…")
+    assert len(last_event()) == 80
+    assert last_event().endswith("…")

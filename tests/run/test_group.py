@@ -1,11 +1,13 @@
 """Tests the run folder of a trial, which is created late, once, and as completely as any."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.support.folders import names, write
 from tests.support.groups import SUBMITTED_AT, make_group, planned
 from tests.support.said import said
 from trainkit.backends.slurm.claim_attempt import claim_attempt
@@ -40,27 +42,18 @@ def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path, index):
 
 def test_a_point_is_a_complete_run(tmp_path):
     group = make_group(tmp_path, POINTS)
-    group.code_dir.mkdir()
-    (group.code_dir / "train.py").write_text("pass")
+    write(group.code_dir, "train.py")
     run = group.run(7)
     create_task_run(run)
     assert run.exists()
     job = read_job(run)
     assert (job.name, job.backend, job.cwd) == ("small/7", "sbatch", str(Path.cwd()))
-    assert to_json(job.attempts) == [
-        {
-            "attempt": 1,
-            "job_id": "12_7",
-            "submitted_at": SUBMITTED_AT,
-            "backend": "sbatch",
-            "reason": "submit",
-            "folder": str(run.path),
-            "inode": run.path.stat().st_ino,
-        }
-    ]
+    entry = {"attempt": 1, "job_id": "12_7", "submitted_at": SUBMITTED_AT, "backend": "sbatch"}
+    entry |= {"reason": "submit", "folder": str(run.path), "inode": run.path.stat().st_ino}
+    assert to_json(job.attempts) == [entry]
     assert run.script_file.read_bytes() == group.script_file.read_bytes()
     assert run.provenance_file.read_bytes() == group.provenance_file.read_bytes()
-    assert (run.code_dir / "train.py").read_text() == "pass"
+    assert (run.code_dir / "train.py").read_text() == "train.py"
     assert [event["event"] for event in read_jsonl(run.events_file)] == ["submitted"]
     assert run.checkpoints_dir.is_dir()
     assert (run.path.stat().st_mode & 0o777) == 0o700
@@ -108,20 +101,8 @@ def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path):
 
 def test_a_point_is_made_once_whoever_comes(tmp_path):
     group = make_group(tmp_path, POINTS)
-    errors: list[BaseException] = []
-
-    def come() -> None:
-        try:
-            create_task_run(group.run(0))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=come) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(create_task_run, [group.run(0)] * 8))
     assert len(read_job(group.run(0)).attempts) == 1
     assert [path.name for path in group.path.iterdir() if path.name.startswith(".")] == [".lock"]
 
@@ -138,13 +119,7 @@ def test_runs_that_are_no_points_are_left_alone(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     group = make_group(tmp_path, POINTS)
-
-    def full(*args: object, **more: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr("trainkit.run.group.create_job", full)
+    monkeypatch.setattr("trainkit.run.group.create_job", Mock(side_effect=OSError(28, os.strerror(28))))
     with pytest.raises(UsageError, match=r"cannot create the run folder .*: No space left on device"):
         create_task_run(group.run(0))
-    assert sorted(path.name for path in group.path.iterdir()) == [
-        *(".lock", "logs", "provenance.json", "submit.sbatch", "sweep.json")
-    ]
+    assert names(group.path) == [".lock", "logs", "provenance.json", "submit.sbatch", "sweep.json"]

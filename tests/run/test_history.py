@@ -54,9 +54,7 @@ def make_events(file: Path, num_attempts: int, num_evaluations: int) -> None:
     end += [{"event": "stopped", "state": "stopped", "reason": "preempted"}]
     with file.open("w") as stream:
         for number in range(1, num_attempts + 1):
-            middle = [
-                {"event": "evaluated", "step": step, "val_loss": 2.0} for step in range(num_evaluations)
-            ]
+            middle = [{"event": "evaluated", "step": n, "val_loss": 2.0} for n in range(num_evaluations)]
             middle.append({"event": "checkpoint_commit", "step": num_evaluations})
             for second, event in enumerate([*begin, *middle, *end]):
                 time = f"2026-01-01T{number:02}:{second // 60 % 60:02}:{second % 60:02}.000Z"
@@ -78,9 +76,10 @@ def test_a_large_file_of_events_is_read_where_attempts_begin_and_end(tmp_path, m
         assert (stream.tell(), sum(map(len, lines)) < size / 20) == (size, True)
         assert sorted(set(lines), key=lines.index) == lines
     part.update()
-    assert [replace(one, evaluations=[]) for one in part.attempts.values()] == [
-        replace(one, evaluations=[]) for one in whole.attempts.values()
-    ]
+    found, expected = (
+        [replace(attempt, evaluations=[]) for attempt in one.attempts.values()] for one in (part, whole)
+    )
+    assert found == expected
     assert (part.val_loss, part.saved, part.total_steps) == (whole.val_loss, whole.saved, whole.total_steps)
     append_jsonl(file, {"attempt": 8, "event": "started", "time": "2026-01-01T23:00:00.000Z"})
     part.update()
@@ -88,12 +87,12 @@ def test_a_large_file_of_events_is_read_where_attempts_begin_and_end(tmp_path, m
 
 
 def test_a_long_line_is_not_in_memory(tmp_path):
+    history = RunHistory(RunDir(tmp_path))
+    assert history.newest_steps() == []
     for name in ("metrics.jsonl", "events.jsonl"):
-        file = tmp_path / name
-        with file.open("w") as stream:
+        with (tmp_path / name).open("w") as stream:
             stream.write('{"step": 1, "attempt": 1, "event": "started"}\n' + "x" * 40 * 2**20)
             stream.write('\n{"step": 2, "attempt": 1, "event": "training"}\n' + "y" * 20 * 2**20)
-    history = RunHistory(RunDir(tmp_path))
     tracemalloc.start()
     history.update()
     assert [record.step for record in history.newest_steps()] == [1, 2]
@@ -102,22 +101,15 @@ def test_a_long_line_is_not_in_memory(tmp_path):
     tracemalloc.stop()
 
 
-def test_the_newest_steps_pass_over_what_a_crash_cut_off(tmp_path):
-    history = RunHistory(RunDir(tmp_path))
-    assert history.newest_steps() == []
-    history.run.metrics_file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [record.step for record in history.newest_steps()] == [1, 2]
-
-
 def test_steps_that_are_computed_again_and_another_file_replace_the_others(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    history = MetricsHistory(file)
+    metrics = MetricsHistory(file)
     for first, last, is_new, steps in ((1, 10, False, 10), (6, 7, False, 7), (1, 2, True, 2)):
         if is_new:
             file.unlink()
         write_metrics(file, first, last)
-        history.update()
-        assert [step for step, _ in history.curve("loss")] == list(range(1, steps + 1))
+        metrics.update()
+        assert [step for step, _ in metrics.curve("loss")] == list(range(1, steps + 1))
 
 
 def test_of_a_large_file_a_sample_is_read(tmp_path, monkeypatch):
@@ -178,14 +170,11 @@ def test_validations_of_steps_that_are_computed_again_are_left_out(tmp_path, beg
     assert {step: loss for step, loss in history.val_losses.items() if step != 3} == {2: 3.0, 5: 2.5}
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [{"event": []}, {"event": "checkpoint_begin", "step": [1]}, {"event": "started", "attempt": {}}],
-)
-def test_damaged_events_are_skipped(damaged, tmp_path):
+def test_damaged_events_are_skipped(tmp_path):
     made = Watched(tmp_path / "run").job().event(90, "evaluated", step=1, val_loss=3.0)
-    with made.run.events_file.open("a") as stream:
-        stream.write(json.dumps(damaged) + "\n")
+    broken = ({"event": []}, {"event": "checkpoint_begin", "step": [1]}, {"event": "started", "attempt": {}})
+    for damaged in broken:
+        append_jsonl(made.run.events_file, damaged)
     history = EventHistory(made.run.events_file)
     history.update()
     assert history.recent[-1].name == "evaluated"

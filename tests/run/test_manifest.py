@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -102,21 +103,15 @@ def test_damage_that_shows_without_reading_tensors(checkpoint, kind):
     assert find_damage(checkpoint) == found
 
 
-@pytest.mark.parametrize("is_flipped", [True, False], ids=["flipped", "no hash"])
-def test_damage_that_only_the_hashes_show(checkpoint, is_flipped):
-    if is_flipped:
-        flip(checkpoint.path / SHARDS[0])
-    else:
-        change(checkpoint, files={SHARDS[0]: {"bytes": 1200}})
+def test_damage_that_only_the_hashes_show(checkpoint):
+    """A byte is flipped, a rank that reads a part of the files finds it, and then a file has no hash."""
+    flip(shard(checkpoint))
     assert find_damage(checkpoint, reads_tensors=False) == ""
     said(find_damage(checkpoint))
-
-
-def test_ranks_share_the_reading(checkpoint):
-    flip(shard(checkpoint))
-    found = [hash_damage(checkpoint, part, 3) for part in range(3)]
-    assert found == ["", found[1], ""]
-    said(found[1])
+    assert [hash_damage(checkpoint, part, 3) for part in range(3)] == ["", find_damage(checkpoint), ""]
+    change(checkpoint, files={SHARDS[0]: {"bytes": 1200}})
+    assert find_damage(checkpoint, reads_tensors=False) == ""
+    said(find_damage(checkpoint))
 
 
 def test_no_flipped_byte_of_a_manifest_goes_unseen(checkpoint):
@@ -140,27 +135,24 @@ def test_published_are_those_with_a_plain_name_by_step(tmp_path):
 
 
 def test_set_aside_never_overwrites(tmp_path):
-    names = []
+    found = []
     for count in range(3):
         checkpoint = make(tmp_path, 7)
         (checkpoint.path / "count").write_text(str(count))
-        names.append(set_aside(checkpoint).name)
+        found.append(set_aside(checkpoint))
+    names = [path.name for path in found]
     assert names == ["step-00000007.rejected", "step-00000007.rejected-2", "step-00000007.rejected-3"]
-    assert [path.name for path in rejects(tmp_path)] == names
-    assert [(tmp_path / name / "count").read_text() for name in names] == ["0", "1", "2"]
+    assert rejects(tmp_path) == found
+    assert [(path / "count").read_text() for path in found] == ["0", "1", "2"]
     assert published(tmp_path) == []
 
 
 def test_remove_interrupted_leaves_nothing_that_looks_published(checkpoint, monkeypatch):
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
     folder = checkpoint.path.parent
-    monkeypatch.setattr(manifest.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(manifest.shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         remove(checkpoint.path)
     assert published(folder) == []
-    monkeypatch.undo()
     for leftover in partials(folder):
         remove(leftover)
     assert list(folder.iterdir()) == []
@@ -169,13 +161,8 @@ def test_remove_interrupted_leaves_nothing_that_looks_published(checkpoint, monk
 @pytest.mark.parametrize(
     ("keep_last", "best", "gone"),
     [
-        (1, None, [1, 2, 3]),
-        (2, None, [1, 2]),
-        (2, 1, [2]),
-        (1, 4, [1, 2, 3]),
-        (4, None, []),
-        (9, 2, []),
-        (None, 2, []),
+        *((1, None, [1, 2, 3]), (2, None, [1, 2]), (2, 1, [2]), (1, 4, [1, 2, 3])),
+        *((4, None, []), (9, 2, []), (None, 2, [])),
     ],
 )
 def test_obsolete(keep_last, best, gone):

@@ -27,11 +27,8 @@ from trainkit.run.record import (
 from trainkit.run.rundir import RunDir, run_lock
 
 
-def test_this_process_is_alive():
-    assert ProcessId.of(os.getpid()).alive()
-
-
 def test_process_that_ended_is_gone_even_before_it_is_reaped():
+    assert ProcessId.of(os.getpid()).alive()
     with subprocess.Popen(["sleep", "600"]) as child:
         identity = ProcessId.of(child.pid)
         child.kill()
@@ -88,27 +85,16 @@ def test_a_link_that_a_killed_command_left_behind_is_replaced(tmp_path):
 def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch):
     run = make_attempt(tmp_path / "run").run
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    before = run.job_file.read_text()
-
-    def stale(path):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
+    before, stale = run.job_file.read_text(), OSError(errno.ESTALE, "Stale file handle")
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.run.record.read_json", stale)
+        patch.setattr("trainkit.run.record.read_json", Mock(side_effect=stale))
         assert read_job(run).attempts == []
         with pytest.raises(OSError, match="Stale"):
             add_slurm_attempt(run, 2, "7", "restart", "sbatch")
         with pytest.raises(OSError, match="Stale"):
             claim_entry(run, 1, os.getpid())
     assert run.job_file.read_text() == before
-
-
-def test_a_filesystem_without_locks(tmp_path, monkeypatch):
-    run = make_attempt(tmp_path / "run").run
-
-    def refuses(descriptor, operation):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
+    refuses = Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
     monkeypatch.setattr("trainkit.locks.fcntl.flock", refuses)
     with pytest.raises(UsageError, match="cannot be locked: Function not implemented"), run_lock(run):
         pass
@@ -144,9 +130,8 @@ def test_ranks_do_not_take_other_code_for_a_damaged_record(tmp_path, text):
     (tmp_path / "job.json").write_text(text)
     with pytest.raises(ValueError, match=r"."):
         copied_folder(RunDir(tmp_path))
-    write_json(
-        tmp_path / "job.json", {"cwd": "/", "code": {"workdir": "/snap", "code": "/snap"}, "attempts": None}
-    )
+    code = {"workdir": "/snap", "code": "/snap"}
+    write_json(tmp_path / "job.json", {"cwd": "/", "code": code, "attempts": None})
     assert str(copied_folder(RunDir(tmp_path))) == "/snap"
 
 
@@ -156,11 +141,8 @@ def test_a_folder_is_no_run_before_it_has_its_config_and_plan(tmp_path, monkeypa
     monkeypatch.setattr("trainkit.run.rundir.AttemptDir.create", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         open_attempt(run, "name: x\n", "{}")
-    assert (run.config_file.read_text(), run.plan_file.read_text(), run.exists()) == (
-        "name: x\n",
-        "{}",
-        False,
-    )
+    assert (run.config_file.read_text(), run.plan_file.read_text()) == ("name: x\n", "{}")
+    assert not run.exists()
 
 
 def test_a_record_tells_a_copy_from_a_moved_folder(tmp_path):

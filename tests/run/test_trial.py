@@ -49,27 +49,18 @@ class Fails:
         raise ValueError("no text")
 
 
+NO_NUMBERS = (
+    *("007", "1_000", "1,5", "0x10", "1e999", "nan", "inf", "-inf", "true", "null", "", " 1", "1 ", "1e"),
+    *("e1", "--1", "+", ".", "1.2.3", "٣", "½", "9" * 41),
+)
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        *(
-            ("1e-4", 1e-4),
-            ("0.1", 0.1),
-            (".5", 0.5),
-            ("5.", 5.0),
-            ("-3", -3),
-            ("+2", 2),
-            ("0", 0),
-            ("1E3", 1000.0),
-        ),
-        *(
-            (text, text)
-            for text in ("007", "1_000", "1,5", "0x10", "1e999", "nan", "inf", "-inf", "true", "null")
-        ),
-        *(
-            (text, text)
-            for text in ("", " 1", "1 ", "1e", "e1", "--1", "+", ".", "1.2.3", "٣", "½", "9" * 41)
-        ),
+        *(("1e-4", 1e-4), ("0.1", 0.1), (".5", 0.5), ("5.", 5.0), ("-3", -3), ("+2", 2), ("0", 0)),
+        ("1E3", 1000.0),
+        *((text, text) for text in NO_NUMBERS),
         *((other, other) for other in (None, True, 0.5, [1], {"a": 1})),
     ],
 )
@@ -78,13 +69,13 @@ def test_a_text_that_is_a_number_is_one(text, number):
     assert (found, type(found)) == (number, type(number))
 
 
+SIMPLE = (None, True, False, 0, -1, 0.1, "a", "", "1e-4", "ü 模", [1, 2], [0.9, 0.95])
+
+
 @pytest.mark.parametrize(
     ("value", "kept"),
     [
-        *(
-            (value, value)
-            for value in (None, True, False, 0, -1, 0.1, "a", "", "1e-4", "ü 模", [1, 2], [0.9, 0.95])
-        ),
+        *((value, value) for value in SIMPLE),
         *(((1, "a"), [1, "a"]), ([[1, 2], [3]], [[1, 2], [3]]), ([], [])),
         *((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), ([math.nan], ["nan"])),
         *((Path("a/b"), "a/b"), (Kind.SMALL, "SMALL"), (np.float32(0.1), 0.1), (np.int64(3), 3)),
@@ -105,14 +96,14 @@ def test_an_argument_is_a_value(value, kept):
         assert (text, type(text)) == (kept, type(kept))
 
 
+PARTS = {"lr": 0.1, "betas": [0.9, 0.95]}
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {"lr": 0.1, "betas": [0.9, 0.95]},
-        OrderedDict(lr=0.1, betas=(0.9, 0.95)),
-        Pair(0.1, [0.9, 0.95]),
-        argparse.Namespace(lr=0.1, betas=[0.9, 0.95]),
-        types.SimpleNamespace(lr=0.1, betas=[0.9, 0.95]),
+        *(PARTS, OrderedDict(lr=0.1, betas=(0.9, 0.95)), Pair(0.1, [0.9, 0.95])),
+        *(argparse.Namespace(**PARTS), types.SimpleNamespace(**PARTS)),
     ],
 )
 def test_the_parts_of_an_argument_are_values(value):
@@ -145,15 +136,10 @@ def test_a_trial_of_optuna():
 
 
 def test_omegaconf():
-    conf = pytest.importorskip("omegaconf").OmegaConf.create(
-        {"base": 0.1, "lr": "${base}", "data": "???", "d": {"n": 2}}
-    )
-    assert trial_values({"config": conf}) == {
-        "config.base": 0.1,
-        "config.lr": "${base}",
-        "config.data": "???",
-        "config.d.n": 2,
-    }
+    values = {"base": 0.1, "lr": "${base}", "data": "???", "d": {"n": 2}}
+    conf = pytest.importorskip("omegaconf").OmegaConf.create(values)
+    expected = {"config.base": 0.1, "config.lr": "${base}", "config.data": "???", "config.d.n": 2}
+    assert trial_values({"config": conf}) == expected
 
 
 def test_secrets_are_masked_before_they_are_shortened():
@@ -200,27 +186,17 @@ def test_what_is_huge_or_contains_itself_is_short():
     own.update(own=own, also=own)
     assert len(trial_values({"own": own})) <= MAX_PARTS
     wide = {f"k{index}": index for index in range(MAX_PARTS + 1)}
-    assert [len(str(value)) <= 100 for value in trial_values({"wide": wide, "lr": 1}).values()] == [
-        True,
-        True,
-    ]
+    found = trial_values({"wide": wide, "lr": 1})
+    assert (len(found), max(len(str(value)) for value in found.values()) <= 100) == (2, True)
 
 
 def test_a_group_has_the_parts_that_differ():
     base = {"depth": 2, "width": 64}
     trials = [{"config": {**base, "lr": lr}, "seed": 0, "model": Plain()} for lr in (0.1, 0.2)]
     assert group_values(trials) == [{"config.lr": 0.1, "seed": 0}, {"config.lr": 0.2, "seed": 0}]
-    assert group_values(trials[:1])[0].keys() == {
-        "config.depth",
-        "config.width",
-        "config.lr",
-        "seed",
-        "model",
-    }
-    assert group_values([{"trial": Asked(n, {"lr": n, "model": "big"})} for n in (0, 1)]) == [
-        {"lr": 0, "model": "big"},
-        {"lr": 1, "model": "big"},
-    ]
+    assert " ".join(group_values(trials[:1])[0]) == "config.depth config.width config.lr seed model"
+    given = [{"lr": n, "model": "big"} for n in (0, 1)]
+    assert group_values([{"trial": Asked(n, values)} for n, values in enumerate(given)]) == given
     assert group_values([{"config": {"a": 1}}, {"config": {}}]) == [{"config.a": 1}, {}]
     assert group_values([]) == []
 

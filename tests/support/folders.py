@@ -9,6 +9,12 @@ def git(folder: Path, *args: str) -> None:
     subprocess.run(["git", "-C", str(folder), *settings, *args], check=True, capture_output=True, timeout=20)
 
 
+def commit(root: Path) -> None:
+    """Commit every file of a repository."""
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "m")
+
+
 def write(root: Path, *names: str) -> None:
     """Write files that contain their names."""
     for name in names:

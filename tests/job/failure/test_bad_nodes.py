@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -26,18 +27,9 @@ class Memory:
         self.environ = {"XDG_STATE_HOME": str(folder)}
         self.file = memory_file("west", self.environ)
 
-    def note(
-        self,
-        host: str,
-        kind: Kind,
-        hours: float = 0,
-        run: str = "/runs/small",
-        attempt: int = 1,
-        reason: str = "",
-    ) -> None:
-        now = NOON + timedelta(hours=hours)
-        more: Any = {"run": run, "attempt": attempt, "now": now, "environ": self.environ}
-        note_failure("west", host, kind, reason or f"{host} {kind}", **more)
+    def note(self, host: str, kind: Kind, hours: float = 0, **more: Any) -> None:
+        given = {"run": "/runs/small", "attempt": 1, "now": NOON + timedelta(hours=hours), **more}
+        note_failure("west", host, kind, f"{host} {kind}", environ=self.environ, **given)
 
     def excluded(self, hours: float = 0) -> list[str]:
         return list(excluded("West", NOON + timedelta(hours=hours), self.environ))
@@ -103,44 +95,37 @@ def test_many_at_once(memory):
     assert sorted(memory.excluded()) == sorted(f"h{number}" for number in range(16))
 
 
-class SlurmCalls:
-    """Records the calls of Slurm."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tested: list[str] = []
-        self.updates: list[tuple[str, str]] = []
-        self.answer: Exception | None = None
-        self.needed: tuple[str, ...] = ()
-        monkeypatch.setattr(resubmit, "query_start", self.query_start)
-        monkeypatch.setattr(
-            resubmit, "exclude_hosts", lambda job_id, hosts: self.updates.append((job_id, hosts))
-        )
-
-    def query_start(self, script: str, *, extra_argv: list[str], **more: object) -> None:
-        self.tested = extra_argv
-        if self.answer is not None:
-            raise self.answer
-        if any(host in extra_argv[-1] for host in self.needed):
-            raise SlurmRefused("Requested node configuration is not available")
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Return the mocks `query_start` and `exclude_hosts`, which stand for Slurm."""
+    calls = Mock()
+    for name in ("query_start", "exclude_hosts"):
+        monkeypatch.setattr(resubmit, name, getattr(calls, name))
+    return calls
 
 
-def test_a_job_that_comes_back_leaves_the_bad_host_out(monkeypatch):
-    slurm = SlurmCalls(monkeypatch)
+UNAVAILABLE = SlurmRefused("Requested node configuration is not available")
+
+
+def test_a_job_that_comes_back_leaves_the_bad_host_out(slurm):
     exclude_from("7_2", ["h1", "h2"], REQUEST)
-    assert slurm.tested == ["--job-name=me", "--nodes=2", "--exclude=h[8-9],h1,h2"]
-    slurm.needed = ("h2",)
+    expected = ["--job-name=me", "--nodes=2", "--exclude=h[8-9],h1,h2"]
+    assert slurm.query_start.call_args.kwargs["extra_argv"] == expected
+
+    def needs_h2(script: str, *, extra_argv: list[str], **more: object) -> None:
+        if "h2" in extra_argv[-1]:
+            raise UNAVAILABLE
+
+    slurm.query_start.side_effect = needs_h2
     exclude_from("7", ["h1", "h2", "h3"], REQUEST)
-    assert slurm.updates == [("7_2", "h[8-9],h1,h2"), ("7", "h[8-9],h1,h3")]
+    assert slurm.exclude_hosts.mock_calls == [call("7_2", "h[8-9],h1,h2"), call("7", "h[8-9],h1,h3")]
 
 
-@pytest.mark.parametrize(
-    "answer", [SlurmRefused("Requested node configuration is not available"), SlurmUnreachable("away")]
-)
-def test_a_job_that_needs_the_host_keeps_it(monkeypatch, capfd, answer):
-    slurm = SlurmCalls(monkeypatch)
-    slurm.answer = answer
+@pytest.mark.parametrize("answer", [UNAVAILABLE, SlurmUnreachable("away")])
+def test_a_job_that_needs_the_host_keeps_it(slurm, capfd, answer):
+    slurm.query_start.side_effect = answer
     exclude_from("7", ["h1"], REQUEST)
-    assert slurm.updates == []
+    assert not slurm.exclude_hosts.called
     assert f"cannot exclude h1: {answer}" in capfd.readouterr().out
 
 

@@ -42,10 +42,13 @@ def test_the_first_rank_to_fail(name, code, rank):
     assert str(abs(code)) in OUTPUT[name].splitlines()[found.index]
 
 
-def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first():
+def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first(attempt):
     late = OUTPUT["accelerate-two-at-once"].replace("11\n", "41\n", 1)
     found = first_exit(late.splitlines())
     assert (found.code, found.rank) == (1, 0)
+    # Another exit code of the program says more than an old report.
+    attempt.rank_log(0).write_text(OUTPUT["deepspeed-second-node"])
+    assert killed_rank(attempt, 0, 3) is None
 
 
 @pytest.mark.parametrize(
@@ -65,8 +68,7 @@ def test_the_record_has_the_signal_and_the_rank(attempt, name, exit_code):
     ("name", "rank", "kind", "message", "place"),
     [
         ("torchrun-exception", 2, "ValueError", "bad sample 0", "train.py:7"),
-        # Covers mp.spawn, and a script that starts its ranks itself. Other ranks lost their connections to
-        # rank 2.
+        # With mp.spawn, or a script that starts its ranks itself, other ranks lose their connections.
         ("spawn-exception", 2, "ValueError", "bad sample", "train.py:6"),
         ("ranks-by-hand", 2, "ValueError", "bad sample", "train.py:7"),
         ("torchrun-exception-group", 0, "TypeError", "inner bad", "train.py:4"),
@@ -91,11 +93,6 @@ def test_a_rank_that_ended_without_an_exception(attempt):
     said(found.message)
 
 
-def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt):
-    attempt.rank_log(0).write_text(OUTPUT["deepspeed-second-node"])
-    assert killed_rank(attempt, 0, 3) is None
-
-
 def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it():
     """Rank 4 finishes, rank 6 is killed, and rank 5 then ends because rank 6 is dead."""
     argv = {4: ["true"], 5: ["sleep", "60"], 6: ["sleep", "60"]}
@@ -112,6 +109,9 @@ def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it():
             process.kill()
             process.wait()
     assert (ranks.first_exit, len(ranks)) == (RankExit(-9, 6), 3)
+    ranks = LaunchedRanks()
+    ranks.watch({processes[6].pid: 0})
+    assert ranks.first_exit is None, "a process that is gone is not watched"
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,3 @@ def test_ranks_have_saved_when_all_say_so(codes, saved):
     for process in processes:
         process.wait()
     assert (sorted(ranks.codes), ranks.have_saved) == (sorted(codes), saved)
-
-
-def test_a_process_that_is_gone_is_not_watched():
-    process = subprocess.Popen(["true"])
-    process.wait()
-    ranks = LaunchedRanks()
-    ranks.watch({process.pid: 0})
-    assert ranks.first_exit is None

@@ -24,16 +24,20 @@ def record(attempt, rank, time, **fields):
     write_json(attempt.rank_error(rank), {**value, "traceback": "…", **fields})
 
 
-def test_first_in_time(attempt):
+def test_first_in_time_without_damaged_records(attempt):
+    attempt.rank_error(2).write_text("{")
+    assert first_rank_failure(attempt) is None
     record(attempt, 0, "2026-01-01T00:00:02.000Z")
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    found = to_json(first_rank_failure(attempt))
     expected = {"rank": 1, "node_rank": 0, "host": "h", "time": "2026-01-01T00:00:01.000Z", "step": 3}
     expected |= {"type": "E", "message": "m", "exit_code": None, "final": False, "node": False}
-    assert found == expected
+    assert to_json(first_rank_failure(attempt)) == expected
+    attempt.rank_log(1).write_text("".join(f"line {number}\n" for number in range(99)))
+    assert first_rank_failure(attempt).log_tail == [f"line {number}" for number in range(79, 99)]
 
 
 TORCH = '  File "/venv/lib/python3.11/site-packages/torch/nn/module.py", line 9, in call'
+CAUSE = "The above exception was the direct cause"
 OWN = ['  File "/home/me/train.py", line 7, in step', "    loss = model(x)", "           ^^^^^^^^"]
 
 
@@ -43,19 +47,7 @@ OWN = ['  File "/home/me/train.py", line 7, in step', "    loss = model(x)", "  
         (["Traceback (most recent call last):", *OWN, TORCH, "    return call()"], ("train.py", 7)),
         (["Traceback (most recent call last):", TORCH, "    return call()"], None),
         (["Traceback (most recent call last):", *OWN, "KeyError: 1", "Traceback …", TORCH], None),
-        (
-            [
-                "Traceback (most …",
-                *OWN,
-                "KeyError: 1",
-                "",
-                "The above exception was the direct cause",
-                "",
-                "Traceback (most …",
-                TORCH,
-            ],
-            ("train.py", 7),
-        ),
+        (["Traceback (most …", *OWN, "E: 1", "", CAUSE, "", "Traceback (most …", TORCH], ("train.py", 7)),
         (['  File "/usr/lib/python3.11/json.py", line 1, in f', '  File "<string>", line 1'], None),
         ([f'  File "{trainkit.__file__}", line 1, in f'], None),
         (['  File "/usr/src/app/bad.py", line 3', "    if:", "      ^"], ("bad.py", 3)),
@@ -75,13 +67,6 @@ def test_the_line_of_a_copy_is_the_one_that_the_user_edits(attempt, copy):
     for inside, shown in (("exp/train.py", "train.py"), ("lib/model.py", "/home/me/project/lib/model.py")):
         found = CodeLine(str(run.path / copy / inside), 3).in_tree(read_job(run))
         assert found.place == f"{shown}:3"
-
-
-def test_the_verdict_has_the_end_of_the_log(attempt):
-    record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    attempt.rank_log(1).parent.mkdir(exist_ok=True)
-    attempt.rank_log(1).write_text("".join(f"line {number}\n" for number in range(99)))
-    assert first_rank_failure(attempt).log_tail == [f"line {number}" for number in range(79, 99)]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +92,6 @@ def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
     assert first_rank_failure(attempt).rank == 0
 
 
-def test_damaged_record_is_passed_over(attempt):
-    attempt.rank_error(0).write_text("{")
-    assert first_rank_failure(attempt) is None
-    record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert first_rank_failure(attempt).rank == 1
-
-
 def test_silent_death_keeps_the_last_lines_and_never_replaces_a_record(attempt):
     attempt.rank_log(0).write_text("\n".join(str(number) for number in range(100)))
     record_silent_death(attempt, 0, 0, 137)
@@ -124,6 +102,9 @@ def test_silent_death_keeps_the_last_lines_and_never_replaces_a_record(attempt):
     assert read_json(attempt.rank_error(0)) == value
 
 
+MISSING = ("ModuleNotFoundError", "No module named 'fancy_attention'", True)
+SILENT = ("exit", "ended with exit code 1", None)
+CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
 TRACEBACK = """\
 step 3
 Traceback (most recent call last):
@@ -134,67 +115,48 @@ ModuleNotFoundError: No module named 'fancy_attention'
 
 
 @pytest.mark.parametrize(
-    ("log", "kind", "message", "final"),
+    ("log", "expected"),
     [
-        (TRACEBACK, "ModuleNotFoundError", "No module named 'fancy_attention'", True),
-        (TRACEBACK + "cleaning up\n", "ModuleNotFoundError", "No module named 'fancy_attention'", True),
-        (TRACEBACK + "continued without it\n" * 30, "exit", "ended with exit code 1", None),
+        (TRACEBACK, MISSING),
+        (TRACEBACK + "cleaning up\n", MISSING),
+        (TRACEBACK + "continued without it\n" * 30, SILENT),
         (
             "  File \"train.py\", line 1\n    def f(\n         ^\nSyntaxError: '(' was never closed\n",
-            "SyntaxError",
-            "'(' was never closed",
-            True,
+            ("SyntaxError", "'(' was never closed", True),
         ),
-        (
-            TRACEBACK.replace("ModuleNotFound", "Value"),
-            "ValueError",
-            "No module named 'fancy_attention'",
-            False,
-        ),
+        (TRACEBACK.replace("ModuleNotFound", "Value"), ("ValueError", MISSING[1], False)),
         (
             "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()[1:])
             + 'Traceback (most recent call last):\n  File "run.py", line 1, in <module>\n'
-            + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-            + "=" * 60
-            + "\n[0]:\n  exitcode : 1\n" * 20,
-            "ModuleNotFoundError",
-            "No module named 'fancy_attention'",
-            True,
+            + f"{CHILD_FAILED}{'=' * 60}\n"
+            + "[0]:\n  exitcode : 1\n\n" * 20,
+            MISSING,
         ),
         (
             'Traceback (most recent call last):\n  File "t.py", line 3, in f\n    g()\n    ~^^\n'
             "torch.AcceleratorError: CUDA error: an illegal memory access\n"
             "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n",
-            "torch.AcceleratorError",
-            "CUDA error: an illegal memory access",
-            False,
+            ("torch.AcceleratorError", "CUDA error: an illegal memory access", False),
         ),
         (
-            TRACEBACK
-            + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-            + "Failures:\n[1]:\n  traceback : Signal 15 (SIGTERM) received by PID 11\n"
-            + "Root Cause (first observed failure):\n[0]:\n  exitcode  : 1 (pid: 12)\n",
-            "ModuleNotFoundError",
-            "No module named 'fancy_attention'",
-            True,
+            f"{TRACEBACK}{CHILD_FAILED}Failures:\n[1]:\n  traceback : Signal 15 (SIGTERM) received by PID 1\n"
+            "Root Cause (first observed failure):\n[0]:\n  exitcode  : 1 (pid: 12)\n",
+            MISSING,
         ),
-        ('  File "t.py", line 3, in f\nAssertionError\n', "AssertionError", "", False),
-        ("loss: 2.5\nDone\n", "exit", "ended with exit code 1", None),
-        ("", "exit", "ended with exit code 1", None),
+        ('  File "t.py", line 3, in f\nAssertionError\n', ("AssertionError", "", False)),
+        *(("loss: 2.5\nDone\n", SILENT), ("", SILENT)),
     ],
 )
-def test_the_traceback_of_a_program_is_its_failure(attempt, log, kind, message, final):
+def test_the_traceback_of_a_program_is_its_failure(attempt, log, expected):
     attempt.rank_log(0).write_text(log)
     record_silent_death(attempt, 0, 0, 1)
     value = read_json(attempt.rank_error(0))
-    assert (value["type"], value["message"], value.get("final")) == (kind, message, final)
-    assert first_rank_failure(attempt).final is bool(final)
-
-
-def test_an_exit_code_of_its_own_says_more_than_a_traceback(attempt):
-    attempt.rank_log(0).write_text(TRACEBACK)
-    record_silent_death(attempt, 0, 0, 9)
-    assert read_json(attempt.rank_error(0))["type"] == "exit"
+    assert (value["type"], value["message"], value.get("final")) == expected
+    assert first_rank_failure(attempt).final is bool(expected[2])
+    # An exit code of its own says more than a traceback.
+    attempt.rank_log(1).write_text(log)
+    record_silent_death(attempt, 1, 0, 9)
+    assert read_json(attempt.rank_error(1))["type"] == "exit"
 
 
 def test_out_of_memory(attempt):

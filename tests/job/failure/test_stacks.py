@@ -103,8 +103,7 @@ def test_a_program_that_knows_nothing_of_it_gets_no_signal(attempt, start):
 
 
 def test_a_question_that_was_withdrawn_harms_nobody(attempt):
-    collector = StackCollector(attempt, replies_itself=False)
     request = request_stacks(attempt, None)
     request.withdraw()
-    collector._reply(request, {0: os.getpid()})
+    StackCollector(attempt, replies_itself=False)._reply(request, {0: os.getpid()})
     assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []

@@ -49,14 +49,11 @@ def test_anything_else_is_raised_at_once(error):
         retry_on_disk_error(fails(error))
 
 
-def test_patience_ends(monkeypatch):
-    monkeypatch.setattr(processes, "DISK_PATIENCE_S", -1.0)
-    with pytest.raises(OSError, match="No space"):
-        retry_on_disk_error(fails(FULL))
-
-
-def test_a_notice_ends_the_wait(monkeypatch):
-    monkeypatch.setattr(processes, "wait_for_notice", lambda delay_s: signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("name", "value"), [("DISK_PATIENCE_S", -1.0), ("wait_for_notice", lambda delay_s: signal.SIGTERM)]
+)
+def test_patience_ends_and_a_notice_ends_the_wait(monkeypatch, name, value):
+    monkeypatch.setattr(processes, name, value)
     with pytest.raises(OSError, match="No space"):
         retry_on_disk_error(fails(FULL))
 

@@ -1,3 +1,5 @@
+"""Tests the variables of a rank, and which interface the ranks communicate over."""
+
 import os
 from dataclasses import replace
 
@@ -5,8 +7,19 @@ import pytest
 
 from tests.support.runs import launch_plan
 from tests.support.said import said
+from trainkit.errors import UsageError
+from trainkit.job.node import worker_env as network
 from trainkit.job.node.rendezvous import local_rendezvous
-from trainkit.job.node.worker_env import gpu_slice, rank_folders, worker_argv, worker_environ, worker_rank
+from trainkit.job.node.worker_env import (
+    addresses,
+    gpu_slice,
+    interface_to,
+    network_environ,
+    rank_folders,
+    worker_argv,
+    worker_environ,
+    worker_rank,
+)
 from trainkit.job.rank_env import find_rank_env
 from trainkit.plan.launch import WorkerEnvironment
 from trainkit.plan.workload import Workload
@@ -40,22 +53,19 @@ def test_defaults_give_way_to_the_user():
     assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_memory_grows_in_place_unless_the_user_set_up_the_allocator():
-    assert environ()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        for given in ({"configured": {name: "backend:native"}}, {"inherited": {name: "backend:native"}}):
-            found = environ(**given)
-            assert {key: found[key] for key in found if "ALLOC" in key} == {name: "backend:native"}
+def test_memory_grows_in_place_and_torch_records_its_collectives_unless_the_user_set_that_up():
+    defaults = {"ALLOC": "expandable_segments:True", "BUFFER_SIZE": "2000"}
+    for word, name, older in (
+        ("ALLOC", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    ):
+        assert environ()[name] == defaults[word]
+        for one in (name, older):
+            for given in ({"configured": {one: "0"}}, {"inherited": {one: "0"}}):
+                found = environ(**given)
+                assert {key: found[key] for key in found if word in key} == {one: "0"}
     for plan in (replace(PLAN, device="cpu"), replace(PLAN, workload=Workload(("python", "train.py")))):
         assert "PYTORCH_ALLOC_CONF" not in environ(plan)
-
-
-def test_torch_records_its_collectives_unless_the_user_has_set_up_its_recorder():
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    assert environ()[names[0]] == "2000"
-    for name in names:
-        found = environ(configured={name: "0"})
-        assert {key: found[key] for key in found if "BUFFER_SIZE" in key} == {name: "0"}
 
 
 def test_a_command_looks_like_a_rank_of_torchrun():
@@ -106,14 +116,96 @@ def test_temporary_files_of_ranks_are_where_only_their_user_creates_files(tmp_pa
 
 
 def test_an_agent_says_once_that_temporary_files_are_elsewhere(tmp_path, capfd):
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp").chmod(0o777)
     run = RunDir(tmp_path / "run")
+    for name, mode in (("tmp", 0o777), ("shared", 0o1777)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
     for _ in range(2):
         found = rank_folders(str(tmp_path / "tmp"), run, False)
         assert found.temporary == f"{run.path}/caches/{own_host()}/tmp"
     said(capfd.readouterr().out)
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o1777)
-    found = rank_folders(str(tmp_path / "shared"), run, False)
+    rank_folders(str(tmp_path / "shared"), run, False)
     said(capfd.readouterr().out)
+
+
+def test_presets():
+    assert interface_to("127.0.0.1") == addresses()["127.0.0.1"] == "lo"
+    alone, line = network_environ("auto", None)
+    said(line)
+    assert interface_to(NOWHERE) is None
+    nowhere, line = network_environ("auto", NOWHERE)
+    assert nowhere == {}
+    said(line)
+    auto, line = network_environ("auto", "127.0.0.1")
+    assert auto == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert alone == {**auto, "NCCL_SOCKET_IFNAME": "=lo"}
+    said(line)
+    assert network_environ("socket", "127.0.0.1")[0] == {**auto, "NCCL_IB_DISABLE": "1"}
+    assert network_environ("debug", "127.0.0.1")[0]["NCCL_DEBUG"] == "INFO"
+
+
+NOWHERE = "no-such-host.invalid"
+
+
+class Host:
+    """The interfaces of a host. The first one leads to the other hosts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.flags = monkeypatch, dict[str, int]()
+        monkeypatch.setattr(network, "_flags", lambda name: self.flags[name])
+
+    def has(self, *names: str) -> None:
+        found = {f"10.0.0.{number}": name for number, name in enumerate((*names, "lo"))}
+        self.flags = dict.fromkeys(names, UP) | {"lo": UP | network.IFF_LOOPBACK}
+        self.patch.setattr(network, "addresses", lambda: found)
+        self.patch.setattr(network, "interface_to", lambda host: names[0])
+
+
+UP = network.IFF_UP | network.IFF_RUNNING
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def test_the_only_interface_is_that_of_nccl_too(host):
+    host.has("eth1")
+    environ, line = network_environ("auto", "other")
+    # NCCL takes names for prefixes. gloo compares whole names and has no prefix sign.
+    assert environ == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    said(line)
+    host.has("eth1", "docker0", "virbr0")
+    assert network_environ("auto", "other")[0] == environ
+    host.has("eth1", "eth2")
+    host.flags["eth2"] = network.IFF_UP  # the interface has no cable
+    assert network_environ("auto", "other")[0] == environ
+
+
+@pytest.mark.parametrize("preset", ["auto", "ib", "socket", "debug"])
+@pytest.mark.parametrize("more", [("eth10",), ("ib0", "ib1"), ("cni0",)])
+def test_nccl_chooses_among_several_interfaces(host, monkeypatch, tmp_path, preset, more):
+    """NCCL prefers InfiniBand, and may use several interfaces at once."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(network, "INFINIBAND", tmp_path)
+    host.has("eth1", *more)
+    environ, choice = network_environ(preset, "other")
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert "NCCL_SOCKET_IFNAME" not in environ
+    said(choice)
+
+
+def test_the_interfaces_of_this_host():
+    assert "lo" not in network.usable_interfaces()
+    assert set(network.usable_interfaces()) <= set(addresses().values())
+    assert network._flags("lo") & network.IFF_LOOPBACK
+    assert network._flags("no-such") == 0
+
+
+def test_a_named_interface_must_exist():
+    environ, line = network_environ("lo", "anything")
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    said(line)
+    with pytest.raises(UsageError, match="has no such interface") as caught:
+        network_environ("ib7", "anything")
+    assert "interfaces are" in caught.value.hint
