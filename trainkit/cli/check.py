@@ -52,7 +52,7 @@ MAX_COLUMN_WIDTH = 40
     name="smoke",
 )
 @options.of_capabilities("check")
-@options.json_option
+@options.json_option("trainkit.cli.plan_json:CheckJson")
 def command(
     request: ConfigRequest,
     show_origin: bool,

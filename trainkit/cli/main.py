@@ -21,7 +21,7 @@ import click
 from trainkit import __version__
 from trainkit.cli.output import EscapedStream, colours, echo_error, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, as_typed, from_click
-from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ErrorJson, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -221,7 +221,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
     if as_json:
         problems = error.problems if isinstance(error, ConfigError) else []
         message = problems[0].statement if len(problems) == 1 else error.message
-        value: dict[str, object] = {"error": message, "hint": error.hint, "exit_code": error.exit_code}
+        value: ErrorJson = {"error": message, "hint": error.hint, "exit_code": error.exit_code}
         if problems:
             value["problems"] = [item.to_dict() for item in problems]
         try:

@@ -91,6 +91,29 @@ class Comparison:
         return next((step for step in self.steps if step.is_equal is False), None)
 
 
+@dataclass(frozen=True)
+class JudgedSample:
+    """A sample of a recomputed step, with the step and the loss of the sample."""
+
+    step: int
+    loss: float | None
+    """The loss of the sample; None if the loss is unknown or not finite."""
+    sample: StepSample = field(metadata=INLINE)
+
+
+@dataclass(frozen=True)
+class ReplayedJson:
+    """The result of a replay, and the samples of the recomputed steps."""
+
+    comparison: Comparison = field(metadata=INLINE)
+    samples: list[JudgedSample]
+    """The samples, sorted by loss if the losses are known; empty if the replayed values are different."""
+
+
+ReplayedOrStarted = ReplayedJson | StartedJson
+"""With `--submit` and without `--follow`, `trainkit replay` prints the job that was started."""
+
+
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     """Compare all steps since the checkpoint, because a difference may have begun before the requested steps.
 

@@ -94,6 +94,15 @@ class StepSample:
     """The shortened repr of the item; empty unless the run has a user's task."""
 
 
+class StepJson(TypedDict):
+    """The samples of a step, in the order of the global batch."""
+
+    step: int
+    attempt: int
+    """The newest attempt that computed the step, or that will compute it."""
+    samples: list[StepSample]
+
+
 def attempt_starts(run: RunDir) -> dict[int, Start]:
     """Return a mapping from each attempt number to the attempt's `Start`."""
     return {

@@ -22,7 +22,7 @@ from trainkit.shipped import measured_speeds
 @option("--metric NAME", "Rank the runs by this metric, and show its chart first.")
 @option("--out FILE", "Output file; default: report.html in the folder of RUN.", type=PATH)
 @option("--overwrite", "Overwrite the output file if it exists.")
-@json_option
+@json_option("trainkit.capabilities.report.sweep_report:ReportOrSweep")
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write an HTML report to report.html in the folder of RUN, and print the path of the file.
 

@@ -86,7 +86,7 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
 )
 @option("--sort NAME", "Sort the runs by this column, metric or config key.")
 @option("--by KEY", "Colour the curves by this config key; default: the first key that differs between runs.")
-@json_option
+@json_option("trainkit.capabilities.report.compare:ComparedJson")
 def command(
     names: tuple[str, ...],
     csv_file: str | None,
