@@ -333,7 +333,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 class RankJson(TypedDict):
-    """The environment of a rank that is started here. If a process started here is no rank, values are None."""
+    """The environment of a rank that is started here; values are None if a process started here is no rank."""
 
     is_rank: bool
     source: str | None
@@ -348,7 +348,7 @@ class RankJson(TypedDict):
     """The address of rank 0."""
     master_port: int | None
     """The port of rank 0; None if the port is chosen when the ranks start."""
-    hosts: Sequence[str]
+    hosts: list[str]
     reason: str
     """Where the values come from, or why a process started here is no rank."""
 

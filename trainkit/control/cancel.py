@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
+from typing import TypedDict
 
 from trainkit.backend import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group

@@ -148,8 +148,8 @@ class ResultJson(TypedDict):
 
     scenario: str
     state: State
-    """`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario cannot
-    be tried with this config."""
+    """`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario
+    cannot be tried with this config."""
     message: str
     """The problem of a failed scenario, the reason why a scenario was skipped, or a note about a passed
     scenario."""

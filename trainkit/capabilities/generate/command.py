@@ -25,8 +25,8 @@ class GeneratedJson(TypedDict):
     num_tokens: int
     """The number of generated tokens."""
     stopped_by: Literal["eos", "max_tokens", "seq_len"]
-    """Whether the text ended with the end-of-text token, or reached `--max-tokens` or the length of the training
-    samples."""
+    """Whether the text ended with the end-of-text token, or reached `--max-tokens` or the length of the
+    training samples."""
     checkpoint: str
 
 

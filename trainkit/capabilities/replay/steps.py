@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import join
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
