@@ -32,6 +32,8 @@ EXIT_STOPPED = 75
 """The state was saved, so the run can be resumed."""
 EXIT_NO_RESTART = 78
 """A restart cannot help, because the config is wrong or the run has diverged."""
+EXIT_TIMEOUT = 124
+"""The timeout of `trainkit wait` is over; the program `timeout` uses the same exit code."""
 EXIT_INTERRUPTED = 130
 
 

@@ -36,6 +36,7 @@ SECTIONS = {
     "Watch": {
         "status": "Show the state of all runs, or one run in detail.",
         "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
+        "wait": "Wait until a run has started, reached a step or ended; for scripts.",
         "logs": "Print the output of a run.",
         "diagnose": "Find the rank of a run that failed first, explain the cause, and suggest a fix.",
         "replay": "Recompute steps of a run, to distinguish data problems from hardware problems.",
@@ -64,7 +65,7 @@ SECTIONS = {
         "ckpt": "List, verify, prune and export checkpoints.",
         "generate": "Generate a continuation of a prompt with the model of a run.",
         "data": "Prepare and validate training data, and show the samples of a training step.",
-        "schema": "Print the JSON schema of the config, for editors.",
+        "schema": "Print the JSON Schema of the config or of a command's output.",
         "completion": "Print the completion script for a shell.",
     },
 }
@@ -75,7 +76,6 @@ _IN_FILE = {
     **dict.fromkeys(("cancel", "requeue"), "control"),
     "completion": "help",
     "env": "run",
-    "schema": "check",
 }
 """Maps core commands that share a file in `trainkit/cli/` to that file; every other command has its own
 file."""

@@ -333,7 +333,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 class RankJson(TypedDict):
-    """The environment of a rank that is started here; values are None if a process started here is no rank."""
+    """The environment of a rank that is started here; values are None for a process that is no rank."""
 
     is_rank: bool
     source: str | None

@@ -17,8 +17,8 @@ from trainkit.shipped import SHIPPED
 
 ERROR = "error"
 """The name of the output that a command prints instead of its result if the command fails."""
-STATUS, REPORT, PLAN, REQUEUE = "RunStatus", "ReportJson", "PlanJson", "RequeuePolicy"
-"""The records to which capabilities add keys."""
+STATUS = ("RunStatus", "RunJson", "RunView")
+"""The records that contain the status of a run."""
 
 
 class Output(NamedTuple):
@@ -70,10 +70,10 @@ def _added_to(record: str) -> Iterator[tuple[str, Schema]]:
     """Yield the keys that built-in capabilities add to a record of the core."""
     for name, shipped in SHIPPED.items():
         added = {
-            STATUS: shipped.shown.get("status", {}),
-            REPORT: shipped.shown.get("report", {}),
-            PLAN: shipped.keys,
-            REQUEUE: shipped.within,
+            **dict.fromkeys(STATUS, shipped.shown.get("status", {})),
+            "ReportJson": shipped.shown.get("report", {}),
+            "PlanJson": shipped.keys,
+            "RequeuePolicy": shipped.within,
         }
         for key in added.get(record, ()):
             yield key, {"description": f"A value of the capability `{name}`."}
