@@ -148,6 +148,8 @@ class CommandTable(CommandGroup):
     "  1    the command or the followed run failed\n"
     "  2    usage error or invalid config\n"
     "  3    Slurm cannot be reached; try again\n"
+    "  75   `wait`: the run has stopped and can be resumed\n"
+    "  124  `wait`: the timeout is over\n"
     "  130  interrupted with Ctrl-C",
 )
 @click.version_option(__version__, prog_name="trainkit", message="%(prog)s %(version)s")
