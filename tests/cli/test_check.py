@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.json_outputs import checked
 from tests.support.said import said
 from tests.support.webhooks import SECRET, webhook
 from trainkit import locks
@@ -252,7 +253,7 @@ SHARDS = ("--set", "train.device_batch_size=1", "--set", "train.global_batch_siz
 def test_one_of_64_ranks_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["check", "quickstart", "--simulate-world", "64", "--rank", "63", *SHARDS, "--json"]
     assert main(argv) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = checked("check", capsys.readouterr().out)
     assert value["plan"]["layout"]["dp_shard"] == value["plan"]["world_size"] == 64
     assert value["plan"]["device"] == "cuda"
     assert value["simulation"]["rank"] == 63
