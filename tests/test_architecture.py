@@ -325,6 +325,9 @@ ALLOWED = {
         ),
         *("backends", "observe", "cli", "job.failure.launcher_report"),
     },
+    "capabilities.programs": {  # waits for runs, and describes the output of commands
+        *("errors", "formats", "run", "config", "shipped", "backends.jobs", "observe", "cli"),
+    },
     "capabilities.watch": {
         *(
             "capability",

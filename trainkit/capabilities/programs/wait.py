@@ -138,7 +138,7 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
             return code
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            click.echo(f"{found.shown}: gave up after {duration(timeout_s or 0)}: {text}", err=True)
+            click.echo(f"{found.shown}: the timeout of {duration(timeout_s or 0)} is over", err=True)
             return EXIT_TIMEOUT
         time.sleep(min(interval_s, left_s))
 
@@ -175,8 +175,7 @@ class RunPoll:
         text = status.state
         if step is not None:
             text += f", step {step:,}" + ("" if total is None else f" of {total:,}")
-        reason = self._slurm.problem or status.reason
-        text += f": {reason}" if reason else ""
+        text = _with_reason(text, self._slurm.problem or status.reason)
         if self._goal.is_reached(status):
             return text, EXIT_OK
         return text, None if status.is_active else verdict([status.state], self._goal)
@@ -198,10 +197,15 @@ class GroupPoll:
         """Return the states as text, and the exit code or None while the command must wait."""
         status = read_group(self._group, self._slurm.jobs)
         states = [trial.state for trial in status.trials]
-        text = state_counts(status.states) + (f": {self._slurm.problem}" if self._slurm.problem else "")
+        text = _with_reason(state_counts(status.states), self._slurm.problem)
         if self._goal.kind == STARTED and any(state in HAVE_STARTED for state in states):
             return text, EXIT_OK
         return text, None if status.is_active else verdict(states, self._goal)
+
+
+def _with_reason(text: str, reason: str | None) -> str:
+    """Return a state with its reason on one line."""
+    return f"{text}: {' '.join(reason.split())}" if reason else text
 
 
 def verdict(states: list[str], goal: Goal) -> int:
