@@ -133,9 +133,14 @@ def test_a_module_name_is_used_once(name: str) -> None:
     assert counts[name] <= 1
 
 
+JSON_KEYS = {"moments_bytes"}
+"""Keys of JSON outputs, which keep their names because programs read them."""
+
+
 @pytest.mark.parametrize("word", GIVEN_UP_WORDS)
 def test_no_name_contains_a_word_that_was_given_up(word: str) -> None:
-    found = [f"{place}: {name}" for name, place in definitions() if word in words_of(name)]
+    names = ((name, place) for name, place in definitions() if name not in JSON_KEYS)
+    found = [f"{place}: {name}" for name, place in names if word in words_of(name)]
     assert not found, "\n".join(found)
 
 

@@ -78,8 +78,15 @@ def json_option(output: str, version: int = 1) -> Callable[[Function], Function]
     `trainkit schema --output` derives a JSON Schema from the type. Increase `version` if a key is removed or
     renamed, or if its value gets another meaning or an additional type; new keys need no new version.
     """
-    rules: dict[str, Any] = {"cls": OutputOption, "output": output, "version": version, "is_flag": True}
-    return option("--json", "Print the result as one JSON value.", name="as_json", **rules)
+    return option(
+        "--json",
+        "Print the result as one JSON value.",
+        name="as_json",
+        cls=OutputOption,
+        output=output,
+        version=version,
+        is_flag=True,
+    )
 
 
 set_option = option(

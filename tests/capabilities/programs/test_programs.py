@@ -1,4 +1,4 @@
-"""Runs small programs that follow a run with `trainkit wait` alone, such as the examples in docs/programs.md."""
+"""Runs small programs that follow a run with `trainkit wait` alone, such as those in docs/programs.md."""
 
 import os
 import re

@@ -102,7 +102,7 @@ def test_a_key_without_a_schema_is_found() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_schema_is_frozen(name: str) -> None:
-    """`python -m tools.reference` writes a schema again, but not without a new version if it breaks programs."""
+    """`python -m tools.reference` refuses to write a schema that breaks programs without a new version."""
     text = (DOCS / schema_page(name)).read_text()
     assert text == schema_text(name)
     Draft202012Validator.check_schema(json.loads(text))

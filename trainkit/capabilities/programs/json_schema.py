@@ -40,7 +40,7 @@ def schema_of(*kinds: object) -> Schema:
     return schema | ({"$defs": {name: own for name, (_, own) in sorted(records.items())}} if records else {})
 
 
-def _schema(hint: Any, records: dict[str, tuple[object, Schema]]) -> Schema:
+def _schema(hint: object, records: dict[str, tuple[object, Schema]]) -> Schema:
     """Return the schema of a type; add each dataclass and TypedDict that it contains to `records`."""
     origin, parts = get_origin(hint) or hint, get_args(hint)
     if origin in (Any, object):
@@ -94,17 +94,17 @@ def _reference(kind: type, records: dict[str, tuple[object, Schema]]) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _keys(kind: Any) -> Iterator[tuple[str, Any, str, bool]]:
+def _keys(kind: type) -> Iterator[tuple[str, object, str, bool]]:
     """Yield the name, the type and the description of each key, and whether the key is always present."""
     hints, about = get_type_hints(kind), _descriptions(kind)
     if not is_dataclass(kind):
         for key, hint in hints.items():
-            yield key, hint, about.get(key, ""), key in kind.__required_keys__
+            yield key, hint, about.get(key, ""), key in cast(Any, kind).__required_keys__
         return
-    for item in fields(kind):
+    for item in fields(cast(Any, kind)):
         hint = hints[item.name]
         if item.metadata == INLINE:
-            yield from _keys(hint)
+            yield from _keys(cast(type, hint))
         elif item.metadata != LEFT_OUT and item.name != "more":
             hint = hint | None if item.metadata == UNLIMITED else hint
             yield item.name, hint, about.get(item.name, ""), item.metadata != OPTIONAL

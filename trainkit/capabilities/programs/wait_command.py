@@ -28,8 +28,15 @@ INTERVAL_S, SLURM_GROUP_INTERVAL_S = 2.0, 10.0
 SHOW_EVERY_S = 30.0
 """Minimum number of seconds between two lines about the steps of a run."""
 HAVE_STARTED = (
-    *("starting", "running", "paused", "stopping", "restarting"),
-    *("finished", "stopped", "failed", "died"),
+    "starting",
+    "running",
+    "paused",
+    "stopping",
+    "restarting",
+    "finished",
+    "stopped",
+    "failed",
+    "died",
 )
 """States of a run whose newest attempt has started, unless the job ended before the attempt began."""
 ENDED, STARTED, CHECKPOINT, STEP = "ended", "started", "checkpoint", "step"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.__main__ import unpack
-from trainkit.capabilities.programs import wait
+from trainkit.capabilities.programs import wait_command
 from trainkit.cli.main import main
 from trainkit.run.files import read_json, write_json
 
@@ -68,7 +68,7 @@ def test_the_verdict_is_the_exit_code(
     ],
 )
 def test_a_group_has_the_worst_verdict_of_its_runs(states: list[str], goal: str, code: int) -> None:
-    assert wait.verdict(states, wait.Goal(goal)) == code
+    assert wait_command.verdict(states, wait_command.Goal(goal)) == code
 
 
 def test_a_timeout_has_an_exit_code_of_its_own(
@@ -82,7 +82,9 @@ def test_a_timeout_has_an_exit_code_of_its_own(
     assert second == "runs/preempted: the timeout of 0s is over"
 
 
-@pytest.mark.parametrize("goal", ["finished", "step", "step=", "step=0", "step=-1", "step=x", "started=1", ""])
+@pytest.mark.parametrize(
+    "goal", ["finished", "step", "step=", "step=0", "step=-1", "step=x", "started=1", ""]
+)
 def test_an_unknown_goal_is_refused(
     goal: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,8 +106,8 @@ def test_progress_shows_states_at_once_and_steps_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(wait.time, "monotonic", lambda: now_s)
-    progress = wait.Progress("runs/a")
+    monkeypatch.setattr(wait_command.time, "monotonic", lambda: now_s)
+    progress = wait_command.Progress("runs/a")
     for at_s, text in (
         (0, "pending: Resources"),
         (2, "pending: Resources"),
