@@ -71,15 +71,20 @@ def test_a_group_has_the_worst_verdict_of_its_runs(states: list[str], goal: str,
     assert wait_command.verdict(states, wait_command.Goal(goal)) == code
 
 
+@pytest.mark.parametrize(
+    ("run", "state"), [("preempted", "unknown, step 6 of 400: "), ("array", "2 unknown, 1 finished")]
+)
 def test_a_timeout_has_an_exit_code_of_its_own(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: str, state: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This machine has no Slurm, or another Slurm, so it cannot tell whether the job waits."""
     monkeypatch.chdir(recorded)
-    assert main(["wait", "runs/preempted", "--timeout", "0"]) == 124
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("runs/preempted: unknown, step 6 of 400: ")
-    assert second == "runs/preempted: the timeout of 0s is over"
+    monkeypatch.setattr(wait_command, "QUERY_INTERVAL_S", 0.1)
+    assert main(["wait", f"runs/{run}", "--timeout", "0.3", "--interval", "0.2"]) == 124
+    *lines, last = capsys.readouterr().err.splitlines()
+    shown, *_ = [line for line in lines if line.startswith(f"runs/{run}: ")]
+    assert shown.startswith(f"runs/{run}: {state}")
+    assert last == f"runs/{run}: the timeout of 0.3 s is over"
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 
 import click
 
-from trainkit.backends.jobs import SlurmPoller, read_job_status
+from trainkit.backends.jobs import QUERY_INTERVAL_S, SlurmPoller, read_job_status
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import run_argument
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT, UsageError
-from trainkit.formats import duration
-from trainkit.observe.current import look_at, read_group
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT, SlurmError, UsageError
+from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import state_counts
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup, group_of
@@ -24,7 +24,7 @@ from trainkit.run.history import RunHistory
 from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RunDir
 
-INTERVAL_S, SLURM_GROUP_INTERVAL_S = 2.0, 10.0
+INTERVAL_S = 2.0
 SHOW_EVERY_S = 30.0
 """Minimum number of seconds between two lines about the steps of a run."""
 HAVE_STARTED = (
@@ -106,12 +106,13 @@ class GoalType(click.ParamType):  # type: ignore[type-arg] # generic since click
 )
 @option(
     "--interval S",
-    "Seconds between two reads of the run folder; default: 2, or 10 for a group on Slurm. Slurm is queried "
-    "at most every 10 s.",
+    "Seconds between two reads of the run folder; Slurm is queried at most every 10 s.",
     name="interval_s",
     type=click.FloatRange(min=0.2),
+    default=INTERVAL_S,
+    show_default=True,
 )
-def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: float | None) -> int:
+def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: float) -> int:
     """Wait until RUN has reached a goal, and print its progress to stderr; the exit code is the verdict.
 
     The exit code is 0 if RUN has reached the goal or, for the goal `ended`, if RUN has finished. The exit
@@ -123,8 +124,6 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
     """
     found = find_to_read(run_name)
     poll: Callable[[], tuple[str, int | None]]
-    is_slurm_group = isinstance(found, RunGroup) and found.record.process is None
-    interval_s = interval_s or (SLURM_GROUP_INTERVAL_S if is_slurm_group else INTERVAL_S)
     if isinstance(found, RunGroup):
         if goal.kind not in (ENDED, STARTED):
             raise UsageError(
@@ -132,6 +131,8 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
                 hint=f"use started or ended, or wait for one run, for example {found.word}/0",
             )
         poll = GroupPoll(found, goal)
+        if found.record.process is None:
+            interval_s = max(interval_s, QUERY_INTERVAL_S)  # Each read of a group on Slurm queries Slurm.
     else:
         poll = RunPoll(found, goal)
     deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -145,7 +146,7 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
             return code
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            click.echo(f"{found.shown}: the timeout of {duration(timeout_s or 0)} is over", err=True)
+            click.echo(f"{found.shown}: the timeout of {timeout_s:g} s is over", err=True)
             return EXIT_TIMEOUT
         time.sleep(min(interval_s, left_s))
 
@@ -198,13 +199,15 @@ class GroupPoll:
     """Reads the state of a group."""
 
     def __init__(self, group: RunGroup, goal: Goal) -> None:
-        self._group, self._goal, self._slurm = group, goal, SlurmPoller()
+        self._group, self._goal, self._warn_once = group, goal, cache(warn)
 
     def __call__(self) -> tuple[str, int | None]:
         """Return the states as text, and the exit code or None while the command must wait."""
-        status = read_group(self._group, self._slurm.jobs)
-        states = [trial.state for trial in status.trials]
-        text = _with_reason(state_counts(status.states), self._slurm.problem)
+        try:
+            status = query_group(self._group, self._warn_once)
+        except SlurmError as error:  # It is unknown whether the jobs of the group were submitted.
+            return _with_reason("unknown", error.message), None
+        states, text = [trial.state for trial in status.trials], state_counts(status.states)
         if self._goal.kind == STARTED and any(state in HAVE_STARTED for state in states):
             return text, EXIT_OK
         return text, None if status.is_active else verdict(states, self._goal)
