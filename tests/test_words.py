@@ -127,11 +127,16 @@ def test_no_file_has_a_name_that_was_given_up() -> None:
     assert max(counts[name] for name in UNIQUE_MODULES) <= 1
 
 
+JSON_KEYS = {"moments_bytes"}
+"""Keys of JSON outputs, which keep their names because programs read them."""
+
+
 def test_no_definition_has_a_name_or_a_word_that_was_given_up() -> None:
     found = [
         f"{place}: {name}"
         for name, place in definitions()
-        if name.lstrip("_") in GIVEN_UP_NAMES or not words_of(name).isdisjoint(GIVEN_UP_WORDS)
+        if name not in JSON_KEYS
+        and (name.lstrip("_") in GIVEN_UP_NAMES or not words_of(name).isdisjoint(GIVEN_UP_WORDS))
     ]
     assert not found, "\n".join(found)
 

@@ -1,5 +1,8 @@
 """Generates docs/config.md, docs/commands.md and docs/api.md from the schema, help texts and docstrings.
 
+docs/schemas/ contains the JSON Schema of each command's JSON output. A schema that would break programs is
+not written until its version is increased.
+
 The table of causes in docs/troubleshooting.md is generated from the signatures of `trainkit diagnose`. The
 options that trainkit/__init__.pyi lists for editors and type checkers are generated from the command line and
 the schema.
@@ -18,7 +21,9 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from inspect import cleandoc
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ import click
 
 from trainkit import _MODULES
 from trainkit.capabilities.diagnose.signatures import load_signatures
+from trainkit.capabilities.programs.outputs import output_named, outputs
 from trainkit.cli.help import by_heading
 from trainkit.cli.main import SECTIONS, cli
 from trainkit.config import RunConfig
@@ -107,7 +113,8 @@ On this page you can look up every command with examples and options, grouped as
 - COMMAND, after `--`, is your own script: `trainkit submit -- python train.py`.
   Each rank runs the script instead of the built-in trainer.
 - Results go to stdout and diagnostics to stderr.
-- Most commands have `--json`, which prints the result as one JSON value.
+- Most commands have `--json`, which prints the result as one JSON value [with a schema]\
+(programs.md#read-the-output-of-a-command).
   An error is `{"error": …, "hint": …, "exit_code": …}`; for an invalid config, it also has `problems`.
 - `trainkit --debug COMMAND …` shows the traceback of an error, and `--no-color` disables colour.
 
@@ -117,6 +124,7 @@ On this page you can look up every command with examples and options, grouped as
 | 1 | the command or the followed run failed |
 | 2 | usage error or invalid config |
 | 3 | Slurm cannot be reached; try again |
+| 75, 124 | only `wait`: the run has stopped and can be resumed; the timeout is over |
 | 130 | Ctrl-C |
 """
 MORE = {
@@ -126,6 +134,7 @@ MORE = {
     "shell": ("slurm.md#tasks-and-ranks",),
     "status": ("first-run.md#5-watch-it",),
     "watch": ("watch.md",),
+    "wait": ("programs.md#wait-for-a-run",),
     "logs": ("run-folder.md",),
     "diagnose": ("troubleshooting.md",),
     "replay": ("replay.md",),
@@ -147,6 +156,7 @@ MORE = {
     "ckpt": ("recovery.md#checkpoints", "huggingface.md#export"),
     "generate": ("huggingface.md#see-what-it-has-learned",),
     "data": ("data.md", "replay.md#the-samples-of-a-step"),
+    "schema": ("programs.md#read-the-output-of-a-command",),
 }
 """Maps a command to headings in the docs under which it is explained in detail."""
 SHARED_BY = 7
@@ -501,12 +511,58 @@ def causes_text() -> str:
     return "\n".join(rows) + "\n\n"
 
 
+def schema_text(name: str) -> str:
+    """Return the JSON Schema of an output of a command."""
+    return json.dumps(output_named(name).schema(name), indent=1, ensure_ascii=False) + "\n"
+
+
+def breaking_change(before: Any, after: Any) -> str | None:
+    """Return where a schema no longer describes values that it described before; None if it still does.
+
+    Additional keys and other descriptions break no program that reads the values.
+    """
+    old, new = ({"": schema, **schema.get("$defs", {})} for schema in (before, after))
+    for name, record in old.items():
+        if name not in new:
+            return name
+        own, other = record.get("properties", {}), new[name].get("properties", {})
+        changed = (key for key, value in own.items() if key not in other or _bare(value) != _bare(other[key]))
+        absent = (key for key in record.get("required", ()) if key not in new[name]["required"])
+        if (key := next(chain(changed, absent), None)) is not None:
+            return f"{name}.{key}"
+        if _bare(record) != _bare(new[name]):
+            return name or "the type of the value"
+    return None
+
+
+def _bare(schema: Any) -> Any:
+    """Return a schema without descriptions and keys."""
+    left_out = ("description", "properties", "required", "$defs", "$id", "title", "version")
+    return {key: value for key, value in schema.items() if key not in left_out}
+
+
+def frozen_schemas() -> Iterator[str]:
+    """Yield a sentence for each schema in docs/schemas/ that changes without a new version."""
+    for name, output in outputs().items():
+        file = DOCS / schema_page(name)
+        before = json.loads(_read(file) or '{"version": 0}')
+        where = breaking_change(before, json.loads(schema_text(name)))
+        if before["version"] == output.version and where is not None:
+            yield f"{where} of the output {name} changes: increase its version in `json_option`"
+
+
+def schema_page(name: str) -> str:
+    """Return the path of an output's schema, relative to docs/."""
+    return f"schemas/{name}.json"
+
+
 PAGES = {
     "../trainkit/__init__.pyi": stub_text,
     "config.md": config_text,
     "commands.md": commands_text,
     "api.md": api_text,
     "troubleshooting.md": troubleshooting_text,
+    **{schema_page(name): partial(schema_text, name) for name in outputs()},
 }
 
 
@@ -530,6 +586,10 @@ def main() -> int:
         if stale:
             print(f"out of date: {', '.join(stale)}; run: {REGENERATE}", file=sys.stderr)
         return 1 if stale else 0
+    if breaking := list(frozen_schemas()):
+        print("\n".join(breaking), file=sys.stderr)
+        return 1
+    (DOCS / "schemas").mkdir(exist_ok=True)
     for name, text in PAGES.items():
         (DOCS / name).write_text(text(), encoding="utf-8")
     return 0

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
+from typing import TypedDict
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -31,6 +32,8 @@ EXIT_STOPPED = 75
 """The state was saved, so the run can be resumed."""
 EXIT_NO_RESTART = 78
 """A restart cannot help, because the config is wrong or the run has diverged."""
+EXIT_TIMEOUT = 124
+"""The timeout of `trainkit wait` is over; the program `timeout` uses the same exit code."""
 EXIT_INTERRUPTED = 130
 
 
@@ -62,6 +65,34 @@ class UsageError(TrainkitError):
     """Raised if a command cannot run because of a wrong flag, a wrong file or the state of a run."""
 
     exit_code = EXIT_USAGE
+
+
+class ProblemJson(TypedDict):
+    """A problem of a config, as ``--json`` prints the problem."""
+
+    key: str
+    """The dotted config key; empty if the problem does not concern a single key."""
+    origin: str
+    """Where the value comes from, such as a file or an option."""
+    line: int | None
+    """The number of the line if `origin` is a file."""
+    message: str
+    hint: str
+
+
+class _ErrorJson(TypedDict):
+    error: str
+    """What happened."""
+    hint: str
+    """What the user can do; empty if there is no advice."""
+    exit_code: int
+
+
+class ErrorJson(_ErrorJson, total=False):
+    """An error, which a command with ``--json`` prints instead of its result."""
+
+    problems: list[ProblemJson]
+    """All problems of the config, if the config is invalid."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,7 @@ class Problem:
         # An origin such as `--set name=a:8` also ends with a colon and digits, but is not FILE:LINE.
         return int(line) if line.isdigit() and not file.startswith("--") else None
 
-    def to_dict(self) -> dict[str, str | int | None]:
+    def to_dict(self) -> ProblemJson:
         """Return the problem for ``--json``; if there is a `line`, `origin` contains only the file."""
         return {
             "key": self.key,

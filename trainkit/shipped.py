@@ -138,6 +138,7 @@ SHIPPED = {
         worker="worker",
         without_keys=True,
     ),
+    "programs": Shipped(commands={"wait": "wait_command:command", "schema": "command:schema"}),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "simulation": Shipped(options={"check": "check_options:simulation_options"}),
     "texts": Shipped(

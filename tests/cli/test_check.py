@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.json_outputs import checked
 from tests.support.said import said
 from tests.support.webhooks import SECRET, webhook
 from trainkit import locks
@@ -221,7 +222,7 @@ SHARDS = ("--set", "train.device_batch_size=1", "--set", "train.global_batch_siz
 @pytest.mark.slow
 def test_one_of_64_ranks_is_simulated(prints):
     argv = ["check", "quickstart", "--simulate-world", "64", "--rank", "63", *SHARDS, "--json"]
-    value = json.loads(prints(argv).out)
+    value = checked("check", prints(argv).out)
     assert value["plan"]["layout"]["dp_shard"] == value["plan"]["world_size"] == 64
     assert value["plan"]["device"] == "cuda"
     assert value["simulation"]["rank"] == 63

@@ -7,6 +7,7 @@ import time
 import pytest
 from steering import wait_for
 
+from tests.support.json_outputs import checked
 from tests.support.programs import is_running
 from tests.support.said import said
 from trainkit.job.processes import descendants
@@ -108,7 +109,7 @@ def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
     saving = desk.trainkit("requeue", "small")
     assert saving.stderr.startswith(f"runs/small: local-{read_job(run).newest.pid} is saving")
     cancelled = desk.trainkit("cancel", "small", "--json")
-    assert json.loads(cancelled.stdout)["run_dir"] == str(run.path)
+    assert checked("cancel", cancelled.stdout)["run_dir"] == str(run.path)
     assert cancelled.stderr.startswith("runs/small: local-")
     refused = desk.trainkit("requeue", "small")
     assert (refused.returncode, "being cancelled: local-" in refused.stderr) == (2, True)
@@ -166,7 +167,7 @@ def test_run_of_another_host_is_not_touched(desk):
 def test_requeue_of_a_live_run_comes_back_by_itself(desk):
     run = desk.submit("--nodes", "2")
     done = desk.trainkit("requeue", "last", "--json", code=0)
-    assert json.loads(done.stdout)["attempt"] == 2
+    assert checked("requeue", done.stdout)["attempt"] == 2
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     said(read_json(run.attempt(1).end_file)["reason"])
     assert desk.status(run)["attempt"] == 2

@@ -1,5 +1,6 @@
 import json
 
+from tests.support.json_outputs import checked
 from tests.support.said import said
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import MANIFEST_VERSION, SEAL, file_hash, seal
@@ -97,7 +98,7 @@ def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
     (run.checkpoints_dir / "step-00000300.partial").mkdir()
     run.checkpoint_dir(400).mkdir()
     done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json", code=0)
-    fork = RunDir(json.loads(done.stdout)["run_dir"])
+    fork = RunDir(checked("resume", done.stdout)["run_dir"])
     assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00000200"]
     assert (fork.checkpoint_dir(200) / "data").samefile(run.checkpoint_dir(200) / "data")
     assert run.attempt_numbers() == [1]

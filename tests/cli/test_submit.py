@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from steering import wait_for
 
+from tests.support.json_outputs import checked
 from tests.support.programs import is_running, run_program
 from tests.support.said import said
 from trainkit.run.files import read_json, read_jsonl
@@ -41,7 +42,7 @@ def test_dry_run_shows_the_plan_that_is_run_and_writes_nothing(desk):
 
 def test_json_and_the_new_folder_of_the_same_name(desk):
     done = [desk.trainkit("submit", str(desk.config), "--json") for _ in range(2)]
-    first, second = (json.loads(one.stdout) for one in done)
+    first, second = (checked("submit", one.stdout) for one in done)
     assert list(first) == ["run_dir", "name", "job_id", "attempt", "backend", "warnings"]
     assert (first["name"], first["attempt"], first["backend"]) == ("small", 1, "local")
     assert second["name"] == "small-2"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.support import programs
+from tests.support.json_outputs import checked
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.record import read_job
@@ -199,7 +200,7 @@ class Login:
         """Submit a run with `trainkit submit`, and return it."""
         done = self.trainkit("submit", str(config or self.config), "--json", *args, **more)
         assert done.returncode == 0, done.stdout + done.stderr
-        return RunDir(json.loads(done.stdout)["run_dir"])
+        return RunDir(checked("submit", done.stdout)["run_dir"])
 
     def submit_listeners(self, *args: str, num_ranks: int = 2) -> RunDir:
         """Submit a run whose ranks only wait for signals, and return when all ranks listen."""

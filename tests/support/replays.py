@@ -1,11 +1,11 @@
 """Provides the options of the runs in tests of replays, and functions that call the commands."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.json_outputs import checked
 from trainkit.cli.main import main
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
@@ -19,7 +19,8 @@ def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
     code = main([*argv, "--json"])
     out, err = capsys.readouterr()
     assert out, err
-    return code, json.loads(out.splitlines()[-1])
+    name = "data-show" if argv[0] == "data" else argv[0]
+    return code, checked("error" if out.startswith('{"error"') else name, out.splitlines()[-1])
 
 
 def files_of(run: Path) -> dict[str, int]:

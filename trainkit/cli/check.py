@@ -1,4 +1,4 @@
-"""Implements `trainkit check`, which lists every problem in a config, and `trainkit schema`."""
+"""Implements `trainkit check`, which lists every problem in a config."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MAX_COLUMN_WIDTH = 40
     name="smoke",
 )
 @options.of_capabilities("check")
-@options.json_option
+@options.json_option("trainkit.cli.plan_json:CheckJson")
 def command(
     request: ConfigRequest,
     show_origin: bool,
@@ -116,18 +116,6 @@ def command(
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
     summary = Styled(f"{request.path}: no problems{and_warnings}", WATCH if plan.warnings else GOOD)
     click.echo(painted(summary), err=True)
-
-
-@as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
-def schema() -> None:
-    """Print the JSON schema of the config, for editors that complete and check YAML.
-
-    To use the schema in an editor with the YAML language server, start the config with the line "#
-    yaml-language-server: $schema=trainkit.schema.json".
-    """
-    from trainkit.config import RunConfig
-
-    click.echo(json_text(RunConfig.model_json_schema(), indent=2))
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:

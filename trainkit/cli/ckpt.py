@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict
+from typing import TypedDict
 
 import click
 
@@ -22,6 +23,31 @@ from trainkit.run.rundir import RunDir, run_lock
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
 
+CheckpointsJson = list[manifest.ListedCheckpoint]
+
+
+class VerifiedCheckpoint(TypedDict):
+    """A published checkpoint whose files were compared with their hashes."""
+
+    step: int
+    path: str
+    damage: str | None
+    """A description of the damage; None if the checkpoint is intact."""
+
+
+VerifiedJson = list[VerifiedCheckpoint]
+
+
+class PrunedJson(TypedDict):
+    """The checkpoints that were removed and kept."""
+
+    run_dir: str
+    removed: list[str]
+    """The folders that were removed, or that would be removed with ``--dry-run``."""
+    dry_run: bool
+    kept: list[str]
+
+
 @as_group(
     "ckpt",
     "trainkit ckpt ls last",
@@ -35,7 +61,7 @@ def command() -> None:
 
 @command.command(epilog=examples("trainkit ckpt ls last", "trainkit ckpt ls last --json"))
 @run_argument
-@json_option
+@json_option("trainkit.cli.ckpt:CheckpointsJson")
 def ls(run_name: str, as_json: bool) -> None:
     """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
@@ -54,13 +80,13 @@ def ls(run_name: str, as_json: bool) -> None:
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
 @option("--step N", "Verify only the checkpoint of step N.", type=INDEX)
-@json_option
+@json_option("trainkit.cli.ckpt:VerifiedJson")
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file in RUN's published checkpoints with its hash; exit with code 1 if a file differs.
 
     No files are changed. `trainkit resume` skips damaged checkpoints anyway.
     """
-    results = []
+    results: list[VerifiedCheckpoint] = []
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
@@ -81,7 +107,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 @run_argument
 @option("--keep-last N", "Number of newest checkpoints to keep.", type=COUNT, required=True)
 @option("--dry-run", "Print which checkpoints would be removed, without removing them.")
-@json_option
+@json_option("trainkit.cli.ckpt:PrunedJson")
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except for the newest N, the best one, and the newest intact one.
 
@@ -101,9 +127,12 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
                 click.echo(f"{'would remove' if dry_run else 'removed'} {shown_path(checkpoint.path)}")
     kept = [checkpoint for checkpoint in there if checkpoint not in doomed]
     if as_json:
-        removed = [str(checkpoint.path) for checkpoint in doomed]
-        value = {"run_dir": str(run.path), "removed": removed, "dry_run": dry_run}
-        value["kept"] = [str(item.path) for item in kept]
+        value: PrunedJson = {
+            "run_dir": str(run.path),
+            "removed": [str(item.path) for item in doomed],
+            "dry_run": dry_run,
+            "kept": [str(item.path) for item in kept],
+        }
         echo_json(value)
     else:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)

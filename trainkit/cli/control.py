@@ -20,7 +20,7 @@ from trainkit.run.registry import find_run, find_run_or_group
 @option("--now", "Kill the run immediately, without saving a checkpoint.")
 @option("--wait", "Wait until the run has stopped.")
 @options.trust_option
-@options.json_option
+@options.json_option("trainkit.control.cancel:CancelledJson")
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, and it is killed if it is still running after the grace time.
 
@@ -42,7 +42,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 @as_command("trainkit requeue last", "trainkit requeue last --json")
 @options.run_argument
 @options.trust_option
-@options.json_option
+@options.json_option("trainkit.cli.started:StartedJson")
 def requeue(run_name: str, as_json: bool) -> None:
     """Start the next attempt of RUN with the same config and plan.
 

@@ -21,7 +21,7 @@ import click
 from trainkit import __version__
 from trainkit.cli.output import EscapedStream, colours, echo_error, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, as_typed, from_click
-from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ErrorJson, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -36,6 +36,7 @@ SECTIONS = {
     "Watch": {
         "status": "Show the state of all runs, or one run in detail.",
         "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
+        "wait": "Wait until a run has started, reached a step or ended; for scripts.",
         "logs": "Print the output of a run.",
         "diagnose": "Find the rank of a run that failed first, explain the cause, and suggest a fix.",
         "replay": "Recompute steps of a run, to distinguish data problems from hardware problems.",
@@ -64,7 +65,7 @@ SECTIONS = {
         "ckpt": "List, verify, prune and export checkpoints.",
         "generate": "Generate a continuation of a prompt with the model of a run.",
         "data": "Prepare and validate training data, and show the samples of a training step.",
-        "schema": "Print the JSON schema of the config, for editors.",
+        "schema": "Print the JSON Schema of the config or of a command's output.",
         "completion": "Print the completion script for a shell.",
     },
 }
@@ -75,7 +76,6 @@ _IN_FILE = {
     **dict.fromkeys(("cancel", "requeue"), "control"),
     "completion": "help",
     "env": "run",
-    "schema": "check",
 }
 """Maps core commands that share a file in `trainkit/cli/` to that file; every other command has its own
 file."""
@@ -148,6 +148,8 @@ class CommandTable(CommandGroup):
     "  1    the command or the followed run failed\n"
     "  2    usage error or invalid config\n"
     "  3    Slurm cannot be reached; try again\n"
+    "  75   `wait`: the run has stopped and can be resumed\n"
+    "  124  `wait`: the timeout is over\n"
     "  130  interrupted with Ctrl-C",
 )
 @click.version_option(__version__, prog_name="trainkit", message="%(prog)s %(version)s")
@@ -221,7 +223,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
     if as_json:
         problems = error.problems if isinstance(error, ConfigError) else []
         message = problems[0].statement if len(problems) == 1 else error.message
-        value: dict[str, object] = {"error": message, "hint": error.hint, "exit_code": error.exit_code}
+        value: ErrorJson = {"error": message, "hint": error.hint, "exit_code": error.exit_code}
         if problems:
             value["problems"] = [item.to_dict() for item in problems]
         try:

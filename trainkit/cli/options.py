@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,7 +64,31 @@ class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since clic
 PATH = TypedPath()
 
 
-json_option = option("--json", "Print the result as one JSON value.", name="as_json")
+class OutputOption(click.Option):
+    """An option that makes a command print a JSON value of the type MODULE:NAME in `output`."""
+
+    def __init__(self, names: Sequence[str], output: str, version: int = 1, **rules: Any) -> None:
+        super().__init__(names, **rules)
+        self.output, self.version = output, version
+
+
+def json_option(output: str, version: int = 1) -> Callable[[Function], Function]:
+    """Return a decorator that adds ``--json`` to a command that prints a value of the type MODULE:NAME.
+
+    `trainkit schema --output` derives a JSON Schema from the type. Increase `version` if a key is removed or
+    renamed, or if its value gets another meaning or an additional type; new keys need no new version.
+    """
+    return option(
+        "--json",
+        "Print the result as one JSON value.",
+        name="as_json",
+        cls=OutputOption,
+        output=output,
+        version=version,
+        is_flag=True,
+    )
+
+
 set_option = option(
     "--set KEY=VALUE",
     "Set the config key KEY to VALUE; repeatable.",

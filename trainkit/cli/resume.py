@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import click
 
@@ -22,12 +22,23 @@ from trainkit.cli.run import (
     shown_failures,
     stay_in_foreground,
 )
-from trainkit.cli.started import describe_plan, print_choice, print_created, print_started
+from trainkit.cli.started import StartedJson, describe_plan, print_choice, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import find_run_or_group, one_run
 from trainkit.run.rundir import RUNS_FOLDER
+
+
+class ResumedGroupJson(TypedDict):
+    """A group of runs that was resumed."""
+
+    run_dir: str
+    name: str
+    job_id: str | None
+
+
+ResumedJson = StartedJson | ResumedGroupJson
 
 
 @as_command(
@@ -45,7 +56,7 @@ from trainkit.run.rundir import RUNS_FOLDER
 @options.now_option
 @options.trust_option
 @option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
-@options.json_option
+@options.json_option("trainkit.cli.resume:ResumedJson")
 def command(
     run_name: str,
     overrides: tuple[str, ...],
@@ -161,7 +172,7 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
     from trainkit.control.resume import resume_group
 
     job_id = resume_group(group)
-    value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
+    value: ResumedGroupJson = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
     echo_result(value, f"{group.path}\n{job_id}", as_json)
     click.echo(f"`trainkit status {group.word}` shows all runs of the group", err=True)
     return EXIT_OK

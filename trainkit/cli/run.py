@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
@@ -332,8 +332,29 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
     return sizes, Target("srun", reason, node_sizes=sizes, per="node")
 
 
+class RankJson(TypedDict):
+    """The environment of a rank that is started here; values are None for a process that is no rank."""
+
+    is_rank: bool
+    source: str | None
+    """The source of the values, such as ``environment`` or ``slurm``."""
+    rank: int | None
+    local_rank: int | None
+    world_size: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    master_addr: str | None
+    """The address of rank 0."""
+    master_port: int | None
+    """The port of rank 0; None if the port is chosen when the ranks start."""
+    hosts: list[str]
+    reason: str
+    """Where the values come from, or why a process started here is no rank."""
+
+
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
-@options.json_option
+@options.json_option("trainkit.cli.run:RankJson")
 def env(as_json: bool) -> None:
     """Print the environment of a rank that is started here, or why a process started here is no rank."""
     rank, reason = _rank_here()

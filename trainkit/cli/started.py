@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from trainkit.launch.create import CreatedRun
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.record import AttemptRecord
+
+
+class _StartedJson(TypedDict):
+    run_dir: str
+    name: str
+    """The name of the run: the name of the run folder or, if the folder was chosen, of the config."""
+    job_id: str
+    attempt: int
+    """The number of the attempt that was started, counted from 1."""
+    backend: str
+
+
+class StartedJson(_StartedJson, total=False):
+    """An attempt of a run that a command has started."""
+
+    warnings: list[str]
+    """Warnings about the plan of the run; absent if the plan is not new."""
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
@@ -67,6 +84,13 @@ def print_started(
 
     For a new plan, the JSON output includes the plan's `warnings`.
     """
-    facts = {"run_dir": str(run.path), "name": name, "job_id": entry.job_id, "attempt": entry.attempt}
-    facts |= {"backend": backend, **({} if warnings is None else {"warnings": list(warnings)})}
+    facts: StartedJson = {
+        "run_dir": str(run.path),
+        "name": name,
+        "job_id": entry.job_id,
+        "attempt": entry.attempt,
+        "backend": backend,
+    }
+    if warnings is not None:
+        facts["warnings"] = list(warnings)
     echo_result(facts, f"{run.path}\n{entry.job_id}", as_json)

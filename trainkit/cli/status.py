@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from shlex import join, quote
@@ -24,6 +24,7 @@ from trainkit.formats import GAP, cell, duration, result_text, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import (
     FIGURES,
+    GroupJson,
     GroupStatus,
     TrialStatus,
     column_of,
@@ -32,7 +33,7 @@ from trainkit.observe.group import (
     sorted_trials,
     state_counts,
 )
-from trainkit.observe.ranking import UnknownMetricError, asked_metric, config_ranking, rank
+from trainkit.observe.ranking import Mode, UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import (
     Place,
     Progress,
@@ -46,7 +47,7 @@ from trainkit.observe.status import (
 from trainkit.observe.values import is_call
 from trainkit.run.end import Best
 from trainkit.run.events import with_divergence
-from trainkit.run.files import to_json
+from trainkit.run.files import INLINE, OPTIONAL, to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_to_read
@@ -90,6 +91,22 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
 """The columns that are omitted in a narrow terminal, least important column first."""
 
 
+@dataclass(frozen=True)
+class RunJson:
+    """The state of a run, and its result for `--metric`."""
+
+    status: RunStatus = field(metadata=INLINE)
+    rows: dict[str, dict[str, str]] = field(metadata=OPTIONAL)
+    """Maps each capability of another package to the lines that it shows, by label."""
+    metric: str = field(metadata=OPTIONAL)
+    """The metric of `result`; `metric`, `mode` and `result` are present only with `--metric`."""
+    mode: Mode = field(metadata=OPTIONAL)
+    result: Best | None = field(metadata=OPTIONAL)
+
+
+StatusJson = RunJson | GroupJson | list[RunStatus | GroupJson]
+
+
 @as_command(
     "trainkit status",
     "trainkit status --all",
@@ -112,7 +129,7 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
 @option(
     "--metric NAME", "Metric to report as the result of RUN; in a group, the runs are ranked by this metric."
 )
-@json_option
+@json_option("trainkit.cli.status:StatusJson")
 def command(
     run_name: str | None,
     show_all: bool,

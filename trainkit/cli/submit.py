@@ -59,7 +59,7 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
 @option("--dry-run", "Print what would be submitted, without writing or starting anything.")
 @option("--test-only", "Print Slurm's estimate of the start time, without submitting the job.")
 @option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
-@options.json_option
+@options.json_option("trainkit.cli.plan_json:SubmittedOrPlan")
 def command(
     request: ConfigRequest,
     sweeps: tuple[str, ...],

@@ -23,6 +23,7 @@ OTHER_COMMANDS = {
     "ls": ("list", "ps", "queue", "show", "status"),
     "status": ("ls", "list", "ps", "queue", "squeue", "sacct", "show", "jobs", "runs", "info", "describe"),
     **{"watch": ("top", "htop", "monitor", "dashboard"), "ui": ("tensorboard", "board", "wandb")},
+    "wait": ("await", "poll", "block", "join"),
     **{"cancel": ("kill", "stop", "scancel", "abort", "terminate"), "prune": ("delete", "rm")},
     **{"submit": ("train", "start", "launch", "sbatch", "fit"), "run": ("exec", "srun", "torchrun")},
     **{"logs": ("tail", "cat", "output", "less"), "shell": ("salloc", "bash", "interactive")},

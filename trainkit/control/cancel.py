@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
+from typing import TypedDict
 
 from trainkit.backend import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group
@@ -37,6 +38,23 @@ GROUP_POLL_S = 2.0
 POLL_S = 0.05
 
 
+class _CancelledJson(TypedDict):
+    run_dir: str
+    job_id: str | None
+    state: str
+    """``ended`` if the run had already ended, ``cancelled`` if the cancellation is complete, ``cancelling``
+    while the run saves, or ``restarted`` if another command has started the run again."""
+
+
+class CancelledJson(_CancelledJson, total=False):
+    """The result of a cancellation."""
+
+    num_running: int
+    """The number of runs of a group that were running; absent for a single run."""
+    num_waiting: int
+    """The number of runs of a group that were pending; absent for a single run."""
+
+
 @dataclass(frozen=True)
 class CancelResult:
     """The result of `cancel_run` or `cancel_group`."""
@@ -46,7 +64,7 @@ class CancelResult:
     while the run saves, or ``restarted`` if another command has started the run again."""
     message: str
     """A message for the user that names the run folder."""
-    facts: dict[str, object]
+    facts: CancelledJson
     """The values that ``--json`` prints."""
     entry: AttemptRecord | None = None
     """The attempt that is saving, or None if no attempt is."""
@@ -117,7 +135,7 @@ def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
 
 
 def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> CancelResult:
-    facts: dict[str, object] = {"run_dir": str(run.path), "job_id": job_id, "state": state}
+    facts: CancelledJson = {"run_dir": str(run.path), "job_id": job_id, "state": state}
     return CancelResult(state, _naming(run, message), facts)
 
 
@@ -224,7 +242,7 @@ def _grace_s(group: RunGroup) -> float:
 
 
 def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool, state: str) -> CancelResult:
-    facts: dict[str, object] = {
+    facts: CancelledJson = {
         "run_dir": str(group.path),
         "job_id": group.job_id,
         "state": state,

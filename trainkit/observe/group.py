@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from operator import attrgetter
 from shlex import quote
-from typing import Any
+from typing import Any, TypedDict
 
 from trainkit.formats import cell, masked_value, short_keys, shown
 from trainkit.observe.notebook import MAX_KEYS, MAX_ROWS, Column, paragraph, table
@@ -23,6 +23,7 @@ from trainkit.observe.ranking import (
     BEST_MODE,
     LOSS,
     NUM_READERS,
+    Mode,
     Ranking,
     UnknownMetricError,
     candidates,
@@ -159,6 +160,36 @@ class TrialStatus:
         return f"trial {self.index}" + (f" ({shown(own)})" if own else "")
 
 
+class _GroupJson(TypedDict):
+    name: str
+    run_dir: str
+    job_id: str | None
+    array: str
+    """The indices of the trials."""
+    keys: list[str]
+    """The config keys whose values differ between the trials."""
+    num_nodes: int | None
+    workers_per_node: int | None
+    age_s: float | None
+    """Seconds since the group was submitted."""
+    num_points: int
+    """The number of trials."""
+    states: dict[str, int]
+    """Maps each state to the number of trials in that state, from the most to the least urgent state."""
+    metric: str
+    """The metric that ranks the trials."""
+    mode: Mode
+    best: TrialStatus | None
+    """The trial with the best result; None if no trial has a result."""
+
+
+class GroupJson(_GroupJson, total=False):
+    """The state of a group of runs."""
+
+    points: list[TrialStatus]
+    """The trials; absent in a list of runs and groups."""
+
+
 @dataclass(frozen=True)
 class GroupStatus:
     """The state of a group when it was read."""
@@ -225,6 +256,7 @@ class GroupStatus:
         return paragraph(self.summary()) + table(self.columns())
 
     def to_dict(self) -> dict[str, object]:
+        """Return the values as a JSON object with the keys of `GroupJson`."""
         own = to_json(self)
         trials = own.pop("trials")
         ranking, best = to_json(self.ranking), to_json(self.best)

@@ -27,7 +27,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord, diverged_since, with_divergence
-from trainkit.run.files import LEFT_OUT, OPTIONAL, open_file, parse_time, seconds_between, to_json
+from trainkit.run.files import INLINE, LEFT_OUT, OPTIONAL, open_file, parse_time, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -177,10 +177,10 @@ class RunStatus:
     reason: str | None
     attempt: int | None
     job_id: str | None
-    place: Place
+    place: Place = field(metadata=INLINE)
     command: list[str] | None
     """The COMMAND that the run executes; None for the built-in trainer."""
-    progress: Progress
+    progress: Progress = field(metadata=INLINE)
     age_s: float | None
     """Seconds since the newest attempt was submitted; None if unknown."""
     last_event: Event | None
@@ -189,7 +189,7 @@ class RunStatus:
     checkpoint: str | None
     """The folder of the newest published checkpoint; None if there is none."""
     warnings: list[str]
-    used: Used
+    used: Used = field(metadata=INLINE)
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script's log, if the script ended before the supervisor started."""
     lasting: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
@@ -244,7 +244,7 @@ class RunStatus:
             if part.metadata == LEFT_OUT:
                 continue
             value = to_json(getattr(self, part.name))
-            own |= value if part.name in ("place", "progress", "used") else {part.name: value}
+            own |= value if part.metadata == INLINE else {part.name: value}
         return placed("status", own | {key: own.pop(key) for key in LAST_KEYS}, to_json(self.added))
 
 

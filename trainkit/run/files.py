@@ -483,6 +483,9 @@ LEFT_OUT: Mapping[str, str] = {"json": "left out"}
 """Metadata for a dataclass field that is never written to JSON."""
 OPTIONAL: Mapping[str, str] = {"json": "optional"}
 """Metadata for a dataclass field that is omitted from JSON if it has its default value."""
+INLINE: Mapping[str, str] = {"json": "inline"}
+"""Metadata for a dataclass field that `to_json` omits, because its class's `to_dict` writes the keys of the
+field's value next to the other keys."""
 UNLIMITED: Mapping[str, str] = {"json": "unlimited"}
 """Metadata for a dataclass field whose infinite value is written to JSON as null."""
 _ANYTHING = (Any, object)
@@ -599,8 +602,8 @@ _PLAIN = frozenset((str, int, float, bool, type(None)))
 def to_json(value: Any) -> Any:
     """Convert a value for JSON: dataclasses and records become objects, and times become ISO 8601 texts.
 
-    Respects the field metadata `LEFT_OUT`, `OPTIONAL` and `UNLIMITED`. Also writes the values in the field
-    `more`, which are unknown or damaged, except for names that another field already has.
+    Respects the field metadata `LEFT_OUT`, `OPTIONAL`, `INLINE` and `UNLIMITED`. Also writes the values in
+    the field `more`, which are unknown or damaged, except for names that another field already has.
     """
     if type(value) in _PLAIN:
         return value
@@ -634,7 +637,7 @@ def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]
     return [
         (item.name, _default_of(item), item.metadata == OPTIONAL, item.metadata == UNLIMITED)
         for item in fields(kind)
-        if item.metadata != LEFT_OUT
+        if item.metadata not in (LEFT_OUT, INLINE)
     ]
 
 

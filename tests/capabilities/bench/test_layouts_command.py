@@ -15,6 +15,7 @@ import pytest
 from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
+from tests.support.json_outputs import checked
 from tests.support.programs import run_program
 from tests.support.said import cases, said
 from trainkit.backends.slurm import group_parts
@@ -275,7 +276,7 @@ def test_the_summary_of_an_array(place, capsys):
     capsys.readouterr()
     assert main(["bench", "layouts", "--collect", "out", "--json"]) == 0
     out, err = capsys.readouterr()
-    rows = json.loads(out)["rows"]
+    rows = checked("bench-layouts", out)["rows"]
     assert [(row["layout"], row["status"]) for row in rows] == [
         ("tp=2", "finished"),
         ("dp_shard=2", "finished"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import tasks
+from tests.support.json_outputs import checked
 from tests.support.programs import RunProcesses
 from tests.support.runs import wait_until
 from tests.support.said import said
@@ -107,7 +108,7 @@ def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
     shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "80")
     done = place.drill(*shape, "--json", *(word for name in names for word in ("--only", name)))
     assert done.returncode == 0, done.stdout + done.stderr
-    value = json.loads(done.stdout)
+    value = checked("drill", done.stdout)
     assert value["passed"]
     found = results(value)
     assert {name: result["state"] for name, result in found.items()} == {
@@ -148,7 +149,7 @@ def test_a_task_of_ones_own_survives(place: Place) -> None:
     shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "16", "--steps", "80")
     done = place.drill(*shape, "--json", *(word for name in OF_A_TASK for word in ("--only", name)))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = results(json.loads(done.stdout))
+    found = results(checked("drill", done.stdout))
     assert {
         name: (result["state"], result["curve"], result["restarted_by"]) for name, result in found.items()
     } == dict.fromkeys(OF_A_TASK, ("passed", "equal", "restart"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import need, save_model
+from tests.support.json_outputs import checked
 from tests.support.parity import Case, run_cases
 from tests.support.programs import run_program
 from tests.support.said import said
@@ -83,7 +84,7 @@ def ask(*args: str) -> dict[str, Any]:
     argv = [sys.executable, "-m", "trainkit", "generate", *args, "--json"]
     done = run_program(*argv)
     assert done.returncode == 0, done.stderr
-    value: dict[str, Any] = json.loads(done.stdout)
+    value: dict[str, Any] = checked("generate", done.stdout)
     return value
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support.json_outputs import checked
 from tests.support.said import said
 
 SPY = """#!{python}
@@ -51,7 +52,7 @@ def test_ranks_at_the_same_place_are_shown_together(spied):
     assert only.startswith("rank 2 on ")
     assert "  thread data 0x6" in only
     assert list(run.attempt(1).stacks_dir.iterdir()) == [], "nothing of the question is left"
-    value = json.loads(spied.trainkit("stacks", "last", "--json").stdout)
+    value = checked("stacks", spied.trainkit("stacks", "last", "--json").stdout)
     assert (value["run_dir"], value["attempt"]) == (str(run.path), 1)
     assert (value["groups"], value["silent"]) == ([[2], [0, 1]], [])
     assert [reply["rank"] for reply in value["replies"]] == [0, 1, 2, 3]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.json_outputs import checked
 from tests.support.programs import run_program, wait_for
 from tests.support.runs import free_port, site
 from trainkit.capabilities.trackers import trackers_dir
@@ -221,7 +222,7 @@ def test_tensorboard(run: RunDir) -> None:
 
 def test_sync_finds_nothing_left(run: RunDir) -> None:
     text = command("sync", str(run.path), "--json", cwd=run.path.parent)
-    found = {item["name"]: item for item in json.loads(text)}
+    found = {item["name"]: item for item in checked("sync", text)}
     assert found["mlflow"]["num_sent"] == 0
     assert found["wandb"]["num_sent"] == 20  # a single file, which was rewritten
     assert [item["num_pending"] for item in found.values()] == [0, 0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, save_model
+from tests.support.json_outputs import checked
 from tests.support.parity import Case, close, make_trainer, run_cases, saved_tensors, worst_difference
 from tests.support.runs import make_attempt
 from trainkit.capabilities.export.worker import ExportRequest, export
@@ -163,7 +164,7 @@ def test_an_export_has_the_logits_of_the_run(
     run_cases(tmp_path, [Case("run", 2, {"dp_shard": 2})], options, keep_labels=True)
     out = tmp_path / "exported"
     assert main(["ckpt", "export", str(tmp_path / "run"), "--out", str(out), "--json"]) == 0
-    assert "model.safetensors" in json.loads(capsys.readouterr().out)["files"]
+    assert "model.safetensors" in checked("ckpt-export", capsys.readouterr().out)["files"]
     tokens = torch.arange(48).view(2, -1) * 5 % 257
     assert (logits_of(out, tokens) - logits_of(folder, tokens)).abs().max() > 1e-3  # the weights were trained
 

@@ -112,7 +112,7 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
         option("--follow", "On Slurm, wait until all runs have finished, then write the summary."),
         option("--dry-run", f"Print the {what} that would run without starting them."),
         option("--collect DIR", collect),
-        options.json_option,
+        options.json_option("trainkit.capabilities.bench.summary:BenchJson"),
     )
 
 

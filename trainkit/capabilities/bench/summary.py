@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypedDict
 
 from trainkit.capabilities.bench.measure import Row, by_speed, measured, row_of, speed
 from trainkit.capabilities.bench.run_bench import (
@@ -57,6 +58,54 @@ def end_line(bench: Bench, trial: TrialStatus) -> str:
         return f"{start} {trial.state}{f': {trial.reason}' if trial.reason else ''}"
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f} tokens/s, "
     return f"{start} {speed}{row['step_s']:.4f} s per step"
+
+
+class SummaryJson(TypedDict):
+    """The summary of a bench."""
+
+    folder: str
+    summary: str
+    """The path of summary.csv."""
+    plots: list[str]
+    rows: list[dict[str, float | str | None]]
+    """The rows of summary.csv, fastest trial first."""
+    fastest: Fastest | None
+    """The fastest trial; None if fewer than two trials have finished."""
+
+
+class StartedBenchJson(TypedDict):
+    """A bench that was submitted to Slurm."""
+
+    folder: str
+    job_id: str
+    array: str
+
+
+class PlannedTrialJson(TypedDict, total=False):
+    """A trial that would run."""
+
+    layout: str
+    """The name of the layout; absent in `bench settings`."""
+    values: dict[str, object]
+    notes: list[str]
+    """Values that were adapted to the layout."""
+
+
+class PlannedBenchJson(TypedDict, total=False):
+    """The trials that would run, with `--dry-run`."""
+
+    layouts: list[PlannedTrialJson]
+    """The trials of `bench layouts`."""
+    points: list[PlannedTrialJson]
+    """The trials of `bench settings`."""
+    repeats: int
+    impossible: dict[str, str]
+    """Maps the name of each trial that cannot run to the reason."""
+    left_out: list[str]
+    """Possible layouts that would not run, because there are too many."""
+
+
+BenchJson = SummaryJson | StartedBenchJson | PlannedBenchJson
 
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:

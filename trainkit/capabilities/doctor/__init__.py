@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -26,6 +26,15 @@ def to_json(value: Any) -> str:
 def from_json(kind: type[T], text: str) -> T:
     """Return the dataclass of type `kind` that `to_json` converted to `text`."""
     return TypeAdapter(kind).validate_json(text)
+
+
+class CheckedJson(TypedDict):
+    """The results of all checks, and the number of checks with each result."""
+
+    checks: list[Finding]
+    ok: int
+    warning: int
+    failure: int
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     default=Path("runs"),
     show_default=True,
 )
-@options.json_option
+@options.json_option("trainkit.capabilities.doctor:CheckedJson")
 def command(
     config: str | None,
     quick: bool,

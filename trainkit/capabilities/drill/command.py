@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import click
 
@@ -30,6 +31,7 @@ from trainkit.capabilities.drill.scenarios import (
     RunWatch,
     Scenario,
     ScenarioRunner,
+    State,
     choose_target,
     skip_reason,
 )
@@ -80,7 +82,7 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
     "List the scenarios and whether each is possible here, without starting any runs.",
     name="only_list",
 )
-@options.json_option
+@options.json_option("trainkit.capabilities.drill.command:DrillOrList")
 def command(
     request: ConfigRequest,
     launcher: str,
@@ -130,6 +132,59 @@ def command(
             hint="`--list` shows all scenarios",
         )
     return _drill(loaded, plan, scenarios, changes, seed, as_json)
+
+
+class ScenarioJson(TypedDict):
+    """A scenario, as `--list` prints the scenario."""
+
+    scenario: str
+    description: str
+    skip_reason: str | None
+    """Why the scenario cannot be tried here; None if it can be tried."""
+
+
+class ResultJson(TypedDict):
+    """The result of one scenario."""
+
+    scenario: str
+    state: State
+    """`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario
+    cannot be tried with this config."""
+    message: str
+    """The problem of a failed scenario, the reason why a scenario was skipped, or a note about a passed
+    scenario."""
+    action: str
+    """A description of the interruption."""
+    step: int | None
+    """The newest step seen before the interruption."""
+    restart_s: float | None
+    """Seconds from the interruption to the next step, or to the next attempt's start if no steps are
+    recorded."""
+    restarted_by: str
+    """What restarted the run, such as `requeue` or `resume`."""
+    num_recomputed: int | None
+    """The number of steps that were computed again after the restart; None if no steps are recorded."""
+    curve: str
+    """Whether the losses are `equal` to the losses of the uninterrupted run, `differs` or `unknown`."""
+    run_dir: str
+
+
+class DrillJson(TypedDict):
+    """The results of a drill, as in drill.json."""
+
+    folder: str
+    seed: int
+    passed: bool
+    """True if all scenarios that were tried have passed."""
+    changes: list[Change]
+    """Config values that the drill changed."""
+    difference_if_not_deterministic: float | None
+    """The largest difference between the losses of a step of two runs without deterministic kernels; None on
+    CPUs."""
+    scenarios: list[ResultJson]
+
+
+DrillOrList = DrillJson | list[ScenarioJson]
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:

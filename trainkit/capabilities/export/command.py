@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TypedDict
 
 import click
 
@@ -21,6 +22,16 @@ from trainkit.run import manifest
 from trainkit.run.own_folders import own_environ
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import RunDir
+
+
+class ExportedJson(TypedDict):
+    """An exported model."""
+
+    out: str
+    """The folder that was written."""
+    checkpoint: str
+    files: list[str]
+    """The names of the files in the folder."""
 
 
 @as_command(
@@ -47,7 +58,7 @@ from trainkit.run.rundir import RunDir
 )
 @option("--merge", "Merge the adapters of model.lora into the weights of the model.")
 @trust_option
-@json_option
+@json_option("trainkit.capabilities.export.command:ExportedJson")
 def command(
     run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
 ) -> int:
@@ -77,7 +88,7 @@ def command(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(item.name for item in out_name.iterdir())
-    value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
+    value: ExportedJson = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
     echo_result(value, f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}", as_json)
     return EXIT_OK
 

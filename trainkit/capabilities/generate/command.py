@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import click
 
@@ -13,6 +14,20 @@ from trainkit.capabilities.export.command import chosen_checkpoint, places_of
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED
+
+
+class GeneratedJson(TypedDict):
+    """A continuation of a prompt."""
+
+    prompt: str
+    text: str
+    """The generated text, without the prompt."""
+    num_tokens: int
+    """The number of generated tokens."""
+    stopped_by: Literal["eos", "max_tokens", "seq_len"]
+    """Whether the text ended with the end-of-text token, or reached `--max-tokens` or the length of the
+    training samples."""
+    checkpoint: str
 
 
 @as_command(
@@ -44,7 +59,7 @@ from trainkit.errors import EXIT_FAILED
 )
 @option("--dtype", "Data type of the weights.", type=click.Choice(["fp32", "bf16", "fp16"]))
 @trust_option
-@json_option
+@json_option("trainkit.capabilities.generate.command:GeneratedJson")
 def command(
     run_name: str,
     prompt: str,

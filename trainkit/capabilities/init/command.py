@@ -5,11 +5,13 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
+from typing import TypedDict
 
 import click
 
@@ -23,6 +25,20 @@ TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+class _PathsJson(TypedDict):
+    written: list[str]
+    """The paths of the written files."""
+    kept: list[str]
+    """The paths of files that existed and were not changed."""
+
+
+class WrittenJson(_PathsJson, total=False):
+    """The files that a command has written."""
+
+    cluster: Mapping[str, object] | None
+    """The properties of this cluster; None without Slurm, and absent with `--task`."""
+
+
 @as_command(
     "trainkit init",
     "trainkit init --task captions",
@@ -34,7 +50,7 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
     "--dir DIR", "Folder to write the run config to; default: the current folder.", name="folder", default="."
 )
 @option("--task NAME", "Write the template of a custom task to NAME.py, with a config and a test for it.")
-@json_option
+@json_option("trainkit.capabilities.init.command:WrittenJson")
 def command(name: str | None, folder: str, task: str | None, as_json: bool) -> None:
     """Write a profile of this cluster and a first run config, without overwriting existing files.
 
@@ -89,9 +105,12 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
             "nothing to write: every file already exists",
             hint="delete one of the files, or choose other paths with --cluster NAME and --dir DIR",
         )
-    paths = {"written": list(map(str, written)), "kept": list(map(str, kept))}
-    value = {"cluster": None if cluster is None else asdict(cluster), **paths}
-    echo_result(value, "\n".join(paths["written"]), as_json)
+    value: WrittenJson = {
+        "cluster": None if cluster is None else asdict(cluster),
+        "written": list(map(str, written)),
+        "kept": list(map(str, kept)),
+    }
+    echo_result(value, "\n".join(value["written"]), as_json)
     click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
 
 
@@ -128,6 +147,7 @@ def _write_task(name: str, folder: Path, as_json: bool) -> None:
     for path, text in texts.items():
         write_new(path, text)
     written = list(map(str, texts))
-    echo_result({"written": written, "kept": []}, "\n".join(written), as_json)
+    value: WrittenJson = {"written": written, "kept": []}
+    echo_result(value, "\n".join(written), as_json)
     place = "" if folder == Path() else f"cd {quote(str(folder))} && "
     click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
+from typing import Literal, TypedDict
 
 from trainkit.capabilities.layouts.choices import Choice, Hardware, choose
+from trainkit.capabilities.layouts.effective_time import EffectiveTime
 from trainkit.config.schema import RunConfig
 from trainkit.formats import GIB, MIB, plural, size, table
+from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import DEGREES, describe_layout, yaml_text
-from trainkit.plan.memory import state_bytes
+from trainkit.plan.memory import Parts, state_bytes
 from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
@@ -190,6 +193,75 @@ def relative_time(choice: Choice, best: Choice) -> float:
     """Return the time per token of a choice relative to the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
+
+
+class _ChoiceJson(TypedDict):
+    layout: Layout
+    activation_checkpointing: str
+    zero: int
+    offload: bool
+    device_batch_size: int
+    accumulation_steps: int
+    pp_schedule: str | None
+    """The schedule of the pipeline; None without pipeline parallelism."""
+    pp_microbatches: int | None
+    fit: Literal["fits", "tight", "no"]
+    """`tight` means that the peak is above the usable but below the total memory of a GPU."""
+    peak_bytes: int
+    worst_moment: str
+    """The phase of a step that needs the most memory."""
+    moments_bytes: dict[str, Parts]
+    """Maps each phase of a step to the memory in use."""
+    bubble: float
+    """The fraction of the step during which a pipeline rank is idle."""
+    recompute: float
+    """The time for recomputing activations, relative to the computing time."""
+    sent_bytes: dict[str, int]
+    """The bytes that a GPU sends per step, by kind of parallelism."""
+    crosses_nodes: list[str]
+    """The kinds of parallelism that communicate across nodes."""
+    relative_time: float | None
+    """The time of a step, relative to the recommended layout."""
+    reason: str
+    settings: dict[str, object]
+    """The config keys to change for this layout."""
+
+
+class ChoiceJson(_ChoiceJson, total=False):
+    """A layout, with its memory and its cost."""
+
+    what: str
+    """The config change that makes the run fit; present only in `would_fit`."""
+    num_gpus: int
+    """The number of GPUs; present only in `would_fit`."""
+
+
+class GpuJson(TypedDict):
+    """The GPU for which the layouts are planned."""
+
+    name: str
+    memory_bytes: int
+    usable_bytes: int
+
+
+class LayoutsJson(TypedDict):
+    """The layouts that are possible, best layout first."""
+
+    gpu: GpuJson
+    num_gpus: int
+    gpus_per_node: int
+    num_params: int
+    """The number of parameters of the model."""
+    headline: str | None
+    """A description of the recommended layout; None if no layout fits."""
+    choices: list[ChoiceJson]
+    config: ChoiceJson | None
+    """The layout of the config; None if the config's layout is impossible."""
+    effective_time: EffectiveTime | None
+    """The estimated fraction of a run's time that is spent on useful steps; None if it is unknown."""
+    config_problems: list[str]
+    would_fit: list[ChoiceJson]
+    """Config changes that make the run fit, if no layout fits."""
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     default=SAVE_S,
     show_default=True,
 )
-@json_option
+@json_option("trainkit.capabilities.layouts.advice:LayoutsJson")
 def command(
     request: ConfigRequest,
     gpus: int | None,

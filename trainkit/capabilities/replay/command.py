@@ -57,7 +57,7 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 @option("--collect JOB", "Compare the results of a finished replay job; JOB is the job's folder, name or id.")
 @option("--keep", "Keep the temporary folder of the replay and its logs; cannot be combined with --submit.")
 @options.trust_option
-@options.json_option
+@options.json_option("trainkit.capabilities.replay.compare:ReplayedOrStarted")
 def command(
     run_name: str | None,
     steps: str | None,
@@ -276,7 +276,7 @@ def _shown(values: dict[str, float | None]) -> str:
 @option("--step N", "Step of RUN whose samples are shown.", type=click.IntRange(min=1), required=True)
 @option("--rank R", "Show only the samples that this rank reads.", type=click.IntRange(min=0))
 @options.trust_option
-@options.json_option
+@options.json_option("trainkit.capabilities.replay.steps:StepJson")
 def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     """Show the samples of a step of RUN, in the order of the global batch, without computing the step.
 

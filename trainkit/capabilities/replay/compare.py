@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from trainkit.capabilities.replay import SAMPLES_FILE, SampleLosses
 from trainkit.capabilities.replay.replay import ReplayPlan, changed_values
 from trainkit.capabilities.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
+from trainkit.cli.started import StartedJson
 from trainkit.config import RunConfig
 from trainkit.launch.repeat import config_and_plan
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.events import read_steps, training_curve
-from trainkit.run.files import read_jsonl, read_jsonl_reversed, read_record
+from trainkit.run.files import INLINE, read_jsonl, read_jsonl_reversed, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
@@ -89,6 +90,29 @@ class Comparison:
     @property
     def first_different(self) -> ComparedStep | None:
         return next((step for step in self.steps if step.is_equal is False), None)
+
+
+@dataclass(frozen=True)
+class JudgedSample:
+    """A sample of a recomputed step, with the step and the loss of the sample."""
+
+    step: int
+    loss: float | None
+    """The loss of the sample; None if the loss is unknown or not finite."""
+    sample: StepSample = field(metadata=INLINE)
+
+
+@dataclass(frozen=True)
+class ReplayedJson:
+    """The result of a replay, and the samples of the recomputed steps."""
+
+    comparison: Comparison = field(metadata=INLINE)
+    samples: list[JudgedSample]
+    """The samples, sorted by loss if the losses are known; empty if the replayed values are different."""
+
+
+ReplayedOrStarted = ReplayedJson | StartedJson
+"""With `--submit` and without `--follow`, `trainkit replay` prints the job that was started."""
 
 
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import join
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -92,6 +92,15 @@ class StepSample:
     documents: tuple[Document, ...] = ()
     text: str = ""
     """The shortened repr of the item; empty unless the run has a user's task."""
+
+
+class StepJson(TypedDict):
+    """The samples of a step, in the order of the global batch."""
+
+    step: int
+    attempt: int
+    """The newest attempt that computed the step, or that will compute it."""
+    samples: list[StepSample]
 
 
 def attempt_starts(run: RunDir) -> dict[int, Start]:

@@ -25,7 +25,7 @@ from trainkit.shipped import measured_speeds
     "--overwrite",
     "Overwrite the file of --out if it exists. Without --out, an existing report.html is always overwritten.",
 )
-@json_option
+@json_option("trainkit.capabilities.report.sweep_report:ReportOrSweep")
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write an HTML report to report.html in the folder of RUN, and print the path of the file.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import TextIO
+from typing import TextIO, TypedDict
 
 import click
 
@@ -38,7 +38,15 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, hours_text, plural, result_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.group import column_of, value_order
-from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
+from trainkit.observe.ranking import (
+    Measured,
+    Mode,
+    Ranking,
+    UnknownMetricError,
+    asked_metric,
+    config_ranking,
+    rank,
+)
 from trainkit.observe.status import loss_text
 from trainkit.run.events import with_divergence
 from trainkit.run.trial import as_numbers
@@ -87,7 +95,7 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
 )
 @option("--sort NAME", "Sort the runs by this column, metric or config key.")
 @option("--by KEY", "Colour the curves by this config key; default: the first key that differs between runs.")
-@json_option
+@json_option("trainkit.capabilities.report.compare:ComparedJson")
 def command(
     names: tuple[str, ...],
     csv_file: str | None,
@@ -282,6 +290,61 @@ def _compare_runs(
             click.echo(f"\n{_mean_table(keys, repeated, ranking)}")
 
 
+class RepetitionJson(TypedDict):
+    """Runs that differ only in their seeds, and the mean of their results."""
+
+    values: Mapping[str, object]
+    """Values of the keys that differ between the compared runs, excluding the seed."""
+    num_runs: int
+    num_results: int
+    mean: float | None
+    sd: float | None
+    """The sample standard deviation of the results; None for fewer than two results."""
+
+
+class ComparedRunJson(TypedDict):
+    """The results of one run; unknown results are None."""
+
+    run: str
+    state: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    diverged_since: int | None
+    """The step since which the loss is not finite; None if the run has not diverged."""
+    val_loss: float | None
+    best_val_loss: float | None
+    best_step: int | None
+    """The step of `best_val_loss`."""
+    tokens_per_s: float | None
+    """The median over all records."""
+    allocated_s: float
+    worker_hours: float | None
+    run_dir: str
+    metric: str
+    """The metric of `result`."""
+    result: float | None
+    result_step: int | None
+    values: Mapping[str, object]
+    """The run's values of the keys that differ between the runs."""
+
+
+class _ComparedJson(TypedDict):
+    differ: list[str]
+    """The config keys that differ between the runs."""
+    metric: str
+    """The metric that ranks the runs."""
+    mode: Mode
+    runs: list[ComparedRunJson]
+
+
+class ComparedJson(_ComparedJson, total=False):
+    """The results of several runs."""
+
+    repetitions: list[RepetitionJson]
+    """The runs that differ only in their seeds; absent if there are none."""
+
+
 @dataclass(frozen=True)
 class Repetition:
     """Runs that differ only in their seeds, and the mean of their results."""
@@ -296,7 +359,7 @@ class Repetition:
     sd: float | None
     """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> RepetitionJson:
         """Return these runs and their mean as a JSON object."""
         return {
             "values": {key: compared_value(key, value) for key, value in self.values.items()},

@@ -33,6 +33,7 @@ from trainkit.capabilities.report.charts import (
 )
 from trainkit.capabilities.report.page import render_page, result_figure
 from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, labels_of, mean_line, series_of
+from trainkit.capabilities.report.run_report import Report
 from trainkit.capabilities.report.thinned import MAX_BUCKETS, Thinned, Wanted, read_all
 from trainkit.cli.output import masked
 from trainkit.config.schema import flatten
@@ -51,6 +52,7 @@ from trainkit.observe.values import with_effect
 from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
+    INLINE,
     LEFT_OUT,
     Record,
     numbers,
@@ -174,6 +176,38 @@ class SweepReport:
         """Return whether all speeds are in samples per second."""
         known = [trial.counts_samples for trial in self.trials if trial.tokens_per_s is not None]
         return bool(known) and all(known)
+
+
+@dataclass(frozen=True)
+class ReportJson:
+    """The path of a run's report, and the values that the report shows."""
+
+    report: str
+    """The path of the HTML page."""
+    values: Report = field(metadata=INLINE)
+
+
+@dataclass(frozen=True)
+class SweepJson:
+    """The path of a group's report, and the values that the report shows."""
+
+    report: str
+    """The path of the HTML page."""
+    name: str
+    run_dir: str
+    keys: list[str]
+    """The config keys whose values differ between the trials."""
+    objective: Objective
+    points: list[TrialReport]
+    """All trials: failed trials first, the others sorted by result."""
+    states: dict[str, int]
+    """Maps each state to the number of trials in that state."""
+    best: TrialReport | None
+    is_cuda: bool
+    worker_hours: float | None
+
+
+ReportOrSweep = ReportJson | SweepJson
 
 
 def read_sweep(

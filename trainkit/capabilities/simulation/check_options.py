@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from trainkit.cli.help import AddedOption, option
-from trainkit.cli.options import COUNT, INDEX
+from trainkit.cli.options import COUNT, INDEX, OutputOption
 from trainkit.cli.output import json_text
 from trainkit.errors import UsageError
 from trainkit.launch.config_request import ConfigRequest
@@ -52,6 +52,8 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
         "--simulate-world N",
         "Check the config as if the run had N GPUs, and simulate one rank's step without allocating memory.",
         name="world_size",
+        cls=OutputOption,
+        output="trainkit.capabilities.simulation.simulated_job:SimulatedJson",
         type=COUNT,
     )
     rank_option = option("--rank N", "Rank to simulate; default: 0.", type=INDEX)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import TypedDict
 
 from trainkit.capabilities.simulation import Simulation
+from trainkit.cli.plan_json import PlanJson
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, dump_effective
@@ -39,6 +41,13 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     target = Target("local", "simulated", node_sizes=(per_node,) * (world_size // per_node))
     machine = Machine(1, per_node, (), f"{per_node} simulated GPUs per node")
     return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
+
+
+class SimulatedJson(TypedDict):
+    """The plan for a simulated number of GPUs, and the result of the simulation."""
+
+    plan: PlanJson
+    simulation: Simulation
 
 
 def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TypedDict
 
 import click
 
@@ -26,10 +27,22 @@ WAIT_S = 20.0
 reply, and network file systems add latency."""
 
 
+class StacksJson(TypedDict):
+    """The stacks of the ranks of a running attempt."""
+
+    run_dir: str
+    attempt: int
+    replies: list[Reply]
+    groups: list[list[int]]
+    """Groups of ranks with identical stacks."""
+    silent: list[int]
+    """The ranks that did not reply."""
+
+
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
 @run_argument
 @option("--rank R", "Print the stacks of all threads of this rank.", type=INDEX)
-@json_option
+@json_option("trainkit.capabilities.stacks.command:StacksJson")
 def command(run_name: str, rank: int | None, as_json: bool) -> None:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 

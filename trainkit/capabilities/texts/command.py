@@ -54,7 +54,7 @@ def command() -> None:
 )
 @_text_key_option
 @option("--workers N", "Number of processes (default: one per core).", type=click.IntRange(min=1))
-@json_option
+@json_option("trainkit.capabilities.texts.prepare:PreparedJson")
 def prepare(
     sources: tuple[str, ...],
     out: Path,
@@ -115,7 +115,7 @@ def prepare(
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
 @_tokenizer_option
 @_text_key_option
-@json_option
+@json_option("trainkit.capabilities.texts.validate:ValidatedJson")
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
     """Read the texts completely, and report each line or row that `trainkit data prepare` would reject.
 

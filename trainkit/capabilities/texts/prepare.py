@@ -26,7 +26,7 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs
 from trainkit.capabilities.texts.tokenize import WORK_FOLDER, digest_unit, record_file, run_unit, token_dtype
@@ -38,6 +38,7 @@ from trainkit.data.dataset_file import (
     DatasetFile,
     Options,
     Shard,
+    TokenizerIdentity,
     identify,
     is_dataset,
     read_dataset_file,
@@ -50,6 +51,20 @@ from trainkit.run import files
 
 J = TypeVar("J")
 R = TypeVar("R")
+
+
+class PreparedJson(TypedDict):
+    """A dataset that was prepared for training."""
+
+    folder: str
+    was_there: bool
+    """True if the folder already contained this dataset."""
+    num_tokens: dict[str, int]
+    """Maps each split to its number of tokens."""
+    num_shards: int
+    tokenizer: TokenizerIdentity
+    fingerprint: str
+    """Hash of the tokenizer, the options and the text that produced the dataset."""
 
 
 def run_jobs(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 from trainkit.capabilities.texts.inputs import TEXT, Input, TableError
 from trainkit.capabilities.texts.tokenize import Tokenizer, in_batches
@@ -34,6 +35,13 @@ class LineProblem:
     def render(self) -> str:
         place = shown_path(self.file) if self.line is None else f"{shown_path(self.file)}:{self.line}"
         return f"{place}: {self.message}"
+
+
+class ValidatedTaskJson(TypedDict):
+    """The problems in the samples of a task."""
+
+    task: str
+    problems: list[str]
 
 
 OnProblem = Callable[[LineProblem], None]
@@ -78,6 +86,17 @@ class SourceSummary:
             self.first_long += [number] if len(self.first_long) < _MAX_LISTED else []
         self.documents += 1
         return True
+
+
+class ValidatedTextsJson(TypedDict):
+    """The counts of each source, and the problems in all sources."""
+
+    files: list[SourceSummary]
+    problems: list[LineProblem]
+
+
+ValidatedJson = ValidatedTextsJson | ValidatedTaskJson
+"""The output for texts and shards, or for the config of a task."""
 
 
 def validate_texts(

@@ -57,7 +57,7 @@ MAX_NAME = 60
 @as_command("trainkit sync last", "trainkit sync last --json")
 @run_argument
 @trust_option
-@json_option
+@json_option("trainkit.capabilities.trackers.sync:SyncedJson")
 def sync(run_name: str, as_json: bool) -> int:
     """Send RUN's metrics to MLflow and Weights & Biases if its nodes could not send them.
 

@@ -153,6 +153,9 @@ class Sent:
         return ": ".join(filter(None, (text, self.problem or self.place)))
 
 
+SyncedJson = list[Sent]
+
+
 class RunTracker:
     """Sends the metrics of a run to one tracker; opens the tracker when there is a step to send."""
 

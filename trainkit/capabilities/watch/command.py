@@ -36,7 +36,7 @@ PIPE_WIDTH = 120
     show_default=True,
 )
 @option("--once", "Print the screen once, as plain text, and exit.")
-@json_option
+@json_option("trainkit.capabilities.watch.run_view:ViewJson")
 def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) -> int:
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 

@@ -11,11 +11,12 @@ from shlex import join, quote
 from trainkit.capability import HostView, Notice, Reading
 from trainkit.folders import relative_path
 from trainkit.formats import duration
+from trainkit.observe.group import GroupJson
 from trainkit.observe.logs import last_texts, log_of
 from trainkit.observe.status import RunStatus, notices_of, reading_of
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
-from trainkit.run.files import LEFT_OUT, numbers, parse_time, read_record, seconds_between, to_json
+from trainkit.run.files import INLINE, LEFT_OUT, numbers, parse_time, read_record, seconds_between, to_json
 from trainkit.run.history import CURVES, RunHistory, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobInfo
@@ -76,7 +77,7 @@ class SlowestRank:
 class RunView:
     """Everything shown on the screen of one run. Values that are unknown or do not exist are None."""
 
-    status: RunStatus = field(metadata=LEFT_OUT)
+    status: RunStatus = field(metadata=INLINE)
     sentence: str
     """A sentence that describes the state of the run and its reason."""
     failure: str | None
@@ -139,6 +140,10 @@ class RunView:
     def to_dict(self) -> dict[str, object]:
         """Return a JSON object with the fields of `status --json` and of this view, excluding the curves."""
         return {**self.status.to_dict(), **to_json(self)}
+
+
+ViewJson = RunView | GroupJson | list[RunStatus | GroupJson]
+"""The output of `trainkit watch --json` for a run, for a group, or without RUN."""
 
 
 def read_view(

@@ -1,0 +1,134 @@
+"""Tests the verdicts of `trainkit wait` on recorded runs, and what it prints while it waits."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.__main__ import unpack
+from trainkit.capabilities.programs import wait_command
+from trainkit.cli.main import main
+from trainkit.run.files import read_json, write_json
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project folder with all recorded runs, and a run `stopped`, which has saved and stopped."""
+    folder = tmp_path_factory.mktemp("recorded") / "project"
+    unpack(folder)
+    runs = folder / "runs"
+    (runs / "cancelled").rename(runs / "stopped")
+    end_file = runs / "stopped/attempts/001/end.json"
+    write_json(end_file, {**read_json(end_file), "state": "stopped", "action": "stopped"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("run", "goal", "code"),
+    [
+        *(("finished", goal, 0) for goal in ("ended", "started", "checkpoint", "step=1", "step=6")),
+        ("finished", "step=7", 1),
+        *(("crashed", goal, code) for goal, code in (("ended", 1), ("started", 0), ("step=99", 1))),
+        *(("stopped", goal, code) for goal, code in (("ended", 75), ("checkpoint", 0), ("step=12", 75))),
+        *(("command", goal, code) for goal, code in (("ended", 0), ("checkpoint", 1))),
+        ("command-crashed", "ended", 1),
+        ("restarted", "ended", 0),
+        *(("bench", goal, 0) for goal in ("ended", "started")),
+        *(("sweep", goal, code) for goal, code in (("ended", 1), ("started", 0))),
+        ("sweep/0", "ended", 0),
+        ("array/0", "ended", 0),
+    ],
+)
+def test_the_verdict_is_the_exit_code(
+    run: str,
+    goal: str,
+    code: int,
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(recorded)
+    assert main(["wait", f"runs/{run}", "--for", goal, "--timeout", "60"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"runs/{run}: ")
+    assert (f"runs/{run} ended before" in err) == (code != 0 and goal != "ended")
+
+
+@pytest.mark.parametrize(
+    ("states", "goal", "code"),
+    [
+        (["finished", "finished"], "ended", 0),
+        (["finished", "stopped"], "ended", 75),
+        (["stopped", "failed"], "ended", 1),
+        (["finished", "cancelled"], "ended", 1),
+        (["finished"], "checkpoint", 1),
+        (["stopped"], "checkpoint", 75),
+        (["died"], "ended", 1),
+        (["incomplete"], "ended", 1),
+    ],
+)
+def test_a_group_has_the_worst_verdict_of_its_runs(states: list[str], goal: str, code: int) -> None:
+    assert wait_command.verdict(states, wait_command.Goal(goal)) == code
+
+
+@pytest.mark.parametrize(
+    ("run", "state"), [("preempted", "unknown, step 6 of 400: "), ("array", "2 unknown, 1 finished")]
+)
+def test_a_timeout_has_an_exit_code_of_its_own(
+    run: str, state: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This machine has no Slurm, or another Slurm, so it cannot tell whether the job waits."""
+    monkeypatch.chdir(recorded)
+    monkeypatch.setattr(wait_command, "QUERY_INTERVAL_S", 0.1)
+    assert main(["wait", f"runs/{run}", "--timeout", "0.3", "--interval", "0.2"]) == 124
+    *lines, last = capsys.readouterr().err.splitlines()
+    shown, *_ = [line for line in lines if line.startswith(f"runs/{run}: ")]
+    assert shown.startswith(f"runs/{run}: {state}")
+    assert last == f"runs/{run}: the timeout of 0.3 s is over"
+
+
+@pytest.mark.parametrize(
+    "goal", ["finished", "step", "step=", "step=0", "step=-1", "step=x", "started=1", ""]
+)
+def test_an_unknown_goal_is_refused(
+    goal: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(recorded)
+    assert main(["wait", "runs/finished", "--for", goal]) == 2
+    assert "hint: use started, checkpoint, ended or step=N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("goal", ["checkpoint", "step=1"])
+def test_a_group_has_no_steps(
+    goal: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(recorded)
+    assert main(["wait", "runs/sweep", "--for", goal]) == 2
+    assert "for example runs/sweep/0" in capsys.readouterr().err
+
+
+def test_progress_shows_states_at_once_and_steps_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(wait_command.time, "monotonic", lambda: now_s)
+    progress = wait_command.Progress("runs/a")
+    for at_s, text in (
+        (0, "pending: Resources"),
+        (2, "pending: Resources"),
+        (4, "running, step 1 of 1,000"),
+        (6, "running, step 2 of 1,000"),
+        (40, "running, step 900 of 1,000"),
+        (42, "running, step 901 of 1,000"),
+        (44, "stopping, step 901 of 1,000"),
+    ):
+        now_s = at_s
+        progress.show(text, is_last=False)
+    progress.show("finished, step 1,000 of 1,000", is_last=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "runs/a: pending: Resources",
+        "runs/a: running, step 1 of 1,000",
+        "runs/a: running, step 900 of 1,000",
+        "runs/a: stopping, step 901 of 1,000",
+        "runs/a: finished, step 1,000 of 1,000",
+    ]

@@ -1,0 +1,228 @@
+"""Implements ``trainkit wait``, which waits for a state of a run and reports the verdict as its exit code."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache
+
+import click
+
+from trainkit.backends.jobs import QUERY_INTERVAL_S, SlurmPoller, read_job_status
+from trainkit.cli.help import as_command, option, warn
+from trainkit.cli.options import run_argument
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT, SlurmError, UsageError
+from trainkit.observe.current import look_at, query_group
+from trainkit.observe.group import state_counts
+from trainkit.observe.status import RunStatus, read_status
+from trainkit.run.group import RunGroup, group_of
+from trainkit.run.history import RunHistory
+from trainkit.run.registry import find_to_read
+from trainkit.run.rundir import RunDir
+
+INTERVAL_S = 2.0
+SHOW_EVERY_S = 30.0
+"""Minimum number of seconds between two lines about the steps of a run."""
+HAVE_STARTED = (
+    "starting",
+    "running",
+    "paused",
+    "stopping",
+    "restarting",
+    "finished",
+    "stopped",
+    "failed",
+    "died",
+)
+"""States of a run whose newest attempt has started, unless the job ended before the attempt began."""
+ENDED, STARTED, CHECKPOINT, STEP = "ended", "started", "checkpoint", "step"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a command waits for."""
+
+    kind: str
+    """`ENDED`, `STARTED`, `CHECKPOINT` or `STEP`."""
+    step: int = 0
+
+    def is_reached(self, run: RunStatus) -> bool:
+        """Return whether a run has reached the goal, possibly before the run ended."""
+        if self.kind == STARTED:
+            return run.used.num_starts > 0 and run.state in HAVE_STARTED
+        if self.kind == CHECKPOINT:
+            return run.checkpoint is not None
+        if self.kind == STEP:
+            return (run.progress.step or 0) >= self.step
+        return run.state == "finished"
+
+    @property
+    def text(self) -> str:
+        """Return the goal as text that follows "before"."""
+        return {STEP: f"step {self.step:,}", CHECKPOINT: "its first checkpoint"}.get(self.kind, "it started")
+
+
+class GoalType(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
+    """A goal, such as ``ended`` or ``step=100``."""
+
+    name = "goal"
+
+    def convert(self, value: str | Goal, param: click.Parameter | None, ctx: click.Context | None) -> Goal:
+        if isinstance(value, Goal):
+            return value
+        kind, _, number = value.partition("=")
+        if value in (ENDED, STARTED, CHECKPOINT):
+            return Goal(value)
+        if kind == STEP and number.isdecimal() and int(number) > 0:
+            return Goal(STEP, int(number))
+        hint = "use started, checkpoint, ended or step=N with a step such as step=100"
+        raise UsageError(f"--for {value}: nothing to wait for has this name", hint=hint)
+
+
+@as_command(
+    "trainkit wait last",
+    "trainkit wait last --for started --timeout 3600",
+    "trainkit wait last --for step=1000",
+    "trainkit wait lr-sweep --interval 60",
+)
+@run_argument
+@option(
+    "--for GOAL",
+    "What to wait for: started, checkpoint, ended, or step=N for step N.",
+    name="goal",
+    type=GoalType(),
+    default=ENDED,
+    show_default=True,
+)
+@option(
+    "--timeout S",
+    "Seconds after which to give up, with exit code 124.",
+    name="timeout_s",
+    type=click.FloatRange(0),
+)
+@option(
+    "--interval S",
+    "Seconds between two reads of the run folder; Slurm is queried at most every 10 s.",
+    name="interval_s",
+    type=click.FloatRange(min=0.2),
+    default=INTERVAL_S,
+    show_default=True,
+)
+def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: float) -> int:
+    """Wait until RUN has reached a goal, and print its progress to stderr; the exit code is the verdict.
+
+    The exit code is 0 if RUN has reached the goal or, for the goal `ended`, if RUN has finished. The exit
+    code is 75 if RUN was stopped before the goal and `trainkit resume` can continue RUN, and 1 if RUN failed,
+    was cancelled, or finished before the goal. A run that will restart automatically has not ended. The exit
+    code 124 means that the timeout is over; RUN is not affected.
+
+    If RUN is a group, `started` means that any of its runs has started, and `ended` that all have ended.
+    """
+    found = find_to_read(run_name)
+    poll: Callable[[], tuple[str, int | None]]
+    if isinstance(found, RunGroup):
+        if goal.kind not in (ENDED, STARTED):
+            raise UsageError(
+                f"--for {goal.kind}: {found.shown} is a group of runs",
+                hint=f"use started or ended, or wait for one run, for example {found.word}/0",
+            )
+        poll = GroupPoll(found, goal)
+        if found.record.process is None:
+            interval_s = max(interval_s, QUERY_INTERVAL_S)  # Each read of a group on Slurm queries Slurm.
+    else:
+        poll = RunPoll(found, goal)
+    deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    progress = Progress(found.shown)
+    while True:
+        text, code = poll()
+        progress.show(text, is_last=code is not None)
+        if code is not None:
+            if code != EXIT_OK and goal.kind != ENDED:
+                click.echo(f"{found.shown} ended before {goal.text}", err=True)
+            return code
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            click.echo(f"{found.shown}: the timeout of {timeout_s:g} s is over", err=True)
+            return EXIT_TIMEOUT
+        time.sleep(min(interval_s, left_s))
+
+
+_STEP = re.compile(r"step [\d,]+")
+
+
+class Progress:
+    """Prints the progress of a run to stderr: a change of its state immediately, and steps now and then."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._said, self._at_s = name, "", float("-inf")
+
+    def show(self, text: str, *, is_last: bool) -> None:
+        """Print a text that begins with the state, unless the text is known or only its steps are new."""
+        is_new_state = _STEP.sub("", text) != _STEP.sub("", self._said)
+        is_due = time.monotonic() - self._at_s >= SHOW_EVERY_S
+        if text != self._said and (is_new_state or is_due or is_last):
+            click.echo(f"{self._name}: {text}", err=True)
+            self._said, self._at_s = text, time.monotonic()
+
+
+class RunPoll:
+    """Reads the state of a run; each call reads only what is new in the files of the run."""
+
+    def __init__(self, run: RunDir, goal: Goal) -> None:
+        self._run, self._goal, self._history = run, goal, RunHistory(run)
+        self._slurm = SlurmPoller()
+
+    def __call__(self) -> tuple[str, int | None]:
+        """Return the state as text, and the exit code or None while the command must wait."""
+        status = self._status()
+        step, total = status.progress.step, status.progress.total_steps
+        text = status.state
+        if step is not None:
+            text += f", step {step:,}" + ("" if total is None else f" of {total:,}")
+        text = _with_reason(text, self._slurm.problem or status.reason)
+        if self._goal.is_reached(status):
+            return text, EXIT_OK
+        return text, None if status.is_active else verdict([status.state], self._goal)
+
+    def _status(self) -> RunStatus:
+        if not self._run.attempt_numbers() and group_of(self._run) is not None:
+            return look_at(self._run, warn)[1]  # The group knows the state of a trial that has not started.
+        record, job = read_job_status(self._run, self._slurm.jobs)
+        return read_status(self._history, record, job.alive, datetime.now(timezone.utc), job.job)
+
+
+class GroupPoll:
+    """Reads the state of a group."""
+
+    def __init__(self, group: RunGroup, goal: Goal) -> None:
+        self._group, self._goal, self._warn_once = group, goal, cache(warn)
+
+    def __call__(self) -> tuple[str, int | None]:
+        """Return the states as text, and the exit code or None while the command must wait."""
+        try:
+            status = query_group(self._group, self._warn_once)
+        except SlurmError as error:  # It is unknown whether the jobs of the group were submitted.
+            return _with_reason("unknown", error.message), None
+        states, text = [trial.state for trial in status.trials], state_counts(status.states)
+        if self._goal.kind == STARTED and any(state in HAVE_STARTED for state in states):
+            return text, EXIT_OK
+        return text, None if status.is_active else verdict(states, self._goal)
+
+
+def _with_reason(text: str, reason: str | None) -> str:
+    """Return a state with its reason on one line."""
+    return f"{text}: {' '.join(reason.split())}" if reason else text
+
+
+def verdict(states: list[str], goal: Goal) -> int:
+    """Return the exit code for runs that have ended without a goal other than `ended`."""
+    counts = Counter(states)
+    if goal.kind == ENDED and counts["finished"] == len(states):
+        return EXIT_OK
+    if counts["stopped"] and counts["stopped"] + counts["finished"] == len(states):
+        return EXIT_STOPPED
+    return EXIT_FAILED
