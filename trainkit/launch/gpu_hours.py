@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainkit.backend import backend_named
 from trainkit.config import LoadedConfig
 from trainkit.errors import ConfigError
 from trainkit.formats import plural, time_limit_s, time_text, worker_time
@@ -56,8 +57,7 @@ def _num_gpus(plan: LaunchPlan) -> int:
 
 def _limit_s(plan: LaunchPlan) -> float | None:
     """Return the time limit of a job in seconds, or of all jobs together for a run with slices."""
-    assert plan.slurm is not None
-    time = plan.slurm.sbatch.get("time")
+    time = backend_named(plan.backend).job_options(plan).get("time")
     return plan.requeue.total_s or (None if time is None else time_limit_s(str(time)))
 
 
