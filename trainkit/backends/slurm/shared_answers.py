@@ -56,16 +56,15 @@ def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Trai
     Within the interval, all commands of the user get the same answers, except that the first query about a
     job is sent at once. If the site sets no minimum interval, always queries Slurm.
     """
+    ids = list(ids)
+    if not least_interval_s(ids):
+        return query_clusters(ids)
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(ids).items()):
         name, jobs = cluster or cluster_name(), [on_cluster(one, cluster) for one in own]
-        interval_s = min_poll_s(name)
-        if not interval_s:
-            found, failed = query_clusters(jobs)
-            known, problems = known | found, problems | failed
-            continue
         try:
-            known |= _shared(answers_file(name), jobs, interval_s)
+            # The interval is 0 if only other clusters have a minimum.
+            known |= _shared(answers_file(name), jobs, min_poll_s(name))
         except TrainkitError as error:
             problems[cluster] = error
     return known, problems
