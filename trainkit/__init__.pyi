@@ -36,9 +36,10 @@ def submit(
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
     nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
-    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
-    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
+    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
+    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
+    backend: str = ...
 ) -> Run[Returned]:
     """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
@@ -65,9 +66,10 @@ def sweep(
     launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ..., logging: Mapping[str, Any] = ...,
     notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ..., nodes: int | str = ...,
     gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
-    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
-    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
+    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
+    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
+    backend: str = ...
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
@@ -87,9 +89,10 @@ def map_array(
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
     nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
-    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
-    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
+    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
+    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
+    backend: str = ...
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 

@@ -257,13 +257,10 @@ class Backend(ABC):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         """Kill a job immediately, without saving, and record its end."""
 
-    def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
-        return not self.alive(run, entry)
-
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
         """Wait until a job has ended; return False if the job is still alive after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while not self.is_gone(run, entry):
+        while self.alive(run, entry):
             if time.monotonic() > deadline_s:
                 return False
             time.sleep(self.poll_s)

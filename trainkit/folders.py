@@ -106,6 +106,11 @@ def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_CONFIG_HOME") or home(environ) / ".config") / "trainkit"
 
 
+def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return ``$XDG_CACHE_HOME/trainkit``, which may not exist; its content can be deleted."""
+    return Path(environ.get("XDG_CACHE_HOME") or home(environ) / ".cache") / "trainkit"
+
+
 def home(environ: Mapping[str, str] = os.environ) -> Path:
     """Return this user's home directory, or a private temporary folder if there is none, as in a container.
 

@@ -75,11 +75,13 @@ class LockStopped(LockBusy):
     """Raised if a stop signal interrupted waiting for a lock; the signal remains pending."""
 
 
-def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, owner: str = "") -> int:
+def acquire_lock(
+    path: Path, timeout_s: float | None = None, mode: int = 0o600, owner: str = "", *, quiet: bool = False
+) -> int:
     """Lock a file with flock, and return the descriptor to pass to `release_lock`.
 
     `owner` is a text that `owner_of` returns while the lock is held. Waits until other processes release the
-    lock, or raises LockBusy after `timeout_s`; prints once to stderr what it is waiting for.
+    lock, or raises LockBusy after `timeout_s`; unless `quiet`, prints once to stderr what it is waiting for.
 
     If the process blocks SIGTERM or SIGINT, either signal interrupts the wait: LockStopped is raised, and the
     signal remains pending. Raises LockUnsupported if flock is not supported, and OSError if the file cannot
@@ -88,7 +90,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
     started_s = time.monotonic()
     give_up_s = float("inf") if timeout_s is None else started_s + timeout_s
     stop_s = float("inf")
-    is_noticed = False
+    is_noticed = quiet
     descriptor = _open(path, mode)
     try:
         while True:
@@ -159,9 +161,11 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
+def file_lock(
+    path: Path, timeout_s: float | None = None, mode: int = 0o600, *, quiet: bool = False
+) -> Iterator[None]:
     """Hold the lock on a file during the block; parameters and errors are the same as for `acquire_lock`."""
-    descriptor = acquire_lock(path, timeout_s, mode)
+    descriptor = acquire_lock(path, timeout_s, mode, quiet=quiet)
     try:
         yield
     finally:

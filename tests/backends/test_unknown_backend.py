@@ -34,7 +34,7 @@ def test_a_backend_that_is_not_there_is_an_error():
 
 def test_its_job_is_unknown_and_slurm_is_not_asked(run, monkeypatch):
     asked = Mock(return_value=({}, {}))
-    monkeypatch.setattr(backend_jobs, "query_clusters", asked)
+    monkeypatch.setattr(backend_jobs, "query_shared", asked)
     record = read_job(run)
     assert open_job_ids(run, record) == []
     status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, pytest.fail))[1]

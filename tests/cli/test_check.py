@@ -123,7 +123,7 @@ def test_a_cluster_far_away(config, prints):
     assert (value["plan"]["device"], value["plan"]["world_size"]) == ("cuda", 16)
     assert value["plan"]["slurm"]["sbatch"]["account"] == "physics"
     assert value["config"]["launch"]["network"] == "ib"
-    assert value["origins"]["launch.network"].endswith("configs/clusters/example.yaml:20")
+    assert value["origins"]["launch.network"].endswith("configs/clusters/example.yaml:21")
     assert value["wait"] is None
 
 

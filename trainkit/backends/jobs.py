@@ -10,6 +10,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.backend import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
+from trainkit.backends.slurm.shared_answers import least_interval_s, query_shared
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.events import read_events
@@ -18,7 +19,6 @@ from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, RunFolder, is_same_folder, is_supervised, submission_token
 from trainkit.scheduler import JobInfo, JobState, by_cluster, in_queue
-from trainkit.slurm.jobs import query_clusters
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
@@ -47,11 +47,12 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
 
 
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
-    """Return Slurm's data about the jobs with the given ids.
+    """Return Slurm's data about the jobs with the given ids, for commands that show or await their state.
 
-    If a cluster does not answer, its jobs are missing from the result, and `warn` is called with a message.
+    The data may be as old as the minimum interval of `query_shared`. If a cluster does not answer, its jobs
+    are missing from the result, and `warn` is called with a message.
     """
-    known, problems = query_clusters(ids)
+    known, problems = query_shared(ids)
     for cluster, error in problems.items():
         warn(f"{error.message}: the state of {len(by_cluster(ids)[cluster]):,} Slurm jobs is unknown")
     return known
@@ -183,6 +184,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
     Raises UsageError if the job takes longer than `SUPERVISOR_EXIT_S` to exit.
     """
     deadline_s, is_first = time.monotonic() + SUPERVISOR_EXIT_S, True
+    least_s = 0.0 if record.newest is None else least_interval_s([record.newest.job])
     while (job := lingering_job(run, record)) is not None:
         if time.monotonic() > deadline_s:
             raise UsageError(
@@ -192,7 +194,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
         if is_first:
             print_note(f"{job.job_id} has recorded the end of the attempt: waiting for it to exit")
         is_first = False
-        time.sleep(EXIT_POLL_S)
+        time.sleep(max(EXIT_POLL_S, min(SUPERVISOR_EXIT_S, least_s)))
 
 
 def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:

@@ -38,6 +38,7 @@ MAX_COLUMN_WIDTH = 40
 )
 @options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
+@options.max_gpu_hours_option
 @option("--show-origin", "Print every config value with its origin.")
 @click.option(
     "--estimate/--no-estimate",

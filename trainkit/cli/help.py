@@ -79,6 +79,7 @@ SECTIONS = {
         "--time",
         "--slice",
         "--time-min",
+        "--max-gpu-hours",
         "--run-dir",
         "--dir",
         "--as",

@@ -372,6 +372,11 @@ gpu_type_option = option(
     "--gpu-type TYPE",
     "GPU type; if several are listed, as in h100,a100, the job gets GPUs of one of these types.",
 )
+max_gpu_hours_option = option(
+    "--max-gpu-hours N",
+    "Reject the submission if its jobs could use more than N GPU-hours, including all restarts and runs.",
+    type=click.FloatRange(min=0, min_open=True),
+)
 slurm_options = combined(
     job_options,
     option("--no-snapshot", "Run the original code instead of a copy in the run folder."),

@@ -49,6 +49,7 @@ ResumedJson = StartedJson | ResumedGroupJson
 @options.run_argument
 @options.choosing_shape_options
 @options.slurm_options
+@options.max_gpu_hours_option
 @options.set_option
 @options.backend_option
 @option("--new-code", "Use the current code instead of the copy of the code in the run folder of RUN.")

@@ -45,6 +45,7 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
 )
 @options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
+@options.max_gpu_hours_option
 @sweep_option("Submit one run per value; with several --sweep, one run per combination of values.")
 @option(
     "--array SPEC",

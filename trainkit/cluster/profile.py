@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, Validati
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_cluster_names, query_qos
 from trainkit.cluster.limits import ResourceRequest, listed
+from trainkit.cluster.min_poll import FOLDER
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, PartitionLimit, Qos
 from trainkit.config.running import SLURM_TIME, OneLine
 from trainkit.config.schema import show_value
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
 
 
-FOLDER = "clusters"
 KEY = "launch.cluster"
 CLUSTERS = "resources.clusters"
 
@@ -306,6 +306,8 @@ class ClusterProfile(Section):
     ] = ()
     has_modules: bool = Field(default=False, alias="modules")
     expedited_requeue: bool | None = None
+    min_poll_s: Annotated[float, Field(ge=0)] | None = None
+    """Minimum seconds between two queries about the jobs of a user; read by `trainkit.cluster.min_poll`."""
     accounts: dict[str, AccountProfile | None] | None = None
     qos: dict[str, QosProfile | None] | None = None
     partitions: dict[str, PartitionProfile | None] | None = None
@@ -314,7 +316,7 @@ class ClusterProfile(Section):
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
         values = dict(self)
-        del values["profile_version"], values["defaults"]
+        del values["profile_version"], values["defaults"], values["min_poll_s"]
         values["slurm_version"] = self.slurm_version or ()
         values["partitions"] = tuple(
             Partition(name, **{**dict(item), "nodes": tuple(NodeKind(**dict(kind)) for kind in item.nodes)})

@@ -162,6 +162,8 @@ def _with_origins(entry: Entry, before: Entry | None) -> Entry:
 
 ENV_PREFIX = "TRAINKIT_"
 ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"
+ENV_NO_KEYS = (WEBHOOK_VARIABLE, "TRAINKIT_MIN_POLL_S")
+"""Environment variables that trainkit reads elsewhere and that set no config key."""
 EMPTY = Entry({}, "default")
 SCRIPTS = {".py": "python", ".sh": "bash"}
 """Maps the suffix of a script to the program that runs it."""
@@ -305,7 +307,7 @@ class Layers:
         """Read the layer set by environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
         result = EMPTY
         for name, text in sorted(environ.items()):
-            is_internal = name.startswith(ENV_INTERNAL_PREFIX) or name == WEBHOOK_VARIABLE
+            is_internal = name.startswith(ENV_INTERNAL_PREFIX) or name in ENV_NO_KEYS
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")

@@ -165,6 +165,12 @@ class ResourcesConfig(Section):
         "Time limit of each job, to split the run into several jobs (slices). Each job saves a checkpoint "
         "and requeues before this limit; `time` then limits the total time of all jobs.",
     )
+    max_gpu_hours: Positive | None = key(
+        None,
+        "Maximum number of GPU-hours that a submission may use if every job reaches its time limit. The "
+        "number of GPU-hours is GPUs x time limit x jobs, where requeue.max limits the number of jobs; the "
+        "runs of a group are added up. With `slice`, it is GPUs x total time. Reject larger submissions.",
+    )
     partition: OneLine | None = key(None, "Slurm partition.")
     clusters: Names = key(
         (),

@@ -16,6 +16,7 @@ from trainkit.backend import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group
 from trainkit.backends.slurm.backend import cancel_follow_ups, sent_for, step_of
 from trainkit.backends.slurm.group_parts import recover_parts
+from trainkit.backends.slurm.shared_answers import least_interval_s
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
 from trainkit.formats import plural
@@ -298,9 +299,10 @@ def _cancel_trials(
 
 def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float) -> bool:
     """Wait until all jobs have left Slurm's queue; return False if some remain after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, interval_s = time.monotonic() + timeout_s, max(GROUP_POLL_S, least_interval_s(job_ids))
     while any(in_queue(job) for job in query_jobs(job_ids).values()):
-        if time.monotonic() > deadline_s:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
             return False
-        time.sleep(GROUP_POLL_S)
+        time.sleep(min(interval_s, left_s))
     return True

@@ -18,6 +18,7 @@ FLAGS = {
     "time": "resources.time",
     "slice": "resources.slice",
     "time_min": "resources.time_min",
+    "max_gpu_hours": "resources.max_gpu_hours",
     "partition": "resources.partition",
     "clusters": "resources.clusters",
     "account": "resources.account",

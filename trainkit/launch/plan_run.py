@@ -18,6 +18,7 @@ from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.launch.environment import command_python, container_problems, container_program
+from trainkit.launch.gpu_hours import refuse_too_many_gpu_hours
 from trainkit.launch.packages import find_environment
 from trainkit.launch.secrets import refuse_secrets
 from trainkit.launch.trainer_process import find_code_problems
@@ -176,6 +177,7 @@ def plan_run(
             environment = replace(environment, venv=interpreter.venv)
             if not workload.is_command:
                 environment = replace(environment, python=(*interpreter.argv, *interpreter.options))
+    refuse_too_many_gpu_hours(loaded, [plan])
     return replace(plan, reasons=reasons, warnings=tuple(warnings), environment=environment)
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backend import backend_named
-from trainkit.config import RunConfig, dump_effective
+from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import plural, shown, shown_value, size
+from trainkit.launch.gpu_hours import refuse_too_many_gpu_hours
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
 from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
@@ -180,6 +181,7 @@ def plan_submission(
     gatherer = Gatherer(code_dir=code_dir)
     planned: list[PlannedTrial] = []
     refused: list[LoadedTrial] = []
+    first: LoadedConfig | None = None
     choice: NodesChoice | None = None
     # The cache key excludes the seed, because a plan depends on the seed only if the command line contains
     # the seed.
@@ -189,6 +191,7 @@ def plan_submission(
         if isinstance(loaded, ConfigError):
             refused.append(trial)
             continue
+        first = first or loaded
         own = replace(workload, argv=filled_in(workload.argv, trial.values))
         key = (key_without_seed(trial.values), own.argv)
         if key not in plans:
@@ -213,6 +216,8 @@ def plan_submission(
             refused.append(replace(trial, loaded=plan))
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
+    if first is not None and len(runs) > 1:
+        refuse_too_many_gpu_hours(first, [item.plan for item in runs])
     if after:
         # imported here because the import is slow
         from trainkit.launch.dependency import dependencies, with_dependency

@@ -87,25 +87,30 @@ def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
     return known
 
 
-def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
+def query_clusters(
+    ids: Iterable[str], patience_s: float = QUERY_PATIENCE_S
+) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs with these ids, and the error of each cluster whose query failed.
 
     The jobs are sorted by cluster, the default one first, then by the order of `ids`; the keys are the names
     that `on_cluster` returns. The id of an array selects all tasks in the array; each task gets its own key.
     Tasks that were cancelled while pending may share one entry with the array's id as its key. If neither
-    squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster.
+    squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster, and retries
+    squeue for `patience_s` seconds.
     """
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
         try:
-            known |= {on_cluster(job_id, cluster): job for job_id, job in _query_cluster(own, cluster)}
+            known |= {
+                on_cluster(job_id, cluster): job for job_id, job in _query_cluster(own, cluster, patience_s)
+            }
         except TrainkitError as error:
             problems[cluster] = error
     return known, problems
 
 
-def _query_cluster(wanted: Sequence[str], cluster: str) -> Iterator[tuple[str, JobInfo]]:
-    known = parse_queue(_query_queue(wanted, cluster))
+def _query_cluster(wanted: Sequence[str], cluster: str, patience_s: float) -> Iterator[tuple[str, JobInfo]]:
+    known = parse_queue(_query_queue(wanted, cluster, patience_s))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
     # Array tasks leave squeue one by one, so squeue may list only some tasks of an array.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
@@ -136,13 +141,13 @@ def _select(
         yield job_id, info
 
 
-def _query_queue(wanted: Sequence[str], cluster: str) -> str:
+def _query_queue(wanted: Sequence[str], cluster: str, patience_s: float) -> str:
     bases = ",".join(dict.fromkeys(map(base_id, wanted)))
     selection = "--me" if len(bases) > _LONGEST_ARGUMENT else f"--jobs={bases}"
     layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
     argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", selection]
     try:
-        return query(argv, cluster=cluster)
+        return query(argv, patience_s=patience_s, cluster=cluster)
     except SlurmRefused as error:
         # squeue reports "invalid job id" if the query names a single job that squeue no longer lists.
         if "invalid job id" in error.sentence.lower():

@@ -182,7 +182,7 @@ def queue(monkeypatch: pytest.MonkeyPatch, **jobs: SlurmJob) -> dict[str, SlurmJ
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], dict[str, SlurmJob]]) -> None:
-    def query_cluster(wanted: Sequence[str], cluster: str) -> list[tuple[str, SlurmJob]]:
+    def query_cluster(wanted: Sequence[str], cluster: str, patience_s: float) -> list[tuple[str, SlurmJob]]:
         found = query([on_cluster(job_id, cluster) for job_id in wanted])
         return [(split_job(job)[0], info) for job, info in found.items()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_
 from trainkit.backends.slurm.failed_starts import note_bad_hosts
 from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
 from trainkit.backends.slurm.resubmit import excludable
+from trainkit.backends.slurm.shared_answers import least_interval_s
 from trainkit.backends.slurm.step import find_slurm_task, slurm_job_id
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.job.signals import AGENT_SIGNAL
@@ -183,8 +185,20 @@ class SlurmBackend(Backend):
         cancel([entry.job])
         write_cancelled(run, entry, KILLED)
 
-    def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
-        return is_over(run.attempt(entry.attempt)) or super().is_gone(run, entry)
+    def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
+        now_s, asks_at_s = time.monotonic(), -math.inf
+        deadline_s, interval_s = now_s + timeout_s, max(self.poll_s, least_interval_s([entry.job]))
+        # The run's files are read more often than Slurm is queried.
+        while not is_over(run.attempt(entry.attempt)):
+            if now_s >= asks_at_s:
+                if not self.alive(run, entry):
+                    return True
+                asks_at_s = now_s + interval_s
+            if now_s > deadline_s:
+                return False
+            time.sleep(self.poll_s)
+            now_s = time.monotonic()
+        return True
 
 
 class SbatchBackend(SlurmBackend):

@@ -23,6 +23,7 @@ from trainkit.capabilities.report.sweep_report import REPEAT
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.launch.gpu_hours import refuse_too_many_gpu_hours
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import PlannedTrial, Submission, checked
 from trainkit.launch.sweep import ArraySpec, LoadedTrial
@@ -76,6 +77,8 @@ class PlannedBench:
     keep_name: bool
     """True if the runs keep the `name` given in the config."""
     gatherer: Gatherer = field(default_factory=Gatherer)
+    loaded: LoadedConfig | None = None
+    """The config of the first trial."""
     trials: list[BenchTrial] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     """Config changes that the bench makes in all runs."""
@@ -120,6 +123,7 @@ class PlannedBench:
         notes: tuple[str, ...] = (),
     ) -> None:
         """Plan a trial; raise ConfigError if it cannot run."""
+        self.loaded = self.loaded or loaded
         config, plan, changes = self._shortened(loaded, values)
         self.trials.append(BenchTrial(len(self.trials), values, config, plan, settings, notes))
         self.changes = self.changes or changes
@@ -167,6 +171,8 @@ class PlannedBench:
         for index, (repeat, trial) in enumerate(self.order):
             values = {**trial.values, REPEAT: repeat} if self.repeats > 1 else trial.values
             runs.append(replace(trial, index=index, values=values))
+        assert self.loaded is not None
+        refuse_too_many_gpu_hours(self.loaded, [run.plan for run in runs])
         return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
 
     @property

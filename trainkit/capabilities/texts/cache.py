@@ -27,7 +27,7 @@ from trainkit.data.dataset_file import (
 )
 from trainkit.data.sources import STDLIB
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder, home
+from trainkit.folders import ensure_folder, user_cache_folder
 
 CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
@@ -36,8 +36,7 @@ def cache_folder(config: DataConfig) -> Path:
     """Return `data.cache_dir` or, if it is not set, a default folder in the user's cache directory."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
-    root = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
-    return Path(root) / "trainkit" / "data"
+    return user_cache_folder() / "data"
 
 
 def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerIdentity) -> str:

@@ -1,0 +1,316 @@
+"""Tests how often commands query Slurm about jobs if the site sets a minimum interval."""
+
+import os
+import pty
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import make_attempt
+from tests.support.said import said
+from trainkit.backends.slurm import shared_answers
+from trainkit.backends.slurm.backend import SbatchBackend
+from trainkit.backends.slurm.shared_answers import answers_file, query_shared
+from trainkit.cli.main import main
+from trainkit.cluster.min_poll import min_poll_s
+from trainkit.config import load_config
+from trainkit.errors import ConfigError
+from trainkit.run.record import AttemptRecord, add_slurm_attempt
+from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
+from trainkit.slurm.client import FIELD, RECORD
+from trainkit.slurm.jobs import query_clusters
+
+NOON = 1_700_000_000
+VARIABLE = "TRAINKIT_MIN_POLL_S"
+
+
+def line(job_id: str, state: str = "PENDING") -> str:
+    """Return squeue's record of a job or array task."""
+    array, _, task = job_id.partition("_")
+    times = (str(NOON), str(NOON + 60))
+    fields = [array, array, task or "N/A", state, "Priority", "n1", "1", *times, "0", "0", f"name{FIELD}\n"]
+    return FIELD.join(fields) + f"{RECORD}\n"
+
+
+@pytest.fixture
+def slurm(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Return a Slurm whose squeue lists the file `queue`; the cluster is east, and the interval is 100 s."""
+    (tmp_path / "slurm.conf").write_text("ClusterName=East\n")
+    fake.add(
+        "squeue",
+        '[ ! -e "$here/refuses" ] || { echo "Connection refused" >&2; exit 1; }\n/bin/cat "$here/queue"',
+    )
+    fake.add("sacct")
+    (fake.folder / "queue").write_text(line("7") + line("8"))
+    monkeypatch.setenv("PATH", fake.environ["PATH"])
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "100")
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def num_queries(slurm: FakeSlurm) -> int:
+    return slurm.programs.count("squeue")
+
+
+def states(*ids: str) -> dict[str, str]:
+    known, problems = query_shared(ids)
+    assert not problems
+    return {job_id: job.state.value for job_id, job in known.items()}
+
+
+def test_all_commands_of_an_interval_share_one_answer(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = query_clusters(["7", "8"])
+    assert query_shared(["7", "8"]) == direct == query_shared(["7", "8"])
+    assert direct[0]["7"].start_time == datetime.fromtimestamp(NOON, timezone.utc)
+    assert num_queries(slurm) == 2
+    (slurm.folder / "queue").write_text(line("7", "RUNNING"))
+    assert states("8", "7") == {"8": "pending", "7": "pending"}
+    now = time.time()
+    for later_s, found in ((99.0, "pending"), (101.0, "running")):
+        monkeypatch.setattr(shared_answers.time, "time", lambda at=now + later_s: at)
+        assert states("7") == {"7": found}
+    assert num_queries(slurm) == 3
+
+
+def test_a_job_is_asked_about_at_once_and_then_with_the_others(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert states("7") == {"7": "pending"}
+    assert states("8") == {"8": "pending"}
+    assert (states("7"), num_queries(slurm)) == ({"7": "pending"}, 2)
+    now = time.time()
+    monkeypatch.setattr(shared_answers.time, "time", lambda: now + 101)
+    assert states("7") == {"7": "pending"}
+    assert (states("8"), num_queries(slurm)) == ({"8": "pending"}, 3)
+    # Nobody has asked about job 8 for two intervals.
+    for later_s in (180.0, 260.0, 340.0, 420.0):
+        monkeypatch.setattr(shared_answers.time, "time", lambda at=now + later_s: at)
+        states("7")
+    assert slurm.calls[-1][-1] == "--jobs=7"
+
+
+def test_the_id_of_an_array_selects_its_tasks(slurm: FakeSlurm) -> None:
+    (slurm.folder / "queue").write_text(line("9_1", "RUNNING") + line("9_0") + line("7"))
+    for _ in range(2):
+        assert states("9") == {"9_0": "pending", "9_1": "running"}
+        assert states("9_1", "7") == {"9_1": "running", "7": "pending"}
+    assert num_queries(slurm) == 2
+
+
+def test_commands_that_start_together_wait_for_one_query(slurm: FakeSlurm) -> None:
+    slurm.add("squeue", '/bin/sleep 0.5; /bin/cat "$here/queue"')
+    found: list[dict[str, str]] = []
+    threads = [threading.Thread(target=lambda: found.append(states("7", "8"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{"7": "pending", "8": "pending"}] * 8
+    assert num_queries(slurm) == 1
+
+
+def test_a_controller_that_does_not_answer_is_asked_once(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm.folder / "refuses").touch()
+    for ids in (["7"], ["7"], ["8"]):  # a new job has to wait too
+        known, problems = query_shared(ids)
+        assert known == {}
+        said(problems[""].message)
+    assert num_queries(slurm) == 1
+    (slurm.folder / "refuses").unlink()
+    now = time.time()
+    monkeypatch.setattr(shared_answers.time, "time", lambda: now + 101)
+    assert (states("7"), states("8"), num_queries(slurm)) == ({"7": "pending"}, {"8": "pending"}, 2)
+
+
+def test_a_missing_squeue_concerns_only_this_process(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        assert "not on PATH" in query_shared(["7"])[1][""].message
+    assert states("7") == {"7": "pending"}
+
+
+def test_a_command_that_holds_the_lock_for_long(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_answers, "LOCK_TIMEOUT_S", 0.1)
+    file = answers_file("east")
+    file.parent.mkdir(parents=True)
+    with shared_answers.file_lock(file.with_suffix(".lock")):
+        [error] = query_shared(["7"])[1].values()
+    said(error.message)
+    assert num_queries(slurm) == 0
+
+
+def test_only_the_user_can_read_the_file(slurm: FakeSlurm) -> None:
+    states("7")
+    file = answers_file("east")
+    assert file.name == "east.json"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (file, file.with_suffix(".lock"))] == [0o600] * 2
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[", '{"jobs": {"7": {}}}', '{"jobs": {"7": 1}}', '{"asked_at": "x"}']
+)
+def test_a_damaged_file_is_replaced(slurm: FakeSlurm, text: str) -> None:
+    states("7")
+    answers_file("east").write_text(text)
+    assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
+
+
+def test_without_a_cache_slurm_is_asked_each_time(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
+
+
+def test_without_an_interval_there_is_no_file(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
+    assert not answers_file("east").exists()
+
+
+def test_decisions_use_a_new_answer(slurm: FakeSlurm) -> None:
+    states("7")
+    (slurm.folder / "queue").write_text(line("7", "RUNNING"))
+    job = SbatchBackend().job(AttemptRecord(attempt=1, job_id="7", backend="sbatch"))
+    assert job is not None
+    assert job.state is JobState.RUNNING
+    assert states("7") == {"7": "pending"}
+
+
+def profile(folder: Path, name: str, text: str) -> None:
+    path = folder / "clusters" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_profile_sets_the_minimum(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    profile(tmp_path, "a", "name: East\nmin_poll_s: 60\n")
+    profile(Path(os.environ["XDG_CONFIG_HOME"]) / "trainkit", "west", "min_poll_s: 90.5")
+    profile(tmp_path, "broken", "min_poll_s: [")
+    profile(tmp_path, "none", "name: none\nmin_poll_s: null")
+    assert [min_poll_s(name) for name in ("east", "west", "none", "north", None)] == [60, 90.5, 0, 0, 90.5]
+    monkeypatch.setenv(VARIABLE, "70")
+    assert [min_poll_s(name) for name in ("east", "west", "none")] == [70, 90.5, 70]
+    assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 1)
+    load_config(None)  # the variable is not a config key
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "true", "[120]"])
+def test_a_minimum_that_is_no_number(slurm: FakeSlurm, tmp_path: Path, value: str) -> None:
+    profile(tmp_path, "east", f"name: east\nmin_poll_s: {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        min_poll_s("east")
+    said(caught.value.render())
+
+
+def test_a_variable_that_is_no_number(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_attempt(tmp_path / "run").run
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    monkeypatch.setenv(VARIABLE, "2 min")
+    assert main(["status", "run"]) == 2
+    said(capsys.readouterr().err)
+
+
+FAST = """
+import sys
+from pathlib import Path
+import trainkit
+from trainkit.backends import jobs
+from trainkit.cli.logs import follow_detachable
+from trainkit.cli.main import main
+from trainkit.run.rundir import RunDir
+jobs.QUERY_INTERVAL_S, jobs.MIN_QUERY_INTERVAL_S = 0.3, 0.0
+"""
+WAITING = {
+    "watch": "main(['watch', 'run'])",
+    "logs": "main(['logs', 'run', '-f'])",
+    "--follow": "follow_detachable(RunDir(Path('run')), 1, to_stderr=False)",
+    "Python": "trainkit.Run('run').wait()",
+}
+
+
+@pytest.fixture
+def waiting(slurm: FakeSlurm, tmp_path: Path) -> Iterator[RunDir]:
+    """Start all kinds of commands that wait for a pending job; end them after the test."""
+    run = make_attempt(tmp_path / "run").run
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    main_end, terminal = pty.openpty()
+    log = (tmp_path / "log").open("w")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAST + code],
+            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=tmp_path,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), terminal if name == "watch" else log),
+        )
+        for name, code in WAITING.items()
+    ]
+    threading.Thread(target=drain, args=(main_end,), daemon=True).start()
+    yield run
+    assert [process.poll() for process in started] == [None] * len(started), (tmp_path / "log").read_text()
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    log.close()
+    os.close(terminal)
+
+
+def drain(descriptor: int) -> None:
+    """Read what a program writes to its terminal, so that the program does not block."""
+    try:
+        while os.read(descriptor, 65536):
+            pass
+    except OSError:  # the terminal was closed
+        pass
+
+
+def queries_within(slurm: FakeSlurm, seconds: float) -> int:
+    before = num_queries(slurm)
+    time.sleep(seconds)
+    return num_queries(slurm) - before
+
+
+@pytest.mark.slow(seconds=20)
+def test_commands_side_by_side(
+    slurm: FakeSlurm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Watch, --follow, `logs -f` and the Python API together ask as often as one of them."""
+    monkeypatch.setenv(VARIABLE, "3")
+    request.getfixturevalue("waiting")
+    time.sleep(6.0)  # until all have started
+    assert num_queries(slurm) <= 3
+    assert queries_within(slurm, 9.0) in (2, 3, 4)
+    assert main(["status", "run"]) == 0
+    assert queries_within(slurm, 0.1) <= 1
+
+
+@pytest.mark.slow(seconds=12)
+def test_without_a_minimum_each_command_asks(
+    slurm: FakeSlurm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    request.getfixturevalue("waiting")
+    time.sleep(6.0)
+    assert queries_within(slurm, 3.0) > 12

@@ -1,0 +1,159 @@
+"""Shares Slurm's answers about jobs between the commands of one user, as often as the site allows queries.
+
+All commands that only show or await the state of jobs query Slurm through `query_shared`. The answers are in
+``$XDG_CACHE_HOME/trainkit/slurm/CLUSTER.json``, which only the user can read and which can be deleted.
+
+The supervisor and the commands that act on a job (`cancel`, `requeue`, `resume`, `submit --after`) never use
+these answers, and query Slurm directly. An answer may be minutes old: an action based on an old answer could
+signal a job that has been requeued in the meantime, or start a second job next to one that runs again. A
+command that waits for a job to end after acting on the job repeats its query once per minimum interval.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from trainkit.cluster.min_poll import min_poll_s
+from trainkit.errors import SlurmError, TrainkitError
+from trainkit.folders import ensure_folder, user_cache_folder
+from trainkit.locks import LockBusy, file_lock
+from trainkit.run.files import parse_time, read_object, read_record, to_json, write_json
+from trainkit.scheduler import JobInfo, JobState, base_id, by_cluster, on_cluster
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.environment import cluster_name
+from trainkit.slurm.jobs import SlurmJob, query_clusters
+
+LOCK_TIMEOUT_S = 30.0
+"""Timeout in seconds for the lock, which a command holds while it waits for squeue and sacct."""
+CLOCKS_S = 5.0
+"""Seconds by which the clocks of two login nodes may disagree."""
+ATTENTION_S = 60.0
+"""A query includes the jobs that commands asked for within this time, or within two minimum intervals."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Slurm's newest answer about the jobs on one cluster; times are in Unix seconds."""
+
+    asked_at: float = 0.0
+    """The time of the query."""
+    wanted: dict[str, float] = field(default_factory=dict)
+    """Maps each job id in the query to the time when a command last asked for the job."""
+    jobs: dict[str, JobInfo] = field(default_factory=dict)
+    problem: str = ""
+    """Why Slurm did not answer; empty if it answered."""
+    hint: str = ""
+
+
+def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
+    """Return the jobs like `query_clusters`, but query each cluster at most once per minimum interval.
+
+    Within the interval, all commands of the user get the same answers, except that the first query about a
+    job is sent at once. If the site sets no minimum interval, always queries Slurm.
+    """
+    ids = list(ids)
+    if not least_interval_s(ids):
+        return query_clusters(ids)
+    known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
+    for cluster, own in sorted(by_cluster(ids).items()):
+        name, jobs = cluster or cluster_name(), [on_cluster(one, cluster) for one in own]
+        try:
+            # The interval is 0 if only other clusters have a minimum.
+            known |= _shared(answers_file(name), jobs, min_poll_s(name))
+        except TrainkitError as error:
+            problems[cluster] = error
+    return known, problems
+
+
+def least_interval_s(jobs: Iterable[str]) -> float:
+    """Return the minimum seconds between two queries about jobs; 0 if the site sets no minimum."""
+    return max((min_poll_s(cluster or cluster_name()) for cluster in by_cluster(jobs)), default=0.0)
+
+
+def answers_file(cluster: str | None) -> Path:
+    """Return the file with the answers about a cluster, or about this host's cluster if its name is None."""
+    name = f"of-{os.uname().nodename}" if cluster is None else cluster.lower().replace("/", "_")
+    return user_cache_folder() / "slurm" / f"{name}.json"
+
+
+def _shared(file: Path, ids: Sequence[str], interval_s: float) -> dict[str, JobInfo]:
+    try:
+        ensure_folder(file.parent, 0o700, parents=True)
+        # While one command queries Slurm, all others wait for its answer.
+        with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S, quiet=True):
+            answers = _answers(file, ids, interval_s)
+    except LockBusy:
+        message = f"another trainkit command has been waiting for Slurm's answer for {LOCK_TIMEOUT_S:g} s"
+        raise SlurmError(message, hint="`scontrol ping` shows whether Slurm's controller is up") from None
+    except OSError:
+        # The answers cannot be shared, for example because the disk is full or read-only.
+        answers = _asked(ids, {})
+    if answers.problem:
+        raise SlurmError(answers.problem, answers.hint)
+    return _select(ids, answers.jobs)
+
+
+def _answers(file: Path, ids: Sequence[str], interval_s: float) -> Answers:
+    """Return answers that are not older than the interval, after querying Slurm if necessary."""
+    known, now = _read(file), time.time()
+    is_recent = -CLOCKS_S <= now - known.asked_at < interval_s
+    # If Slurm did not answer, the first query about a job has to wait too.
+    if is_recent and (known.problem or known.wanted.keys() >= set(ids)):
+        if all(now - known.wanted.get(one, 0.0) < interval_s / 2 for one in ids):
+            return known
+        found = replace(known, wanted={**known.wanted, **dict.fromkeys(ids, now)})
+    else:
+        kept_s = max(ATTENTION_S, 2 * interval_s)
+        found = _asked(ids, {one: at for one, at in known.wanted.items() if now - at < kept_s})
+    _write(file, found)
+    return found
+
+
+def _asked(ids: Sequence[str], others: Mapping[str, float]) -> Answers:
+    """Query Slurm about the jobs with the given ids and about jobs that other commands asked for."""
+    wanted = {**others, **dict.fromkeys(ids, time.time())}
+    jobs, problems = query_clusters(wanted, patience_s=0.0)
+    for error in problems.values():
+        # Other errors concern only this process; for example, its PATH lacks squeue.
+        if not isinstance(error, SlurmUnreachable | SlurmRefused):
+            raise error
+        return Answers(time.time(), wanted, problem=error.message, hint=error.hint)
+    return Answers(time.time(), wanted, jobs)
+
+
+def _select(ids: Sequence[str], known: Mapping[str, JobInfo]) -> dict[str, JobInfo]:
+    """Return the jobs with the given ids; the id of an array selects all of its tasks."""
+    tasks: dict[str, list[str]] = {}
+    for job_id in known:
+        tasks.setdefault(base_id(job_id), []).append(job_id)
+    found = (one for job_id in ids for one in ([job_id] if job_id in known else tasks.get(job_id, [])))
+    return {job_id: known[job_id] for job_id in found}
+
+
+def _write(file: Path, answers: Answers) -> None:
+    jobs = {job_id: {**asdict(job), "state": job.state.value} for job_id, job in answers.jobs.items()}
+    with suppress(OSError):  # This command has its answer even if the answer cannot be shared.
+        write_json(file, {**to_json(replace(answers, jobs={})), "jobs": to_json(jobs)})
+
+
+def _read(file: Path) -> Answers:
+    """Read the answers; return none if there is no file, or if another trainkit version wrote the file."""
+    values = read_object(file)
+    jobs = values.pop("jobs", None)
+    try:
+        found = {job_id: _job(one) for job_id, one in jobs.items()} if isinstance(jobs, dict) else {}
+        return replace(read_record(Answers, values, strict=True), jobs=found)
+    except (KeyError, TypeError, ValueError):
+        return Answers()
+
+
+def _job(values: object) -> JobInfo:
+    if not isinstance(values, dict):
+        raise TypeError(f"a job is {values!r}")
+    times = {key: parse_time(values[key]) for key in ("start_time", "end_time")}
+    return SlurmJob(**{**values, **times, "state": JobState(values["state"])})

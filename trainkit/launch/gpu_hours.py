@@ -1,0 +1,73 @@
+"""Limits the GPU-hours of a submission to `resources.max_gpu_hours`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainkit.backend import backend_named
+from trainkit.config import LoadedConfig
+from trainkit.errors import ConfigError
+from trainkit.formats import plural, time_limit_s, time_text, worker_time
+from trainkit.plan.launch import LaunchPlan
+
+KEY = "resources.max_gpu_hours"
+
+
+def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> None:
+    """Raise ConfigError if the jobs of one submission may use more GPU-hours than the config allows.
+
+    `plans` contains the plan of each run in the submission. Runs on this machine have no time limit and are
+    not checked.
+    """
+    limit = loaded.config.resources.max_gpu_hours
+    plans = [plan for plan in plans if plan.is_job and plan.device == "cuda"]
+    if limit is None or not plans:
+        return
+    hours = [_hours(plan, _num_jobs(plan)) for plan in plans]
+    if None in hours:
+        message = f"is {limit:g}, but a job without a time limit may use any number of GPU-hours"
+        raise ConfigError([loaded.problem(KEY, message, "set resources.time (--time)")])
+    total = sum(one or 0.0 for one in hours)
+    if total <= limit:
+        return
+    terms = dict.fromkeys(map(_terms, plans))
+    sizes = next(iter(terms)) if len(terms) == 1 else "the sum"
+    runs = f" {'x' if len(terms) == 1 else 'of'} {len(plans):,} runs" if len(plans) > 1 else ""
+    used = worker_time(total, "GPU")
+    hint = "use fewer GPUs or a shorter resources.time"
+    if any(_num_jobs(plan) > 1 for plan in plans):
+        once, most = sum(_hours(plan, 1) or 0.0 for plan in plans), max(plan.requeue.max for plan in plans)
+        if once <= limit:
+            hint += f", or lower requeue.max (now {most}) to at most {int(limit / once) - 1}"
+        hint += ", or limit the total time of all jobs with resources.slice"
+    message = f"is {limit:g}, but the submission may use up to {used}: {sizes}{runs}"
+    raise ConfigError([loaded.problem(KEY, message, f"{hint}, or raise {KEY}")])
+
+
+def _hours(plan: LaunchPlan, num_jobs: int) -> float | None:
+    """Return the GPU-hours of consecutive jobs that reach their time limit; None if they have no limit."""
+    limit_s = _limit_s(plan)
+    return None if limit_s is None else _num_gpus(plan) * limit_s * num_jobs / 3600
+
+
+def _num_gpus(plan: LaunchPlan) -> int:
+    """Return the largest number of GPUs that a job may get, including those of spare nodes."""
+    return (plan.num_nodes + plan.spare_nodes) * plan.workers_per_node
+
+
+def _limit_s(plan: LaunchPlan) -> float | None:
+    """Return the time limit of a job in seconds, or of all jobs together for a run with slices."""
+    time = backend_named(plan.backend).job_options(plan).get("time")
+    return plan.requeue.total_s or (None if time is None else time_limit_s(str(time)))
+
+
+def _num_jobs(plan: LaunchPlan) -> int:
+    """Return how many jobs may run one after another; slices share one limit, so they count as one job."""
+    requeue = plan.requeue
+    return 1 if requeue.total_s is not None or not requeue.on else 1 + requeue.max
+
+
+def _terms(plan: LaunchPlan) -> str:
+    limit = f"{plural(_num_gpus(plan), 'GPU')} x {time_text(int(_limit_s(plan) or 0))}"
+    num_jobs = _num_jobs(plan)
+    return limit if num_jobs == 1 else f"{limit} x {num_jobs:,} jobs (requeue.max is {plan.requeue.max})"
