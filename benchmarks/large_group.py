@@ -35,10 +35,12 @@ def all_run(login: Login, num_trials: int) -> None:
     ran = login.folder / "ran"
     append = 'echo "$SLURM_ARRAY_TASK_ID" >> "$0"'
     group = submit(login, "--array", f"0-{num_trials - 1}", "--", "sh", "-c", append, str(ran))
-    print(f"submitted after {time.monotonic() - began_s:.1f} s; {len(group.left)} trials wait for room")
+    print(
+        f"submitted after {time.monotonic() - began_s:.1f} s; {len(group.unsubmitted)} trials wait for room"
+    )
 
     def is_over() -> bool:
-        return not RunGroup(group.path).left and not login.jobs()
+        return not RunGroup(group.path).unsubmitted and not login.jobs()
 
     wait_for(is_over, f"{num_trials} trials", PATIENCE_S, poll_s=5.0)
     took_s = time.monotonic() - began_s

@@ -80,7 +80,7 @@ def test_paths_are_shown_from_where_the_command_was_typed(tmp_path, monkeypatch)
     submitted_from.mkdir(parents=True)
     monkeypatch.chdir(typed_in)
     run = RunDir("project/runs/a run")
-    assert (run.shown, run.word) == ("project/runs/a run", "'project/runs/a run'")
+    assert (run.shown, run.quoted) == ("project/runs/a run", "'project/runs/a run'")
     with working_in(submitted_from):
         assert (Path.cwd(), run.shown) == (submitted_from, "project/runs/a run")
         with working_in(tmp_path):
@@ -88,7 +88,7 @@ def test_paths_are_shown_from_where_the_command_was_typed(tmp_path, monkeypatch)
         assert (Path.cwd(), run.shown) == (submitted_from, "project/runs/a run")
     assert Path.cwd() == typed_in
     bare = RunDir("7")
-    assert (bare.shown, bare.word) == ("7", str(typed_in / "7"))  # the path is not taken for job 7
+    assert (bare.shown, bare.quoted) == ("7", str(typed_in / "7"))  # the path is not taken for job 7
     with whole_paths():  # a job's records are read from any folder
         assert run.shown == str(run.path)
     (gone := tmp_path / "gone").mkdir()

@@ -417,7 +417,7 @@ class Run(Generic[Value]):
         return None
 
     def _error(self, end: AttemptEnd | None) -> RunError:
-        shown, word = self._folder.shown, self._folder.word
+        shown, word = self._folder.shown, self._folder.quoted
         if end is not None and end.state == "finished":
             return RunError(f"{shown} has no result", hint="only runs of a function have a result")
         status = self.status
@@ -548,7 +548,7 @@ class Group(Sequence[Run[Value]]):
         """Continue the group: run unfinished trials on this machine, or submit unsubmitted ones to Slurm."""
         from trainkit.control.resume import resume_group
 
-        if self._group.record.process is None and not self._group.left:
+        if self._group.record.process is None and not self._group.unsubmitted:
             raise UsageError(
                 f"{self.path} is a Slurm array", hint="resume individual runs, for example group[0].resume()"
             )

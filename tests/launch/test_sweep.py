@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.groups import make_group, planned
 from tests.support.programs import run_program
 from tests.support.said import said
-from trainkit.backends.slurm import group_parts
+from trainkit.backends.slurm import group_chunks
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
@@ -151,8 +151,8 @@ def test_the_same_script_whenever_it_is_asked_for(tmp_path):
 )
 def test_a_group_that_slurm_does_not_take_leaves_no_trace(tmp_path, monkeypatch, error, is_kept):
     group = make_group(tmp_path, LRS, job_id=None)
-    monkeypatch.setattr(group_parts, "submit_script", Mock(side_effect=error))
-    monkeypatch.setattr(group_parts, "show_config", dict)
+    monkeypatch.setattr(group_chunks, "submit_script", Mock(side_effect=error))
+    monkeypatch.setattr(group_chunks, "show_config", dict)
     with pytest.raises(type(error)):
         start_group(group)
     assert group.path.exists() == is_kept

@@ -37,7 +37,7 @@ def limit(cluster: Cluster, max_jobs: int) -> None:
 def test_all_run_and_each_once(login):
     waits = 'while [ ! -e "$0/go" ]; do sleep 0.2; done; echo "$SLURM_ARRAY_TASK_ID" >> "$0/ran"'
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
-    assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
+    assert 1 <= len(group.trials) - len(group.unsubmitted) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
     assert "Slurm currently accepts no more" in shown.stdout
     (login.folder / "go").touch()
@@ -45,7 +45,7 @@ def test_all_run_and_each_once(login):
     ran = (login.folder / "ran").read_text().split()
     assert sorted(map(int, ran)) == list(range(13))
     again = RunGroup(group.path)
-    assert again.left == []
+    assert again.unsubmitted == []
     assert max(part.offset for part in again.parts) >= MAX_ARRAY_SIZE
     report = json.loads(login.trainkit("report", str(group.path), "--json", check=True).stdout)
     assert report["states"] == {"finished": 13}
@@ -71,12 +71,12 @@ def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
     assert set(now["states"]) <= {"cancelled", "stopped"}, now["states"]
     assert sum(now["states"].values()) == num_trials
     assert login.jobs() == []
-    assert len(RunGroup(group.path).left) >= num_trials - max_jobs
+    assert len(RunGroup(group.path).unsubmitted) >= num_trials - max_jobs
 
 
 def test_what_is_left_is_submitted_by_hand(login, cluster, tmp_path):
     group = submit(login, "--array", "0-14", *HOLD, "--", "true")
-    left = len(group.left)
+    left = len(group.unsubmitted)
     refused = login.trainkit("resume", str(group.path))
     assert (refused.returncode, f"none of the {left} unsubmitted" in refused.stderr) == (2, True)
     limit(cluster, -1)
@@ -85,7 +85,7 @@ def test_what_is_left_is_submitted_by_hand(login, cluster, tmp_path):
     finally:
         limit(cluster, MAX_JOBS)
     assert done.returncode == 0, done.stderr
-    assert RunGroup(group.path).left == []
+    assert RunGroup(group.path).unsubmitted == []
     assert status(login, group)["states"] == {"pending": 15}
     login.trainkit("cancel", str(group.path), check=True)
     assert login.jobs() == []

@@ -122,7 +122,7 @@ def _was_copied(folder: RunFolder, inode: int | None) -> bool:
 def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) -> UsageError:
     return UsageError(
         f"{folder.shown} is a copy of {original.shown}, which is running as {job_id}",
-        hint=f"`trainkit {command} {original.word}` acts on the original run",
+        hint=f"`trainkit {command} {original.quoted}` acts on the original run",
     )
 
 
@@ -173,8 +173,8 @@ def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
     if entry is not None:
         raise UsageError(
             f"{run.shown} is running as {entry.job_id}",
-            hint=f"`trainkit cancel {run.word}` ends the run; "
-            f"`trainkit requeue {run.word}` saves and restarts it",
+            hint=f"`trainkit cancel {run.quoted}` ends the run; "
+            f"`trainkit requeue {run.quoted}` saves and restarts it",
         )
 
 
@@ -189,7 +189,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
         if time.monotonic() > deadline_s:
             raise UsageError(
                 f"{run.shown} has ended, but Slurm still lists its job {job.job_id} ({job.slurm_state})",
-                hint=f"`trainkit cancel {run.word} --now` ends the job",
+                hint=f"`trainkit cancel {run.quoted} --now` ends the job",
             )
         if is_first:
             print_note(f"{job.job_id} has recorded the end of the attempt: waiting for it to exit")

@@ -147,7 +147,7 @@ def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
     if not there:
         raise UsageError(
             f"{run.shown} has no published checkpoint",
-            hint=f"`trainkit ckpt ls {run.word}` shows rejected checkpoints and unfinished saves",
+            hint=f"`trainkit ckpt ls {run.quoted}` shows rejected checkpoints and unfinished saves",
         )
     wanted = [checkpoint for checkpoint in there if step in (None, checkpoint.step)]
     if not wanted:

@@ -90,7 +90,7 @@ def command(
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.shown} has not written the requested log",
-            hint=f"`trainkit status {run.word}` shows the progress of the run; "
+            hint=f"`trainkit status {run.quoted}` shows the progress of the run; "
             f"the logs of the attempt are in {shown_path(attempt.logs_dir)}",
         )
     output = getattr(sys.stdout, "whole", None)
@@ -113,7 +113,7 @@ def command(
     if (said := with_divergence(None, diverged_since(run, attempt.number))) is not None:
         echo_error(f"warning: {said}")
     if (read_end(attempt) or AttemptEnd()).state == "failed":
-        which = f"{run.word} --attempt {attempt.number}"
+        which = f"{run.quoted} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` shows why the attempt failed", err=True)
     return EXIT_OK
 
@@ -212,8 +212,8 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the job is still running: `trainkit logs {run.word} -f` follows its log, "
-            f"`trainkit cancel {run.word}` cancels the job",
+            f"\ndetached; the job is still running: `trainkit logs {run.quoted} -f` follows its log, "
+            f"`trainkit cancel {run.quoted}` cancels the job",
             err=True,
         )
         return EXIT_INTERRUPTED
@@ -261,7 +261,7 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
         if not entry.has_started:
-            shown = f"`trainkit status {run.word}` shows the state of the job in Slurm"
+            shown = f"`trainkit status {run.quoted}` shows the state of the job in Slurm"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = attempt.supervisor_log
@@ -269,7 +269,7 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
         ends = f"ends with: {last_line}" if last_line else "has no line"
         click.echo(f"died: the supervisor exited without recording the outcome; {log} {ends}", err=True)
         if is_full(run.path):
-            hint = f"`trainkit resume {run.word}` restarts the run"
+            hint = f"`trainkit resume {run.quoted}` restarts the run"
             click.echo(f"hint: the disk with the run folder is full; free some space, then {hint}", err=True)
         return EXIT_FAILED
     since = diverged_since(run, attempt.number)
@@ -277,8 +277,8 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
     if end.verdict:
         # Rank 0's log has already been shown.
         num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
-        for line in failure_lines(end.verdict, run.word, num_log_lines=num_log_lines):
+        for line in failure_lines(end.verdict, run.quoted, num_log_lines=num_log_lines):
             click.echo(line, err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {run.word}` continues the run", err=True)
+        click.echo(f"`trainkit resume {run.quoted}` continues the run", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

@@ -98,7 +98,7 @@ def command(
             return join_step(folder, task)
     named = find_run_or_group(run_name, acts=True)
     options.refuse_untrusted(named.path)
-    if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
+    if isinstance(named, RunGroup) and (named.record.process is not None or named.unsubmitted):
         options.refuse_other_options("run_name", "for a group of runs")
         return _resume_group(named, as_json)
     source = one_run(named, run_name)
@@ -164,7 +164,7 @@ def command(
         return stay_in_foreground(run, name, entry, plan)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
-        click.echo(f"`trainkit logs {run.word} -f` follows the log of the run", err=True)
+        click.echo(f"`trainkit logs {run.quoted} -f` follows the log of the run", err=True)
         return EXIT_OK
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
 
@@ -175,5 +175,5 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
     job_id = resume_group(group)
     value: ResumedGroupJson = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
     echo_result(value, f"{group.path}\n{job_id}", as_json)
-    click.echo(f"`trainkit status {group.word}` shows all runs of the group", err=True)
+    click.echo(f"`trainkit status {group.quoted}` shows all runs of the group", err=True)
     return EXIT_OK

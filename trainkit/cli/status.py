@@ -212,7 +212,7 @@ def show_runs(
         echo_json(status.to_dict())
         return
     job = ", ".join(found.job_ids) or "-"
-    place = f" on {found.record.elsewhere}" if found.record.elsewhere else ""
+    place = f" on {found.record.other_cluster}" if found.record.other_cluster else ""
     best = status.best
     lines = {
         "group": status.name,

@@ -154,7 +154,7 @@ def command(
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)
-    run, shown = created.run, created.run.word
+    run, shown = created.run, created.run.quoted
     facts = {
         "run_dir": str(run.path),
         "name": created.name,

@@ -376,9 +376,9 @@ def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None
 
 def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
     """Return the error with the corrected command line as its hint, if possible."""
-    from trainkit.run.registry import RunElsewhere
+    from trainkit.run.registry import RunInOtherFolder
 
-    if isinstance(error, RunElsewhere) and error.only is not None:
+    if isinstance(error, RunInOtherFolder) and error.only is not None:
         words, end = list(args), args.index("--") if "--" in args else len(args)
         at = max((at for at in range(1, end) if args[at] == error.typed), default=None)
         if at is None:

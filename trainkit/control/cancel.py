@@ -15,7 +15,7 @@ from typing import TypedDict
 from trainkit.backend import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group
 from trainkit.backends.slurm.backend import cancel_follow_ups, sent_for, step_of
-from trainkit.backends.slurm.group_parts import recover_parts
+from trainkit.backends.slurm.group_chunks import recover_chunks
 from trainkit.backends.slurm.shared_answers import least_interval_s
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
@@ -115,7 +115,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             again = f"{job_id} has exited, but attempt {newest.attempt} has been started as {newest.job_id}"
             return _run_result(run, newest.job_id, "restarted", again)
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
-    message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills the job"
+    message = f"{job_id} is still running; `trainkit cancel {run.quoted} --now` kills the job"
     return _run_result(run, job_id, "cancelling", message)
 
 
@@ -131,7 +131,7 @@ def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
     entry = record.newest or AttemptRecord()
-    cancel([on_cluster(job.job_id, entry.elsewhere)])
+    cancel([on_cluster(job.job_id, entry.other_cluster)])
     return _run_result(run, job.job_id, "ended", f"{run.shown} had already ended; cancelled {job.job_id}")
 
 
@@ -154,7 +154,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     """
     if group.record.process is not None:
         return _cancel_here(group, group.record.process, now, wait)
-    recover_parts(group)
+    recover_chunks(group)
     if group.job_id is None:
         raise UsageError(
             f"it is unknown whether {group.shown} was submitted: {shown_path(group.sweep_file)} contains no "
@@ -178,7 +178,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     pending = [trial.index for trial in alive if jobs[trials.jobs[trial.index]].state.is_waiting]
     running = [trial.index for trial in alive if trial.index not in set(pending)]
     job_ids = [trials.jobs[trial.index] for trial in alive]
-    left = [] if group.record.cancelled_at else group.left
+    left = [] if group.record.cancelled_at else group.unsubmitted
     if alive or left:
         refuse_copied_group(group, "cancel")
         # A resumed trial has its own job, which is not part of the group's arrays.
@@ -260,7 +260,7 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
             else " are saving checkpoints and will exit"
         )
         done = f"{verb} within {_grace_s(group):g} s"
-        shown = f"; `trainkit status {group.word}` shows the runs"
+        shown = f"; `trainkit status {group.quoted}` shows the runs"
     counts = ((num_running, done), (num_pending, " removed from the queue"))
     message = ", ".join(f"{plural(count, 'run')}{text}" for count, text in counts if count)
     return CancelResult(state, _naming(group, message + shown), facts)

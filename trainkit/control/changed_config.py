@@ -143,9 +143,9 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
     if plan.workload.is_command:
         if new_code or any(changes(before, now)):
             return
-        hint = f"`trainkit submit {run.word}` repeats the run in a new folder"
+        hint = f"`trainkit submit {run.quoted}` repeats the run in a new folder"
         if plan.has_supervisor and plan.attended_in is None:
-            hint += f", `trainkit requeue {run.word}` in the same folder"
+            hint += f", `trainkit requeue {run.quoted}` in the same folder"
         if call_file(run).exists():
             hint = "call trainkit.submit(…) again"
         raise UsageError(f"{run.shown} has finished: the command exited with code 0", hint=hint)
@@ -155,7 +155,7 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
     key, number = ("steps", f"{length[0]}") if length[1] is None else ("epochs", f"{length[1]:g}")
     raise UsageError(
         f"{run.shown} has finished: training has completed all {number} {key}",
-        hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends the run",
+        hint=f"`trainkit resume {run.quoted} --set train.{key}=N` with a larger N extends the run",
     )
 
 

@@ -45,7 +45,7 @@ def requeue_run(run: RunDir) -> Requeued:
         if entry.is_cancelled:
             raise UsageError(
                 f"{run.shown} is being cancelled: {entry.job_id} is saving a checkpoint and will exit",
-                hint=f"`trainkit cancel {run.word} --wait` returns once the run has stopped; requeue the "
+                hint=f"`trainkit cancel {run.quoted} --wait` returns once the run has stopped; requeue the "
                 "run afterwards",
             )
         end = read_end(run.attempt(entry.attempt))
@@ -78,7 +78,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     """
     newest = job.newest
     if newest is None:
-        hint = f"`trainkit resume {run.word}` starts the run"
+        hint = f"`trainkit resume {run.quoted}` starts the run"
         raise UsageError(f"{run.shown} was never started", hint=hint)
     so_far = run_so_far(run, job, run.attempt(newest.attempt))
     config, plan = so_far.config, so_far.plan
@@ -88,7 +88,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
         step = "step that srun started, or under another launcher"
         where = f"a {plan.attended_in if plan.has_supervisor else step}"
         raise UsageError(
-            f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` creates a new plan"
+            f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.quoted}` creates a new plan"
         )
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)

@@ -12,7 +12,7 @@ from shlex import quote
 
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import read_whole_job, refuse_copied_group, require_not_running
-from trainkit.backends.slurm.group_parts import recover_parts, submit_parts
+from trainkit.backends.slurm.group_chunks import recover_chunks, submit_chunks
 from trainkit.capability import NodesChoice
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
@@ -135,7 +135,7 @@ def resume_group(group: RunGroup) -> str:
     Returns the group's job id; on Slurm, this is the id of the newest array. Raises UsageError if the group's
     process may still be alive, or if no run needs to be started.
     """
-    path, process = group.word, group.record.process
+    path, process = group.quoted, group.record.process
     if process is None:
         return _submit_remaining(group)
     alive = process.alive()
@@ -159,16 +159,16 @@ def resume_group(group: RunGroup) -> str:
 
 
 def _submit_remaining(group: RunGroup) -> str:
-    path = group.word
+    path = group.quoted
     refuse_copied_group(group, "resume")
-    recover_parts(group)
-    if not group.left:
+    recover_chunks(group)
+    if not group.unsubmitted:
         hint = f"`trainkit resume {path}/INDEX` resumes a single run"
         raise UsageError(f"all runs of {group.shown} have already been submitted", hint=hint)
     group.update(cancelled_at=None)
-    if not submit_parts(group, print_note):
+    if not submit_chunks(group, print_note):
         raise UsageError(
-            f"Slurm currently accepts none of the {plural(len(group.left), 'unsubmitted run')} of "
+            f"Slurm currently accepts none of the {plural(len(group.unsubmitted), 'unsubmitted run')} of "
             f"{group.shown}",
             hint="every job of the group submits more runs when the job finishes",
         )

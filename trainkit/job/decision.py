@@ -14,7 +14,7 @@ from typing import get_args
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.formats import plural, time_text
 from trainkit.job.hangs import HangRecord
-from trainkit.job.signals import describe_exit, is_death_by_notice
+from trainkit.job.signals import describe_exit, is_death_by_stop_signal
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, AttemptEnd, Cause, RankFailure
@@ -238,7 +238,7 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     is_excused = is_any_code or result.out_of_time or is_interrupted
     # Otherwise, every worker must have saved, been killed by the signal, or exited because it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
-    ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
+    ended_on_signal = is_excused or all(code in expected or is_death_by_stop_signal(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
         return _after_request(result, run, policy, options)
     if saved:

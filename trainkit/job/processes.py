@@ -456,7 +456,7 @@ class ProcessGroup:
         """React to the exit of a member; `killed` means that this group killed the member."""
         raise NotImplementedError
 
-    def died_of_notice(self, code: int) -> bool:
+    def died_of_stop_signal(self, code: int) -> bool:
         """Return whether the forwarded signal killed a member, so that the others keep their grace time."""
         return False
 
@@ -524,7 +524,7 @@ class ProcessGroup:
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:
         code = self.exit_code(rank, member)
         del self.running[rank]
-        is_failure = code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_notice(code)
+        is_failure = code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_stop_signal(code)
         if is_failure and self.attended not in self.running:
             self.kill_within(PEER_EXIT_S)
         self.on_exit(rank, code, killed)

@@ -131,7 +131,7 @@ def signal_exit_code(number: int) -> int:
     return 128 + number
 
 
-def is_death_by_notice(code: int) -> bool:
+def is_death_by_stop_signal(code: int) -> bool:
     """Return whether an exit code indicates that one of `ENDING_SIGNALS` killed the process."""
     return code in map(signal_exit_code, ENDING_SIGNALS)
 

@@ -185,7 +185,7 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, su
         raise UsageError(
             f"{shown_path(run.job_file)} cannot be read, "
             "so the working directory and the code of the run are unknown",
-            hint=f"`trainkit resume {run.word} --as DIR` resumes in a new folder",
+            hint=f"`trainkit resume {run.quoted} --as DIR` resumes in a new folder",
         )
     return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code, submitted)
 

@@ -132,6 +132,6 @@ def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
             raise UsageError(
                 f"--after {run.shown}: its {num_follow_ups} chained jobs (requeue.follow_ups) continue it "
                 "under other job ids, so Slurm would start the new job too early",
-                hint=f"`trainkit logs {run.word} -f` returns when the run has ended",
+                hint=f"`trainkit logs {run.quoted} -f` returns when the run has ended",
             )
     return status

@@ -161,5 +161,5 @@ def refuse_replay(run: RunDir) -> None:
         return
     raise UsageError(
         f"{run.shown} is a replay of {shown_path(record['run'])}",
-        hint=f"`trainkit replay --collect {run.word}` compares the replay with that run",
+        hint=f"`trainkit replay --collect {run.quoted}` compares the replay with that run",
     )

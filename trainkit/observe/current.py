@@ -47,7 +47,7 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
     known = next(one for one in seen.trials if one.index == trial.index)
     place = replace(
         status.place,
-        cluster=group.record.elsewhere,
+        cluster=group.record.other_cluster,
         num_nodes=seen.num_nodes,
         workers_per_node=seen.workers_per_node,
         device=plan.text("device"),
@@ -72,9 +72,9 @@ def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None
     UsageError if no trial has logged `metric`.
     """
     # imported here because it is slow to import, and few runs are in a group
-    from trainkit.backends.slurm.group_parts import recover_parts
+    from trainkit.backends.slurm.group_chunks import recover_chunks
 
-    recover_parts(group)
+    recover_chunks(group)
     return read_group(group, lambda ids: query_jobs_or_warn(ids, warn), metric)
 
 

@@ -317,7 +317,7 @@ class GroupFiles:
         """Return the cluster's name if Slurm commands on this host need it to find the job, else None."""
         record = files.entry if files.entry.attempt else self.group.record
         if record.cluster not in self._elsewhere:
-            self._elsewhere[record.cluster] = record.elsewhere
+            self._elsewhere[record.cluster] = record.other_cluster
         return self._elsewhere[record.cluster]
 
     @property

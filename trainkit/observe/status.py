@@ -309,7 +309,7 @@ def read_status(
         attempt=attempt,
         job_id=entry.job_id or None,
         place=Place(
-            cluster=entry.elsewhere,
+            cluster=entry.other_cluster,
             host=entry.host if dead is None else dead.host,
             num_nodes=plan.count("num_nodes"),
             workers_per_node=plan.count("workers_per_node"),

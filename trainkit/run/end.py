@@ -79,7 +79,7 @@ class RankFailure:
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
 
     @property
-    def died_of_notice(self) -> bool:
+    def died_of_stop_signal(self) -> bool:
         """Return whether one of `ENDING_SIGNALS` killed the process.
 
         torchrun raises SignalException when it receives one of these signals.
@@ -136,7 +136,7 @@ def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] 
     for path, item in records:
         # A failure without a time is treated as simultaneous with the first failure.
         later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
-        if item.was_signalled and later_s < NOTICED_S + AWAITED_S * item.died_of_notice:
+        if item.was_signalled and later_s < NOTICED_S + AWAITED_S * item.died_of_stop_signal:
             return path, item
     return records[0] if records else None
 

@@ -44,7 +44,7 @@ WAITS_FOR_ROOM = (
     "Slurm currently accepts no more jobs from this user; the run will be submitted when a job "
     "of the group finishes"
 )
-"""The reason shown for a trial that has not been submitted yet; see `RunGroup.left`."""
+"""The reason shown for a trial that has not been submitted yet; see `RunGroup.unsubmitted`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """One Slurm array of a group.
 
     A group consists of several arrays if Slurm limits the array size or the number of jobs per user.
@@ -99,7 +99,7 @@ class GroupRecord(HasCluster):
     plan: dict[str, object] = field(default_factory=dict)
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
     """The process on this machine that starts the runs; None on Slurm."""
-    parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
+    parts: list[Chunk] = field(default_factory=list, metadata=OPTIONAL)
     """The group's Slurm arrays, in trial order; empty for a group on this machine."""
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
@@ -139,11 +139,11 @@ class RunGroup(RunFolder):
     def log_file(self, index: int | str, offset: int = 0) -> Path:
         """Return the log path of an array task; in the index ``%a``, Slurm inserts the task id.
 
-        `offset` is the `Part.offset` of the task's array.
+        `offset` is the `Chunk.offset` of the task's array.
         """
         return self.logs_dir / f"{f'{offset}+' if offset else ''}{index}.log"
 
-    def script_of(self, part: Part) -> Path:
+    def script_of(self, part: Chunk) -> Path:
         """Return the batch script for an array; all arrays with offset 0 share one script."""
         return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
@@ -256,9 +256,9 @@ class RunGroup(RunFolder):
         return self.trials[index]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Chunk]:
         """Return the Slurm arrays in trial order; an empty list before submission."""
-        whole = [] if self.job_id is None else [Part(sys.maxsize, job_id=self.job_id)]
+        whole = [] if self.job_id is None else [Chunk(sys.maxsize, job_id=self.job_id)]
         return self.record.parts or whole
 
     @property
@@ -269,15 +269,15 @@ class RunGroup(RunFolder):
     @property
     def jobs(self) -> list[str]:
         """Return the arrays as job arguments for Slurm commands, in the format returned by `on_cluster`."""
-        return [on_cluster(job_id, self.record.elsewhere) for job_id in self.job_ids]
+        return [on_cluster(job_id, self.record.other_cluster) for job_id in self.job_ids]
 
     @property
-    def left(self) -> list[int]:
+    def unsubmitted(self) -> list[int]:
         """Return the indices of trials that wait for submission because of Slurm's limit of jobs per user."""
         last = self.parts[-1].last if self.parts else -1
         return sorted(index for index in self.trials if index > last)
 
-    def part_of(self, index: int) -> Part | None:
+    def part_of(self, index: int) -> Chunk | None:
         """Return the array that contains a trial; None if the trial has not been submitted."""
         parts = self.parts
         found = bisect_left(parts, index, key=lambda part: part.last)
@@ -326,7 +326,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
         return run
     trial = group.trial(index)
     if (process := group.record.process) is not None:
-        path, starts, hint = group.word, "start one after another", "status {}` shows them"
+        path, starts, hint = group.quoted, "start one after another", "status {}` shows them"
         if process.alive() is False:
             starts, hint = "will not be started", "resume {}` starts them"
         raise UsageError(
@@ -336,13 +336,13 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if job_id is None and os.path.lexists(run.path) and not run.exists():
         raise UsageError(
             f"{run.shown} is not a run folder: it has no job.json",
-            hint=f"`trainkit status {group.word}` shows its state",
+            hint=f"`trainkit status {group.quoted}` shows its state",
         )
     job_id = job_id or group.task_id(index)
     if job_id is None and group.job_id is not None:
         raise UsageError(
             f"{run.shown} is not submitted yet: {WAITS_FOR_ROOM}",
-            hint=f"`trainkit resume {group.word}` submits the run as soon as Slurm accepts another job",
+            hint=f"`trainkit resume {group.quoted}` submits the run as soon as Slurm accepts another job",
         )
     if job_id is None:
         raise UsageError(
@@ -391,7 +391,7 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
         write_atomic(stage.plan_file, plan)
         create_job(stage, backend=record.backend, name=name, cwd=record.cwd, code=record.code)
         return
-    attempt, part = open_attempt(stage, config, plan), group.part_of(trial.index) or Part()
+    attempt, part = open_attempt(stage, config, plan), group.part_of(trial.index) or Chunk()
     for copy in (attempt.script_file, stage.script_file):
         write_atomic(copy, read_trusted(group.script_of(part)))
     # Slurm writes all output of the task to this log.

@@ -50,7 +50,7 @@ class HasCluster:
     cluster: str | None
 
     @property
-    def elsewhere(self) -> str | None:
+    def other_cluster(self) -> str | None:
         """Return the cluster that Slurm commands on this host must specify for the jobs, or None."""
         return other_cluster(self.cluster)
 
@@ -97,7 +97,7 @@ class AttemptRecord(HasCluster):
     @property
     def job(self) -> str:
         """Return the job as an argument for Slurm commands, in the format returned by `on_cluster`."""
-        return on_cluster(self.job_id, self.elsewhere)
+        return on_cluster(self.job_id, self.other_cluster)
 
     @property
     def in_foreground(self) -> bool:
@@ -197,8 +197,8 @@ class JobRecord:
         """
         if self.newest is None or not self.follow_ups:
             return []
-        elsewhere = self.newest.elsewhere
-        return [on_cluster(job_id, elsewhere) for job_id in self.follow_ups if not self.of_job(job_id)]
+        other_cluster = self.newest.other_cluster
+        return [on_cluster(job_id, other_cluster) for job_id in self.follow_ups if not self.of_job(job_id)]
 
     @property
     def num_auto_restarts(self) -> int:

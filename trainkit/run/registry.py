@@ -147,7 +147,7 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
     first = next(iter(indices), None)
     hint = "its sweep.json lists no runs, so restore that file"
     if first is not None:
-        hint = f"choose one run, for example {found.run(first).word}"
+        hint = f"choose one run, for example {found.run(first).quoted}"
     raise UsageError(f"{text} is a group of {len(indices):,} runs", hint=hint)
 
 
@@ -155,7 +155,7 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
     """Return an attempt of a run, by default its newest; raise UsageError if the attempt does not exist."""
     numbers = run.attempt_numbers()
     if not numbers:
-        hint = f"`trainkit resume {run.word}` starts the run"
+        hint = f"`trainkit resume {run.quoted}` starts the run"
         raise UsageError(f"{run.shown} was never started", hint=hint)
     if number is not None and number not in numbers:
         raise UsageError(f"{run.shown} has no attempt {number}", hint=there_are(numbers))
@@ -275,24 +275,24 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
 
 
 def _refuse_other_folder(text: str) -> None:
-    """Raise RunElsewhere if a run name or `last` refers to a run that belongs to another folder.
+    """Raise RunInOtherFolder if a run name or `last` refers to a run that belongs to another folder.
 
     Without this check, a typo could stop a run of another project.
     """
     found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
     if not found:
         return
-    raise RunElsewhere(text, found)
+    raise RunInOtherFolder(text, found)
 
 
-class RunElsewhere(UsageError):
+class RunInOtherFolder(UsageError):
     """Raised if a run name or `last` matches only a run that belongs to another folder."""
 
     def __init__(self, typed: str, found: Sequence[RunDir | RunGroup]) -> None:
         what = "the newest run" if typed == "last" else typed
         super().__init__(
             f"{what} is not a run of this folder: it is {', '.join(item.shown for item in found)}",
-            hint=f"to select such a run, specify its folder: {', '.join(item.word for item in found)}",
+            hint=f"to select such a run, specify its folder: {', '.join(item.quoted for item in found)}",
         )
         self.typed, self.only = typed, found[0].path if len(found) == 1 else None
 
@@ -357,7 +357,7 @@ def _clusters_of_job(known: RunDir | RunGroup, job_id: str, cluster: str) -> set
         job = read_job(known)
         found = [entry for entry in job.attempts if entry.job_id == job_id]
         found += [job.newest] if job.newest and job_id in (job.follow_ups or []) else []
-    return {record.elsewhere for record in found if cluster in ("", record.cluster)}
+    return {record.other_cluster for record in found if cluster in ("", record.cluster)}
 
 
 STATE_VARIABLE = "XDG_STATE_HOME"

@@ -88,7 +88,7 @@ class RunFolder:
         return shown_path(self.path)
 
     @property
-    def word(self) -> str:
+    def quoted(self) -> str:
         """Return the path, quoted for the shell, for a command that the user enters in the current folder."""
         # Keep a slash in the path, because an argument without a slash could also be a job id, run name or
         # config.

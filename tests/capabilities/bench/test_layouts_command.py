@@ -18,7 +18,7 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.json_outputs import checked
 from tests.support.programs import run_program
 from tests.support.said import cases, said
-from trainkit.backends.slurm import group_parts
+from trainkit.backends.slurm import group_chunks
 from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.capabilities.bench import command as bench_command
 from trainkit.capabilities.bench import run_bench
@@ -224,8 +224,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(group_parts, "show_config", dict)
-    monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "77")
+    monkeypatch.setattr(group_chunks, "show_config", dict)
+    monkeypatch.setattr(group_chunks, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_jobs_or_warn", lambda ids, warn: None)
     monkeypatch.setattr(SbatchBackend, "ask_every_s", 0.0)
     return tmp_path

@@ -8,7 +8,7 @@ import pytest
 from steering import Desk
 
 from tests.support.said import cases, said
-from trainkit.backends.slurm import group_parts
+from trainkit.backends.slurm import group_chunks
 from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
 from trainkit.run.files import read_json
@@ -125,8 +125,8 @@ class Sbatch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[list[str]] = []
         """The options of each accepted job."""
-        monkeypatch.setattr(group_parts, "show_config", dict)
-        monkeypatch.setattr(group_parts, "submit_script", self.submit)
+        monkeypatch.setattr(group_chunks, "show_config", dict)
+        monkeypatch.setattr(group_chunks, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
         self.taken.append([script.parent.name, *extra_argv])

@@ -318,7 +318,7 @@ def test_a_start_that_failed(run):
     assert "n4" in found.advice[1]
     for pinned, resume in (("n[5-6]", "` starts"), ("n[3-4]", " --set resources.extra.nodelist=null`")):
         run.config_file.write_text(f"resources: {{extra: {{nodelist: '{pinned}'}}}}")
-        assert newest(run).advice[1].startswith(f"`trainkit resume {run.word}{resume}")
+        assert newest(run).advice[1].startswith(f"`trainkit resume {run.quoted}{resume}")
     assert (
         newest(run, job=replace(job, state=JobState.NODE_FAIL, slurm_state="NODE_FAIL")).name
         == "node-failure"

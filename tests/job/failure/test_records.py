@@ -218,8 +218,8 @@ def test_hardware_and_what_only_looks_like_it(message, is_suspect):
 @pytest.mark.parametrize("more", [{"type": "exit"}, {"type": "RankKilled"}, {"type": "exit", "node": True}])
 def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, more):
     failure = RankFailure(host="h1", message="killed", exit_code=128 + number, **more)
-    assert failure.died_of_notice == (number not in (9, 11))
-    if failure.died_of_notice:
+    assert failure.died_of_stop_signal == (number not in (9, 11))
+    if failure.died_of_stop_signal:
         assert suspect_host(failure) is None
     elif more["type"] == "exit":
         assert suspect_host(failure) == ("h1", "preflight" if failure.node else "culprit")

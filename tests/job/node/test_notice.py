@@ -16,7 +16,7 @@ import pytest
 from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, wait_for
 from tests.support.runs import launch_plan
 from tests.support.said import said
-from trainkit.job.node.notice import CommandNotice, takers
+from trainkit.job.node.stop_signal import CommandStopSignal, takers
 from trainkit.job.processes import (
     PR_SET_CHILD_SUBREAPER,
     adopt_orphans,
@@ -176,7 +176,7 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path, name):
     ready, heard = tmp_path / "ready", tmp_path / "heard"
     try:
         wait_for(lambda: ready.exists() and ready.read_text())
-        notice = CommandNotice(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
+        notice = CommandStopSignal(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
         notice.groups[member.pid] = 0
         notice.send({0: member})
         wait_for(lambda: not notice.poll())
@@ -206,7 +206,7 @@ def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(tmp_path
         wait_for(lambda: ready.exists() and ready.read_text())
         saver = int(ready.read_text())
         try:
-            notice = CommandNotice(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
+            notice = CommandStopSignal(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
             notice.groups[member.pid] = 0
             if is_sent_before:
                 notice.send({0: member}, TERM)
@@ -243,7 +243,7 @@ def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_pa
         wait_for(lambda: ready.exists() and ready.read_text())
         saver = int(ready.read_text())
         try:
-            notice = CommandNotice(launch_plan(workload=Workload(("python",)), grace_s=2.0))
+            notice = CommandStopSignal(launch_plan(workload=Workload(("python",)), grace_s=2.0))
             notice.groups[member.pid] = 0
             assert member.stdin is not None
             member.stdin.write(b"\n")

@@ -22,7 +22,7 @@ from trainkit.job.decision import (
 from trainkit.job.node.rendezvous import choose_port, new_nonce
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import NONCE_VARIABLE, old_stores, store_file
-from trainkit.job.signals import is_death_by_notice, signal_exit_code
+from trainkit.job.signals import is_death_by_stop_signal, signal_exit_code
 from trainkit.locks import LockBusy
 from trainkit.run.events import log_event
 from trainkit.run.files import seconds_between, utc_now
@@ -128,8 +128,8 @@ class LocalAttemptWatch(AttemptWatch):
         except OSError as error:
             log_line(f"cannot record the signal {received.name} in events.jsonl: {error}")
 
-    def died_of_notice(self, code: int) -> bool:
-        return self.observed.stop_signal is not None and is_death_by_notice(code)
+    def died_of_stop_signal(self, code: int) -> bool:
+        return self.observed.stop_signal is not None and is_death_by_stop_signal(code)
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
         if not self.observed.exits and code == signal_exit_code(signal.SIGKILL) and not killed:

@@ -92,7 +92,7 @@ class LocalBackend(Backend):
             raise TrainkitError(
                 f"{entry.job_id} was started, but {run.shown} cannot be written: {error.strerror}",
                 hint="free some disk space, which the run needs too, "
-                f"or end the run with `trainkit cancel {run.word}`",
+                f"or end the run with `trainkit cancel {run.quoted}`",
             ) from error
         return entry
 
@@ -153,7 +153,7 @@ class LocalBackend(Backend):
             raise UsageError(
                 f"cannot tell from here whether {run.shown} is running: it was started on {entry.host}",
                 hint=f"run `trainkit {command} {quote(str(run.path))}` on that host; if that host is gone "
-                f"for good, `trainkit resume {run.word} --as DIR` continues the run in a new folder",
+                f"for good, `trainkit resume {run.quoted} --as DIR` continues the run in a new folder",
             )
         return entry if alive else None
 

@@ -23,7 +23,7 @@ from trainkit.backends.slurm.attempt_watch import (
 )
 from trainkit.backends.slurm.claim_attempt import claim_attempt, register_start
 from trainkit.backends.slurm.failed_starts import close_failed_starts, forget_start
-from trainkit.backends.slurm.group_parts import submit_parts
+from trainkit.backends.slurm.group_chunks import submit_chunks
 from trainkit.backends.slurm.resubmit import (
     await_eviction,
     exclude_from,
@@ -142,9 +142,9 @@ class SlurmAllocation(Allocation):
         """Submit more trials of this run's group if Slurm accepted no more jobs before."""
         run = self.run
         try:
-            if (group := group_of(run)) is not None and group[0].left:
+            if (group := group_of(run)) is not None and group[0].unsubmitted:
                 require_submitted_group(group[0])
-                submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
+                submit_chunks(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
         except (TrainkitError, OSError) as error:
             log_line(f"cannot submit more trials of {run.path.parent}: {error}")
 

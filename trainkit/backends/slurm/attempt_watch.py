@@ -31,7 +31,7 @@ from trainkit.job.failure.records import first_exit_code, first_rank_failure
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, log_line
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
+from trainkit.job.signals import AGENT_SIGNAL, is_death_by_stop_signal, signal_exit_code
 from trainkit.run.end import Cause
 from trainkit.run.events import read_events
 from trainkit.run.files import seconds_between
@@ -193,8 +193,10 @@ class SlurmAttemptWatch(AttemptWatch):
         elif time.monotonic() > self._failed_s + PEER_EXIT_S:
             self._failed_s = float("inf")
             first = first_rank_failure(self.attempt)
-            has_notice = self.observed.stop_signal is not None or signal_of_ranks(self.attempt) is not None
-            if has_notice and first is not None and first.died_of_notice:
+            has_stop_signal = (
+                self.observed.stop_signal is not None or signal_of_ranks(self.attempt) is not None
+            )
+            if has_stop_signal and first is not None and first.died_of_stop_signal:
                 # The rank's agent received the signal too late to handle it, and other ranks may still be
                 # saving.
                 self.kill_after_grace()
@@ -247,7 +249,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.observed.exits = [(SRUN, code if first_code is None else first_code)]
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)
-        if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
+        if self.observed.stop_signal is None and any(map(is_death_by_stop_signal, self.observed.exit_codes)):
             # The signal for a cancel or requeue request killed the ranks before they had installed their
             # signal handlers.
             self.live.update()

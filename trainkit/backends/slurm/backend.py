@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
 from trainkit.backends.slurm.failed_starts import note_bad_hosts
-from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
+from trainkit.backends.slurm.group_chunks import clusters_of, submit_chunks
 from trainkit.backends.slurm.resubmit import excludable
 from trainkit.backends.slurm.shared_answers import least_interval_s
 from trainkit.backends.slurm.step import find_slurm_task, slurm_job_id
@@ -245,7 +245,7 @@ class SbatchBackend(SlurmBackend):
         token, clusters = submission_token(RunDir(group.path), 1), clusters_of(group)
         remove = partial(shutil.rmtree, group.path, ignore_errors=True)
         with removed_unless_submitted(remove, token, clusters):
-            submit_parts(group, print_note)
+            submit_chunks(group, print_note)
         assert group.job_id is not None
         if clusters:
             print_note(f"{group.job_id} is on the cluster {group.record.cluster}")
@@ -308,11 +308,11 @@ def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
     try:
         cancel_waiting(waiting)
     except SlurmUnreachable as error:
-        if not newest.elsewhere or not is_over(run.attempt(newest.attempt)):
+        if not newest.other_cluster or not is_over(run.attempt(newest.attempt)):
             raise
         ids = " ".join(split_job(job)[0] for job in waiting)
         print_note(
-            f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the chained jobs "
+            f"{error.message}: `scancel --clusters={newest.other_cluster} {ids}` cancels the chained jobs "
             "that may still be pending on that cluster"
         )
     set_follow_ups(run, [])

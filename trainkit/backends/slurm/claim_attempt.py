@@ -91,7 +91,7 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
     """
     other = newest.job_id
     # For an array task that was found by its token, the recorded id lacks the array index.
-    is_own = other in (job_id, job_id.partition("_")[0]) and newest.elsewhere is None
+    is_own = other in (job_id, job_id.partition("_")[0]) and newest.other_cluster is None
     if is_own or is_over(run.attempt(newest.attempt)):
         return None
     state = JobState.UNKNOWN

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.cluster.bad_nodes import note_failure
-from trainkit.job.signals import describe_exit, is_death_by_notice, signal_exit_code
+from trainkit.job.signals import describe_exit, is_death_by_stop_signal, signal_exit_code
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
@@ -125,7 +125,7 @@ def note_bad_hosts(
     starts, hosts = failed_starts(run, record, job), []
     for start in starts:
         # If the script recorded no exit code, the job may have been preempted.
-        is_asked = start.exit_code is not None and is_death_by_notice(start.exit_code)
+        is_asked = start.exit_code is not None and is_death_by_stop_signal(start.exit_code)
         if not is_asked and (start.exit_code or (job is not None and job.state in _BY_FAILURE)):
             hosts.append(start.host)
             reason = f"a job ended on this host before its supervisor began: {start.how}"

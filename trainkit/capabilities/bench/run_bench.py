@@ -11,7 +11,7 @@ from typing import Literal
 
 from trainkit.backend import backend_named
 from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
-from trainkit.backends.slurm.group_parts import recover_parts
+from trainkit.backends.slurm.group_chunks import recover_chunks
 from trainkit.errors import UsageError
 from trainkit.formats import shown
 from trainkit.observe.group import GroupFiles, TrialStatus, count_states, state_counts
@@ -191,7 +191,7 @@ def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]
     If Slurm has not confirmed the submission of the job array, the function searches Slurm for the array. The
     function also deletes the checkpoints of runs that have ended, because a bench is never resumed.
     """
-    recover_parts(bench.group)
+    recover_chunks(bench.group)
     files = GroupFiles(bench.group)
     trials = []
     for trial in files.status(query_jobs_or_warn(files.open_ids, warn), utc_clock()).trials:

@@ -46,7 +46,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
     record = next((record for record in own if record.get("socket")), {})
     if not record:
         problem = "is already being debugged" if own else "is not at a breakpoint()"
-        hint = f"`trainkit stacks {run.word} --rank {rank}` shows what the rank is doing"
+        hint = f"`trainkit stacks {run.quoted} --rank {rank}` shows what the rank is doing"
         if others := sorted({number for number, _ in records} - {rank}):
             hint = f"{rank_list(others)} of this run may be waiting at a breakpoint()"
         raise UsageError(f"rank {rank} {problem}", hint=hint)
@@ -59,11 +59,11 @@ def attach(attempt: AttemptDir, rank: int) -> None:
             if own_host() == record["node"]:
                 message = f"rank {rank} cannot be reached: {error}"
                 raise UsageError(
-                    message, hint=f"`trainkit status {run.word}` shows whether the run is still active"
+                    message, hint=f"`trainkit status {run.quoted}` shows whether the run is still active"
                 ) from None
             entry, job = running_job(run)
             again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
-            run_next_to(job, entry.elsewhere, str(record["node"]), again)
+            run_next_to(job, entry.other_cluster, str(record["node"]), again)
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if peer != os.geteuid():
             hint = "run `trainkit debug` as that user, because the process can read everything that you type"

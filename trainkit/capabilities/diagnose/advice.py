@@ -42,11 +42,11 @@ def run_values(files: AttemptFiles) -> dict[str, str]:
     plan = files.plan if files.plan.values else read_plan(run)
     command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
     values = {
-        "run": run.word,
+        "run": run.quoted,
         "attempt_dir": str(attempt.path),
         "command": command,
         "by_hand": command if is_by_hand else "",
-        "resumable": "" if is_by_hand else run.word,
+        "resumable": "" if is_by_hand else run.quoted,
         "missing_logs_dir": "" if attempt.logs_dir.exists() else str(attempt.logs_dir),
         **_disk_values(run, is_command=plan.is_command and not is_by_hand),
         **({} if plan.is_command else _batch_values(plan.record("batch"))),

@@ -250,7 +250,7 @@ class _Case:
             # A rank that exited after a stop request has not failed, even if its agent received the request
             # too late.
             is_stop = verdict is None and self.end.state in ("stopped", "cancelled")
-            return None if found is None or (is_stop and found[1].died_of_notice) else found[0]
+            return None if found is None or (is_stop and found[1].died_of_stop_signal) else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return own or self._of_launcher(_First(verdict, text, text.rank))
 

@@ -296,7 +296,7 @@ class Drill:
             failure = f"; {end.verdict.line}" if end.verdict else ""
             raise TrainkitError(
                 f"the uninterrupted run did not finish: {reason}{failure}",
-                hint=f"`trainkit logs {run.word}` shows the output of the run",
+                hint=f"`trainkit logs {run.quoted}` shows the output of the run",
             )
         if run.attempt_numbers() != [1]:
             first = read_end(run.attempt(1)) or AttemptEnd()

@@ -128,7 +128,7 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
         if goal.kind not in (ENDED, STARTED):
             raise UsageError(
                 f"--for {goal.kind}: {found.shown} is a group of runs",
-                hint=f"use started or ended, or wait for one run, for example {found.word}/0",
+                hint=f"use started or ended, or wait for one run, for example {found.quoted}/0",
             )
         poll = GroupPoll(found, goal)
         if found.record.process is None:

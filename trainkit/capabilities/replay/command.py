@@ -152,7 +152,7 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
     from trainkit.cli.started import print_started
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
-    collect = f"`trainkit replay --collect {copy.word}` compares the results"
+    collect = f"`trainkit replay --collect {copy.quoted}` compares the results"
     if not follow:
         print_started(copy, copy.name, entry, what.plan.backend, as_json)
         click.echo(f"{collect} after the job has finished", err=True)

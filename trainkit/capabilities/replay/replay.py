@@ -297,7 +297,7 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
         return
     raise UsageError(
         f"the {plan.world_size} {plan.device} ranks of the replay do not fit: this machine has {have} {what}",
-        hint=f"`trainkit replay {run.word} --step {step} --submit` computes the steps in a job; "
+        hint=f"`trainkit replay {run.quoted} --step {step} --submit` computes the steps in a job; "
         "`--layout single` needs one rank, but compares values only up to rounding",
     )
 
@@ -387,7 +387,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
             f"{copy.shown} has computed steps {start + 1} to {done} of {last}"
             if done > start
             else f"{copy.shown} has not computed any step yet",
-            hint=f"`trainkit status {copy.word}` shows the state of the job",
+            hint=f"`trainkit status {copy.quoted}` shows the state of the job",
         )
     return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
 

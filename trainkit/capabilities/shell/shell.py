@@ -97,7 +97,7 @@ def attach(run: RunDir, node: int) -> NoReturn:
         raise UsageError(f"the job has no node {node}", hint=f"the job's nodes are 0 to {len(hosts) - 1}")
     require_terminal("to see the output of the run, use `trainkit logs`")
     print_note(f"{run.shown}: a shell on {hosts[node]}")
-    run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
+    run_next_to(job, entry.other_cluster, hosts[node], ("bash", "-i"))
 
 
 def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:

@@ -97,7 +97,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
     if not replies:
         raise TrainkitError(
             f"no rank of {run.shown} responded within {WAIT_S:.0f} s",
-            hint=f"`trainkit status {run.word}` shows whether the run is still active",
+            hint=f"`trainkit status {run.quoted}` shows whether the run is still active",
         )
     asked = range(world_size) if rank is None else (rank,)
     return attempt, replies, sorted(set(asked) - {reply.rank for reply in replies})
@@ -108,13 +108,13 @@ def running_attempt(run: RunDir) -> AttemptDir:
     entry = live_entry(run, read_job(run), "stacks")
     if entry is None:
         raise UsageError(
-            f"{run.shown} is not running", hint=f"`trainkit status {run.word}` shows how the run ended"
+            f"{run.shown} is not running", hint=f"`trainkit status {run.quoted}` shows how the run ended"
         )
     attempt = run.attempt(entry.attempt)
     if not any(attempt.logs_dir.glob("rank-*.log")):
         raise UsageError(
             f"no rank of attempt {attempt.number} of {run.shown} has been started yet",
-            hint=f"`trainkit status {run.word}` shows what the run is waiting for",
+            hint=f"`trainkit status {run.quoted}` shows what the run is waiting for",
         )
     return attempt
 

@@ -125,7 +125,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     elif not any(run.tensorboard_dir.is_dir() or _is_script(run) for run in runs):
         raise _no_tensorboard(found, runs)
     refuse_shared_host(
-        f"{tool}'s page", f"`trainkit report {found.word}` creates a file that only you can read"
+        f"{tool}'s page", f"`trainkit report {found.quoted}` creates a file that only you can read"
     )
     _refuse_busy(port)
     environ, start = own_environ(), _MODULE
@@ -163,7 +163,7 @@ def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageEr
         for run in runs
     ):
         why = "logging.tensorboard is false"
-    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.word}` shows the curves")
+    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.quoted}` shows the curves")
 
 
 def link_runs(group: RunGroup, temporary: Path) -> Path:

@@ -18,7 +18,7 @@ from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_o
 from trainkit.job.flight_records import read_flights
 from trainkit.job.hangs import blamed_failure, hang_failure, node_of, read_hangs
 from trainkit.job.preflight import PreflightFailed
-from trainkit.job.signals import describe_exit, is_death_by_notice, signal_exit_code
+from trainkit.job.signals import describe_exit, is_death_by_stop_signal, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import NO_RESULT, SIGNALLED, RankFailure, first_of, rank_failures
 from trainkit.run.files import as_utc, refresh_listing, to_json, utc_now, write_json
@@ -295,8 +295,8 @@ def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> s
     The signal is taken from the failure record or, without a record, from the exit codes.
     """
     codes = exit_codes if failure is None else [failure.exit_code or EXIT_OK]
-    number = next((code - SIGNALLED for code in codes if is_death_by_notice(code)), signal.SIGTERM)
-    died = any(map(is_death_by_notice, codes)) if failure is None else failure.died_of_notice
+    number = next((code - SIGNALLED for code in codes if is_death_by_stop_signal(code)), signal.SIGTERM)
+    died = any(map(is_death_by_stop_signal, codes)) if failure is None else failure.died_of_stop_signal
     return signal.Signals(number).name if died else None
 
 
@@ -325,7 +325,7 @@ def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
 
     Returns None if the program itself failed or was terminated.
     """
-    if not failure.host or failure.died_of_notice:
+    if not failure.host or failure.died_of_stop_signal:
         return None
     if failure.node:
         return failure.host, "preflight"

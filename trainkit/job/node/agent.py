@@ -45,7 +45,6 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
-from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
     Listener,
@@ -57,6 +56,7 @@ from trainkit.job.node.rendezvous import (
     local_rendezvous,
     record_notice,
 )
+from trainkit.job.node.stop_signal import CommandStopSignal, takers, was_signalled
 from trainkit.job.node.worker_env import (
     network_environ,
     worker_argv,
@@ -70,7 +70,7 @@ from trainkit.job.signals import (
     AGENT_SIGNAL,
     combine_exit_codes,
     describe_exit,
-    is_death_by_notice,
+    is_death_by_stop_signal,
     signal_exit_code,
 )
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
@@ -106,7 +106,7 @@ class Agent(ProcessGroup):
         """The exit codes of the exited workers, in order of exit."""
         self.received: signal.Signals | None = None
         """The most recent stop signal, or None if none has arrived."""
-        self._notice = CommandNotice(plan)
+        self._notice = CommandStopSignal(plan)
         self._died_s: dict[int, float] = {}
         """Maps each member that exited before any stop signal to the monotonic time at which the exit was
         noticed."""
@@ -230,7 +230,7 @@ class Agent(ProcessGroup):
                 tree = processes.tree_of(member.pid)
                 writers = takers([member.pid], tree)
                 self._pipes.hold(writers.keys() - {member.pid}, tree, self.attempt.rank_log(rank))
-        if self._pipes.poll(has_notice=self.received is not None):
+        if self._pipes.poll(has_stop_signal=self.received is not None):
             self.poll_interval_s = min(self.poll_interval_s, DRAIN_S)
 
     def _pids(self) -> dict[int, int]:
@@ -255,8 +255,8 @@ class Agent(ProcessGroup):
                     log_line(f"rank {rank} does not respond: {problem}")
                     os.kill(pid, signal.SIGQUIT)
 
-    def died_of_notice(self, code: int) -> bool:
-        return self.received is not None and is_death_by_notice(code)
+    def died_of_stop_signal(self, code: int) -> bool:
+        return self.received is not None and is_death_by_stop_signal(code)
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         if self.received is None:
@@ -291,7 +291,7 @@ class Agent(ProcessGroup):
             record_missing_result(self.attempt, rank, self.rendezvous.node_rank)
             self.kill_within(PEER_EXIT_S)
         self.codes.append(code)
-        if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
+        if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_stop_signal(code):
             return  # the worker succeeded or saved, or was killed by this agent or the stop signal
         with contextlib.suppress(OSError):  # stop the other workers even if the disk is full
             which = rank if dead is None else "?" if dead.rank is None else dead.rank
@@ -331,7 +331,7 @@ class Agent(ProcessGroup):
         try:
             super().run()
         finally:
-            self._pipes.poll(has_notice=True)
+            self._pipes.poll(has_stop_signal=True)
             is_finished = self.received is None and set(self.codes) == {EXIT_OK}
             for name, companion in self._companions:
                 self._guard.call(name, companion.end, is_finished=is_finished)
@@ -364,7 +364,7 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
     if EXIT_STOPPED in codes:
         # If some workers saved, ignore the exit codes of workers that did not handle the stop signal and were
         # killed by it.
-        codes = [code for code in codes if not agent.died_of_notice(code)]
+        codes = [code for code in codes if not agent.died_of_stop_signal(code)]
     return combine_exit_codes(codes)
 
 

@@ -55,7 +55,7 @@ class OutputPipes:
                     own = os.open(PROC / str(pid) / "fd" / str(fd), os.O_RDONLY | os.O_NONBLOCK)
                     self._pipes[link] = _Pipe(log, own, readers[link])
 
-    def poll(self, *, has_notice: bool) -> bool:
+    def poll(self, *, has_stop_signal: bool) -> bool:
         """Copy pipes that have lost their reader to the log, or close them if there was no stop signal.
 
         Returns whether any pipes remain open.
@@ -68,7 +68,7 @@ class OutputPipes:
             # Without a stop signal, the writer must see the broken pipe as usual, for example if the reader
             # is `head`.
             is_recent = time.monotonic() < pipe.unread_since_s + DEAD_READER_S
-            is_open = _append(pipe) if has_notice else is_recent
+            is_open = _append(pipe) if has_stop_signal else is_recent
             is_unread |= is_open
             if not is_open:
                 os.close(pipe.reader)

@@ -140,7 +140,7 @@ class _Relay:
     """The monotonic time after which the signal is no longer expected to be forwarded."""
 
 
-class CommandNotice:
+class CommandStopSignal:
     """Sends the stop signal to members that run a command, and to processes below them that must save."""
 
     def __init__(self, plan: LaunchPlan) -> None:

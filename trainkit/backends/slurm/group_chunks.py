@@ -20,7 +20,7 @@ from trainkit.locks import LockBusy, file_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.quoting import log_path
 from trainkit.run.files import write_atomic
-from trainkit.run.group import Part, RunGroup
+from trainkit.run.group import Chunk, RunGroup
 from trainkit.run.history import PlanRecord
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.scheduler import array_spec, split_job
@@ -48,7 +48,7 @@ def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[in
     return offset, [index for index in unsubmitted[:size] if index - offset < max_size]
 
 
-def submit_parts(
+def submit_chunks(
     group: RunGroup,
     notify: Callable[[str], None],
     *,
@@ -77,16 +77,16 @@ def submit_parts(
 def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, until_s: float) -> int:
     if group.record.parts:
         _recover_last(group)
-    if not group.left:
+    if not group.unsubmitted:
         return 0
     config = show_config(next(iter(clusters_of(group)), ""))
     max_size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
     found = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
     most = min(max_size, int(found["count"])) if found else max_size
     size, count = min(size or most, most), 0
-    while size and (unsubmitted := group.left) and group.record.cancelled_at is None:
+    while size and (unsubmitted := group.unsubmitted) and group.record.cancelled_at is None:
         parts, (offset, indices) = group.record.parts, next_chunk(unsubmitted, size, max_size)
-        part = Part(indices[-1], offset)
+        part = Chunk(indices[-1], offset)
         try:
             # Record the chunk before its job can start, because the job derives the names of the trials'
             # folders from the record.
@@ -94,7 +94,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             job = _sbatch(group, part, indices, notify)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
-                with suppress(OSError):  # if this fails, `recover_parts` finds the chunk later
+                with suppress(OSError):  # if this fails, `recover_chunks` finds the chunk later
                     group.update(parts=parts)
             has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
             most = size = 0 if has_room else len(indices) // 2
@@ -123,7 +123,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
     return count
 
 
-def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None]) -> str:
+def _sbatch(group: RunGroup, part: Chunk, indices: Sequence[int], notify: Callable[[str], None]) -> str:
     """Submit the newest chunk of a group; return the id of the chunk's job array."""
     number, limit = len(group.record.parts), group.record.array.partition("%")[2]
     token, script = submission_token(RunDir(group.path), number), group.script_of(part)
@@ -161,17 +161,17 @@ def clusters_of(group: RunGroup) -> Sequence[str]:
     """Return the clusters to which a group's next array may go; all arrays go to the first one's cluster."""
     if group.job_id is None:
         return PlanRecord(group.record.plan).record("slurm").texts("clusters")
-    return (group.record.elsewhere,) if group.record.elsewhere else ()
+    return (group.record.other_cluster,) if group.record.other_cluster else ()
 
 
-def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:
+def _note_job(group: RunGroup, known: Sequence[Chunk], part: Chunk, job: str) -> None:
     """Record the job of a group's newest chunk, and the cluster if Slurm returned one."""
     job_id, cluster = split_job(job)
     named = {"cluster": cluster} if cluster else {}
     group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id, **named)
 
 
-def recover_parts(group: RunGroup) -> None:
+def recover_chunks(group: RunGroup) -> None:
     """Look up the newest chunk by its token if Slurm never acknowledged its submission.
 
     If Slurm does not know the chunk and none of its trials has begun, its trials are considered unsubmitted.
@@ -186,7 +186,7 @@ def recover_parts(group: RunGroup) -> None:
 
 def _recover_last(group: RunGroup) -> None:
     record = group.record
-    *known, part = group.parts or [Part(sys.maxsize)]
+    *known, part = group.parts or [Chunk(sys.maxsize)]
     if part.job_id is not None:
         return
     token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
