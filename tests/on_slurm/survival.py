@@ -211,9 +211,11 @@ def undisturbed(folder: Path, config: Path, num_procs: int = 1, more: Sequence[s
 
     overrides = []
     for key, value in yaml.safe_load(config.read_text()).items():
-        if key in ("task", "task_args"):  # the file of the task is next to the config
-            overrides.append(f"{key}={config.parent / value if key == 'task' else json.dumps(value)}")
-        elif key in ("model", "data", "train", "optimizer", "checkpoint"):
+        if key == "task_args":
+            overrides.append(f"{key}={json.dumps(value)}")
+        elif key == "task" and ".py:" in value:  # the file of the task is next to the config
+            overrides.append(f"{key}={config.parent / value}")
+        elif key in ("model", "data", "train", "optimizer", "schedule", "checkpoint"):
             overrides += [f"{key}.{name}={json.dumps(given)}" for name, given in value.items()]
     return train(folder / "run", [*overrides, *more], num_procs).run
 

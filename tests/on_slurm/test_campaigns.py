@@ -61,11 +61,10 @@ def test_a_run_costs_little_and_goes_on_without_a_lost_host(eight_hosts, seed):
     assert table.missed == []
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_no_step_is_lost_below_a_wrapper(login, nodes):
+def test_no_step_is_lost_below_a_wrapper(login):
     prepare(login.folder, uv=None)
     names = ["tee", "nested sh", "check_call", "trap that forwards"]
-    cells = disturb(login, names, ["preempted", "cancel"], nodes)
+    cells = disturb(login, names, ["preempted", "cancel"], nodes=2)
     assert {key: cell.text for key, cell in cells.items()} == dict.fromkeys(cells, "1 / 0")
     assert len(cells) == 2 * len(names)
 
@@ -77,7 +76,7 @@ QUICK = (
 
 
 @pytest.mark.slow(seconds=10)
-@pytest.mark.parametrize("name", random.Random(18).sample(QUICK, 4))
+@pytest.mark.parametrize("name", random.Random(18).sample(QUICK, 2))
 def test_the_cause_and_the_first_rank(cluster, tmp_path, name):
     login, run = make(name, cluster, tmp_path)
     found = diagnosed(login, run, 1)

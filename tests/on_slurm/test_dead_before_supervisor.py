@@ -1,14 +1,12 @@
 """Tests jobs that end before their supervisor starts: the error output, and a retry on other nodes."""
 
 import json
-import shutil
 import sys
 
 import pytest
 
 from tests.on_slurm.broken_runs import diagnosed
-from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings
-from tests.on_slurm.test_training import QUICKSTART, SHORT
+from tests.on_slurm.login import BACKENDS, HOLD, log_of, settings
 from trainkit.run.files import read_jsonl
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
@@ -57,30 +55,30 @@ def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login):
     bad = login.cluster.hosts[2]
     line, pinned = "echo 'no scratch disk'; kill -9 $$", f"resources.extra.nodelist={bad}"
     options = (*ON_ONE, *settings(pinned), *setup(line), *PRINTS_HOST)
-    for run in [login.submit("--backend", backend, *options) for backend in BACKENDS]:
-        login.wait_for_job(run, "FAILED")
-        status = login.status(run)
-        why = f"the job was killed by SIGKILL; it ended on {bad} before the supervisor began"
-        assert (status["state"], status["host"]) == ("died", bad)
-        assert status["reason"] == f"Slurm reports FAILED; {why}"
-        assert status["batch_log"][0] == "no scratch disk"
-        shown = login.trainkit("status", str(run.path)).stdout
-        assert "batch script:\n  no scratch" in shown
-        for follow in ([], ["-f"]):
-            done = login.trainkit("logs", str(run.path), *follow)
-            assert done.returncode == len(follow)  # `-f` exits with the state of the run
-            assert done.stdout.startswith("no scratch disk\n")
-        found = diagnosed(login, run, 1)
-        assert (found["name"], found["host"], found["rank"]) == ("start-failed", bad, None)
-        assert found["tail"][0]["text"] == "no scratch disk"
-        again = login.trainkit("resume", str(run.path))
-        assert f"not {bad}, which resources.extra.nodelist" in again.stderr
-        login.wait_for_job(run, "FAILED")
-        free = settings("resources.extra.nodelist=false", "launch.setup=[]")
-        resumed = login.trainkit("resume", str(run.path), *free)
-        assert f"#SBATCH --exclude={bad}\n" in run.script_file.read_text(), resumed.stderr
-        assert login.wait_for_end(run, 3)["state"] == "finished"
-        assert failed_hosts(run) == [bad, bad]
+    run = login.submit("--backend", "submitit", *options)
+    login.wait_for_job(run, "FAILED")
+    status = login.status(run)
+    why = f"the job was killed by SIGKILL; it ended on {bad} before the supervisor began"
+    assert (status["state"], status["host"]) == ("died", bad)
+    assert status["reason"] == f"Slurm reports FAILED; {why}"
+    assert status["batch_log"][0] == "no scratch disk"
+    shown = login.trainkit("status", str(run.path)).stdout
+    assert "batch script:\n  no scratch" in shown
+    for follow in ([], ["-f"]):
+        done = login.trainkit("logs", str(run.path), *follow)
+        assert done.returncode == len(follow)  # `-f` exits with the state of the run
+        assert done.stdout.startswith("no scratch disk\n")
+    found = diagnosed(login, run, 1)
+    assert (found["name"], found["host"], found["rank"]) == ("start-failed", bad, None)
+    assert found["tail"][0]["text"] == "no scratch disk"
+    again = login.trainkit("resume", str(run.path))
+    assert f"not {bad}, which resources.extra.nodelist" in again.stderr
+    login.wait_for_job(run, "FAILED")
+    free = settings("resources.extra.nodelist=false", "launch.setup=[]")
+    resumed = login.trainkit("resume", str(run.path), *free)
+    assert f"#SBATCH --exclude={bad}\n" in run.script_file.read_text(), resumed.stderr
+    assert login.wait_for_end(run, 3)["state"] == "finished"
+    assert failed_hosts(run) == [bad, bad]
 
 
 @pytest.mark.slow(seconds=20)
@@ -103,16 +101,3 @@ def test_the_environment_is_gone(login):
     assert login.trainkit("requeue", str(runs[1].path)).returncode == 0
     assert f"#SBATCH --exclude={status['host']}\n" in runs[1].script_file.read_text()
     assert login.trainkit("cancel", str(runs[1].path), "--now").returncode == 0
-
-
-@pytest.mark.slow(seconds=15)
-def test_the_folder_of_submission_is_gone(login):
-    there = login.folder / "there"
-    there.mkdir()
-    elsewhere = Login(login.cluster, there)
-    elsewhere.env = login.env
-    place = ("--run-dir", str(login.folder / "run"), "--backend", "submitit", *ON_ONE)
-    run = elsewhere.submit(*place, *HOLD, *settings("device=cpu"), *SHORT, config=QUICKSTART)
-    shutil.rmtree(there)
-    login.run(["scontrol", "release", login.job_id(run)], check=True)
-    login.finish(run)

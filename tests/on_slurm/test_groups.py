@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, HOLD, Login, settings, wait_for
-from tests.support.runs import FAST, losses
+from tests.support.runs import FAST, losses, train
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
@@ -64,7 +64,7 @@ def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
     return {"PATH": f"{folder}:{path}"}, log
 
 
-def test_a_sweep_trains_each_point_as_a_run_of_its_own(login):
+def test_a_sweep_trains_each_point_as_a_run_of_its_own(login, tmp_path):
     fast = ["--gpus-per-node", "1", *settings(*FAST, *TRAINED)]
     trials = ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "train.device_batch_size=4"]
     args = [*fast, "--name", "fast", *trials]
@@ -85,12 +85,8 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login):
         "value": min(trial["best"]["value"] for trial in seen["points"]),
         "step": 3,
     }
-    here = [*fast, *settings("optimizer.lr=0.01"), "--name", "one", "--backend", "local", "--follow"]
-    alone = login.trainkit("submit", str(login.config), *here, timeout_s=400.0)
-    assert alone.returncode == 0, alone.stderr
-    assert losses(group.run(1).path) == pytest.approx(
-        losses(Path(alone.stdout.splitlines()[0])), rel=0, abs=1e-6
-    )
+    alone = train(tmp_path / "alone", [*TRAINED, "optimizer.lr=0.01"]).run
+    assert losses(group.run(1).path) == pytest.approx(losses(alone.path), rel=0, abs=1e-6)
     assert losses(group.run(0).path) != losses(group.run(1).path)
     table = login.trainkit("status", "fast").stdout
     assert "runs        2: 2 finished" in table

@@ -1,16 +1,17 @@
-"""Tests a run whose job gets as many nodes as are free: fewer, then more, then one less, with one curve."""
+"""Tests a run whose job gets as many nodes as are free: two, then four, then fewer, with one curve."""
 
 import json
 
 import pytest
 
 from tests.on_slurm import survival
-from tests.on_slurm.login import BACKENDS, log_of, settings, wait_for
+from tests.on_slurm.login import log_of, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.events import read_events, read_metrics
 from trainkit.run.group import RunGroup
+from trainkit.run.record import read_job
 
 GROWS_SOON = """
 if {"trainkit.job.supervisor", "submitit.core._submit"} & set(sys.orig_argv):
@@ -22,68 +23,46 @@ COMMAND = ("--gpus-per-node", "1", *settings("device=cpu"), "--", "python", "lis
 """Options and arguments for ranks that compute nothing."""
 
 
-def shape(backend: str) -> tuple[str, ...]:
-    """Return the options that give each backend a different kind of task and of range."""
-    per, nodes = ("node", "1,2,4") if backend == "submitit" else ("gpu", "1-4")
-    return ("--nodes", nodes, "--backend", backend, "--per", per)
-
-
-@pytest.mark.slow(seconds=90)
-@pytest.mark.parametrize(("backend", "of_three"), [("sbatch", 3), ("submitit", 2)])
-def test_a_run_takes_what_there_is(login, tmp_path, backend, of_three):
+@pytest.mark.slow(seconds=70)
+def test_a_run_takes_what_there_is_grows_and_loses_a_host(login, tmp_path):
+    """The run uses submitit and a list of sizes. The next test uses sbatch and a range."""
     config = survival.range_config(login.folder)
-    eight, twelve = (f"device_batch_size: {size}, global_batch_size: " for size in (2, 1))
-    # the batch can also be split over three nodes
-    config.write_text(config.read_text().replace(f"{eight}8", f"{twelve}12"))
+    site = login.folder / "sitecustomize.py"
+    site.write_text(site.read_text() + GROWS_SOON)
+    shape = ("--nodes", "1,2,4", "--backend", "submitit", "--per", "node", "--partition", "high")
     with login.other_job("--partition=high", "--nodes=2"):
-        run = login.submit(*shape(backend), "--partition", "low", config=config)
-        wait_for_steps(run, 1, 5)
-        assert len(survival.hosts_of(run, 1)) == 2
-        assert login.status(run)["num_nodes"] == 2
-    survival.preempt(login.cluster)
+        run = login.submit(*shape, *settings("resources.grow=true"), config=config)
+        stays = "does not grow: 4 nodes would be free in 4h"  # the other job must end at that time
+        wait_for(lambda: stays in str([one.reason for one in read_events(run, "growth")]), stays)
+        status = login.status(run)
+        assert stays in str(status["growth"])
+        assert status["num_nodes"] == 2
     wait_for_steps(run, 2, 5)
-    assert len(survival.hosts_of(run, 2)) == 4
-    job_id = login.job_id(run)
     login.cluster.kill_host(2)
     wait_for_steps(run, 3, 1)
     assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
-    assert (login.job_id(run), len(run.attempt_numbers())) == (job_id, 3)
-    assert len(survival.hosts_of(run, 3)) == of_three
-    expected = survival.losses_on_one(tmp_path, config)
-    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
+    sizes = [len(survival.hosts_of(run, number)) for number in run.attempt_numbers()]
+    assert sizes == [2, 4, 2], "three hosts are left, but the list does not contain 3"
+    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(
+        survival.losses_on_one(tmp_path, config), rel=1e-5
+    )
     before = survival.steps_of(run, 1)
-    assert survival.steps_of(run, 2)[0] == before[-1] + 1  # the run had time to save
-    causes = [end.cause for number in (1, 2) if (end := read_end(run.attempt(number))) is not None]
-    assert causes == ["preempted", "node_fail"]
-
-
-@pytest.mark.slow(seconds=45)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_grows_when_more_nodes_are_free(login, tmp_path, backend):
-    config = survival.range_config(login.folder, num_steps=120)
-    site = login.folder / "sitecustomize.py"
-    site.write_text(site.read_text() + GROWS_SOON)
-    options = (*shape(backend), "--partition", "high", *settings("resources.grow=true"))
-    with login.other_job("--partition=high", "--nodes=2"):
-        run = login.submit(*options, config=config)
-        stays = "does not grow: 4 nodes would be free in 4h"  # the other job must end at that time
-        wait_for(lambda: stays in str([one.reason for one in read_events(run, "growth")]), stays)
-        assert stays in str(login.status(run)["growth"])
-    assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
-    expected = survival.losses_on_one(tmp_path, config)
-    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
-    assert not survival.computed_twice(run)
-    assert [len(survival.hosts_of(run, number)) for number in run.attempt_numbers()] == [2, 4]
-    end = read_end(run.attempt(1))
-    assert end is not None
-    assert (end.action, end.cause) == ("requeue", "grow")
-    assert end.reason.startswith("grows to 4 nodes: ")
+    assert survival.steps_of(run, 2)[0] == before[-1] + 1, "the run had time to save"
+    grown, lost = (read_end(run.attempt(number)) for number in (1, 2))
+    assert grown is not None
+    assert lost is not None
+    assert [(end.action, end.cause) for end in (grown, lost)] == [
+        ("requeue", "grow"),
+        ("restart", "node_fail"),
+    ]
+    assert grown.reason.startswith("grows to 4 nodes: ")
+    assert {entry.job_id for entry in read_job(run).attempts} == {login.job_id(run)}
 
 
 @pytest.mark.slow(seconds=30)
 def test_a_run_that_has_lost_a_node_has_more_again(login):
     with login.other_job("--partition=high", "--nodes=1"):
-        run = login.submit(*shape("sbatch"), "--partition", "high", *COMMAND)
+        run = login.submit("--nodes", "1-4", "--partition", "high", *COMMAND)
         login.wait_for_log(run, "of 3")
         lost = survival.hosts_of(run, 1)[1]
         login.cluster.kill_host(login.cluster.hosts.index(lost) + 1)

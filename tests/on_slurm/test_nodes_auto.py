@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, Login, wait_for
+from tests.on_slurm.login import Login, wait_for
 from trainkit.formats import time_text
 from trainkit.run.rundir import RunDir
 
@@ -76,10 +76,9 @@ def test_each_load_has_its_earliest_end(login):
 
 
 @pytest.mark.slow(seconds=30)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_job_has_the_nodes_that_were_chosen(login, backend):
+def test_the_job_has_the_nodes_that_were_chosen(login):
     with login.other_job("--partition=high", "--nodes=2"):
-        given = (*AUTO, "--backend", backend, "--partition", "high", "--time", "60")
+        given = (*AUTO, "--backend", "submitit", "--partition", "high", "--time", "60")
         words = ("--json", "--", "python", "listens.py")
         done = login.trainkit("submit", str(login.config), *given, *words)
         assert done.returncode == 0, done.stderr

@@ -51,15 +51,15 @@ def test_slices_end_with_their_total(login):
 
 @pytest.mark.slow(seconds=100)
 def test_a_job_that_slurm_shortens_saves_before_its_own_end(login):
-    busy = ("--partition=high", "--time=4")
+    busy = ("--partition=high", "--time=3")
     with login.other_job("--nodes=3", *busy):
         with login.other_job("--nodes=4", *busy, waits=True):
             shape = (*ONE_RANK, *settings("requeue.grace_s=15"), "--partition", "high")
-            run = login.submit(*shape, "--time", "60", "--time-min", "2", *RUN)
+            run = login.submit(*shape, "--time", "60", "--time-min", "1", *RUN)
             login.wait_for_log(run, "rank 0")
             job = login.cluster.job(login.job_id(run))
-            assert job["TimeMin"] == "00:02:00"
-            assert job["TimeLimit"] in ("00:02:00", "00:03:00")  # the gap has four minutes
+            assert job["TimeMin"] == "00:01:00"
+            assert job["TimeLimit"] in ("00:01:00", "00:02:00")  # the gap has three minutes
         end = login.wait_for_end(run)
         assert (end["action"], end["cause"]) == ("requeue", "timeout"), login.logs_and_attempts(run)
         assert end["reason"].startswith("saved after SIGUSR2")

@@ -10,38 +10,53 @@ import pytest
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
+from tests.support.tasks import write_tutorial
 from trainkit.errors import EXIT_NO_RESTART
 
 pytestmark = pytest.mark.xdist_group("survive")
+NUM_STEPS = 40
+TUTORIAL = (
+    *("device=cpu", "precision.dtype=fp32", "resources.gpus_per_node=1", "resources.cpus_per_gpu=1"),
+    *("parallel.dp_shard=2", "data.num_workers=1", "train.device_batch_size=8", "train.global_batch_size=16"),
+    *(f"train.steps={NUM_STEPS}", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=10"),
+    *("resources.time='10'", "requeue.grace_s=20", "logging.tensorboard=false"),
+)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """Return the curve of an undisturbed training run of two ranks on this machine."""
     folder = tmp_path_factory.mktemp("whole")
-    config = survival.survivor_config(folder, batch_size=4)
+    config = survival.survivor_config(folder, NUM_STEPS, batch_size=4)
     return survival.curve(survival.undisturbed(folder, config, num_procs=2))
 
 
 @pytest.fixture
 def config(login: Login) -> Path:
     login.script(survival.WAITS_IN_EACH_STEP, "sitecustomize.py")
-    return survival.survivor_config(login.folder, batch_size=4)
+    return survival.survivor_config(login.folder, NUM_STEPS, batch_size=4)
 
 
-@pytest.mark.slow(seconds=50)
-def test_preempted_again_and_again(login, config, expected):
-    """The run uses submitit. `test_signals` preempts sbatch, whose run ends in the test of the time limit."""
-    run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
+@pytest.mark.slow(seconds=70)
+def test_a_task_with_its_own_data_is_preempted_twice(login, tmp_path_factory):
+    """The run uses submitit. Slurm first requeues the job itself, and then cancels the job.
+
+    `test_signals` preempts sbatch, whose run ends in the test of the time limit.
+    """
+    folder = tmp_path_factory.mktemp("whole")
+    alone = survival.undisturbed(folder, write_tutorial(folder), 2, [*TUTORIAL, "data.num_workers=0"])
+    login.script(survival.WAITS_IN_EACH_STEP, "sitecustomize.py")
+    shape = ("--nodes", "2", "--partition", "low", "--backend", "submitit", "--per", "node")
+    run = login.submit(*shape, *settings(*TUTORIAL), config=write_tutorial(login.folder))
     with survival.preemption(login.cluster):
-        for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
+        for attempt, mode in enumerate(("REQUEUE", "CANCEL"), 1):
             wait_for_steps(run, attempt, 5)
-            survival.set_preemption(login.cluster, mode, grace_s)
+            survival.set_preemption(login.cluster, mode, grace_s=0)
             survival.preempt(login.cluster)
         assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
-    assert run.attempt_numbers() == [1, 2, 3, 4]
+    assert run.attempt_numbers() == [1, 2, 3]
     assert survival.computed_twice(run) == []
-    assert survival.curve(run) == expected
+    assert survival.curve(run) == survival.curve(alone)
     login.wait_until_idle()
 
 
@@ -86,7 +101,8 @@ def test_a_rank_and_then_a_host_die(login, config, expected):
 
 
 @pytest.mark.slow(seconds=20)
-def test_what_must_not_start_again(login, config):
+def test_what_must_not_start_again(login):
+    config = survival.survivor_config(login.folder, batch_size=4)
     login.script(survival.WAITS_IN_EACH_STEP + survival.BUGS, "sitecustomize.py")
     login.script("import time\nimport no_such_module\n", "bad.py")
     one = ("--nodes", "1", "--name")

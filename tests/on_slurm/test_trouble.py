@@ -232,10 +232,9 @@ def test_a_full_disk_at_submit(login):
             filler.unlink()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_disk_that_gets_full_while_it_runs(login, backend):
+def test_a_disk_that_gets_full_while_it_runs(login):
     with shared_small_disk(login.cluster, login.folder / "disk", "1m") as disk:
-        run = login.submit_listeners(*ON_TWO_HOSTS, "--backend", backend, "--run-dir", str(disk / "run"))
+        run = login.submit_listeners(*ON_TWO_HOSTS, "--backend", "submitit", "--run-dir", str(disk / "run"))
         filler = fill(disk)
         done = login.trainkit("cancel", str(run.path), "--wait")
         assert "could not be recorded" in done.stderr

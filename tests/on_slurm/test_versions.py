@@ -1,4 +1,4 @@
-"""Tests newer versions of Slurm: training, preemption, requeue, cancel, steps, and `status`.
+"""Tests newer versions of Slurm: preemption, requeue, cancel, steps, and `status`; on the newest, training.
 
 Other tests cover the differences between versions: variables of shells and steps, and a missing log folder.
 """
@@ -16,9 +16,7 @@ from tests.on_slurm import (
     test_steps,
     test_trouble,
 )
-from tests.on_slurm.login import settings
 from tests.slurm import test_control_on_cluster, test_jobs_on_cluster
-from tests.support.runs import losses
 from tests.support.tmux import needs_tmux
 from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.plugin import require_cluster
@@ -64,34 +62,29 @@ def test_it_is_that_version(cluster, login, slurm_version):
     test_control_on_cluster.test_discover_cluster(cluster)
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read,
-        test_signals.test_a_preemption_that_tells_only_the_ranks_saves,
-        test_signals.test_cancel_saves,
-        test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes,
-        test_cgroups.test_a_run_is_requeued_cancelled_and_resumed,
-        test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps,
-        pytest.param(test_interactive.test_a_shell_in_an_allocation_of_two_nodes, marks=needs_tmux),
-        test_trouble.test_the_log_folder_is_deleted_before_the_start,
-        test_trouble.test_a_log_that_no_version_of_slurm_can_open,
-    ],
-    ids=lambda test: test.__name__,
-)
+BOTH = [
+    test_cgroups.test_a_run_is_requeued_cancelled_and_resumed,
+    test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps,
+    pytest.param(test_interactive.test_a_shell_in_an_allocation_of_two_nodes, marks=needs_tmux),
+    test_trouble.test_the_log_folder_is_deleted_before_the_start,
+]
+NEWEST = [
+    test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read,
+    test_signals.test_a_preemption_that_tells_only_the_ranks_saves,
+    test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes,
+    test_trouble.test_a_log_that_no_version_of_slurm_can_open,
+]
+
+
+@pytest.mark.parametrize("test", BOTH, ids=lambda test: test.__name__)
 def test_as_on_the_installed_version(login, test):
     test(login)
 
 
-def test_a_step_and_a_job_of_submitit_train_alike(login):
-    """The preempted run of another test trains with sbatch."""
-    nano = login.folder / "nano.yaml"
-    nano.write_text(test_steps.NANO.replace("global_batch_size: 40", "global_batch_size: 32"))
-    test_steps.test_srun_trainkit_run(login)
-    shape = ("--nodes", "2", "--gpus-per-node", "1", *settings("resources.cpus_per_gpu=1"))
-    run = login.finish(login.submit(*shape, "--name", "job", "--backend", "submitit", config=nano))
-    assert losses(run.path) == losses(login.folder / "runs/nano")
-    assert login.status(run)["state"] == "finished"
+@pytest.mark.parametrize("slurm_version", VERSIONS[-1:], indirect=True)
+@pytest.mark.parametrize("test", NEWEST, ids=lambda test: test.__name__)
+def test_only_the_newest_as_the_installed_version(login, test):
+    test(login)
 
 
 @pytest.mark.usefixtures("its_commands")

@@ -56,7 +56,7 @@ def test_a_chain_of_layouts(tmp_path: Path) -> None:
 
 
 def test_learns_as_in_float32(tmp_path: Path) -> None:
-    options = ["optimizer.betas=[0.9, 0.999]", "optimizer.lr=0.003", "train.steps=100"]
+    options = ["optimizer.betas=[0.9, 0.999]", "optimizer.lr=0.003", "train.steps=60"]
     train(tmp_path / "fp32", options)
     train(tmp_path / "8bit", [*options, EIGHT_BIT])
     expected, found = ([*losses(tmp_path / name).values()] for name in ("fp32", "8bit"))

@@ -66,7 +66,7 @@ def check(folder: Path, options: dict[str, tuple[str, ...]]) -> None:
 @pytest.mark.smoke
 def test_the_decoder(tmp_path: Path) -> None:
     dropout = "model.dropout=0.1"
-    check(tmp_path, {"fp32": (dropout,), "bf16": (BF16, dropout), "8bit": (BF16, EIGHT_BIT)})
+    check(tmp_path, {"fp32": (dropout,), "8bit": (BF16, EIGHT_BIT)})
 
 
 def test_a_task(tmp_path: Path) -> None:
@@ -80,7 +80,6 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     own = (f"model.hf={folder}", "model.architecture=transformers", "data.tokenizer=bytes")
     options = {
         "whole": (*own, BF16),
-        "lora": (*own, LORA),
         "lora-8bit": (*own, LORA, BF16, EIGHT_BIT),
     }
     check(tmp_path, {name: (*values, "model.preset=tiny") for name, values in options.items()})

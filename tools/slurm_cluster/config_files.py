@@ -39,8 +39,9 @@ def slurm_conf(state: State) -> str:
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
-        # A requeued job starts only after the old credentials have expired, by default after 120 s.
-        "AuthInfo": f"socket={folder}/munge/socket,cred_expire=6",
+        # A requeued job starts only after the old credentials have expired, by default after 120 s. Slurm
+        # refuses fewer than 5 s.
+        "AuthInfo": f"socket={folder}/munge/socket,cred_expire=5",
         "StateSaveLocation": f"{folder}/slurmctld",
         "SlurmdSpoolDir": f"{folder}/hosts/%n/spool",
         "SlurmctldPidFile": f"{folder}/slurmctld/pid",
