@@ -75,7 +75,12 @@ def test_what_a_drill_changes_if_it_has_to(load, num_steps, device, decay_steps)
     [
         ("cpu", 2.002, None, None),
         ("cuda", 2.002, 1e-3, "losses have relative differences of up to 1.0e-03 between the two runs"),
-        ("cuda", None, None, "losses cannot be compared, because one of the two runs has no loss for some step"),
+        (
+            "cuda",
+            None,
+            None,
+            "losses cannot be compared, because one of the two runs has no loss for some step",
+        ),
     ],
 )
 def test_on_gpus_an_equal_run_without_deterministic_kernels_is_compared(

@@ -74,7 +74,9 @@ def rejected(first: int, resumed: int, step: int) -> RunOutcome:
 NOT_BACK, AGAIN = record(no_restart="no nodes"), "steps were recomputed; the maximum is"
 ALONE = "the run did not restart automatically: no nodes"
 FAILED_END, NO_END = AttemptEnd("failed", reason="exit code 3"), AttemptEnd()
-ONLY_END = "passed: only the final state of the run was checked, because the COMMAND wrote no steps to metrics.jsonl"
+ONLY_END = (
+    "passed: only the final state of the run was checked, because the COMMAND wrote no steps to metrics.jsonl"
+)
 UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
 
 
@@ -94,7 +96,13 @@ UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
         ("rank", record(stuck="no progress"), run_of(12, 12, end=NO_END), {}, "failed: no progress"),
         # A missing restart is a failure only if the config requests a restart.
         ("rank", NOT_BACK, run_of(12, 10), {}, f"failed: {ALONE}"),
-        ("rank", NOT_BACK, run_of(12, 10), {"on": ("hang",)}, "passed: the drill resumed the run, which had not restarted automatically: no nodes"),
+        (
+            "rank",
+            NOT_BACK,
+            run_of(12, 10),
+            {"on": ("hang",)},
+            "passed: the drill resumed the run, which had not restarted automatically: no nodes",
+        ),
         ("signal", NOT_BACK, run_of(12, 12), {"on": ()}, f"failed: {ALONE}"),
         ("signal", record(), run_of(12, 12, damages=["step-30: gone"]), {}, "failed: step-30: gone"),
         ("damaged-checkpoint", record(damaged_step=5), rejected(12, 10, 5), {}, "passed: "),
