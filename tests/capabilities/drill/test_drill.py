@@ -172,7 +172,7 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert rows[1].split()[-2:] == ["unknown", "passed"]
-    assert any(row.startswith("signal: only the end ") for row in rows)
+    assert any(row.startswith("signal: only the final state ") for row in rows)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert "(resume)" in rows[1]
-    assert rows[2].startswith("rank: resumed by ")
+    assert rows[2].startswith("rank: the drill resumed ")
 
 
 def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
