@@ -169,7 +169,8 @@ def test_every_cheap_command_works(page: str, sandbox: Path) -> None:
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("page", [page for page in pages_with("console slow") if page != README.name])
 def test_every_command_works_in_the_order_of_the_text(page: str, sandbox: Path) -> None:
-    run_all(commands(page_named(page), "console", "console slow"), sandbox, **SHORT)
+    few = {"TRAINKIT_TRAIN__STEPS": "4", "TRAINKIT_CHECKPOINT__EVERY_STEPS": "2"}
+    run_all(commands(page_named(page), "console", "console slow"), sandbox, **{**SHORT, **few})
 
 
 @pytest.mark.slow(seconds=30)

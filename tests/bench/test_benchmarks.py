@@ -46,6 +46,7 @@ OTHER_PATHS = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
 FILES = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "def main(" in path.read_text()]
 
 
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # another test has imported the module
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_starts_as_its_docstring_says(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -135,7 +136,7 @@ def test_what_a_python_lacks_is_one_line_to_copy(
 
 @pytest.mark.slow(seconds=100)
 def test_every_bench_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     has_transformers = find_spec("transformers") is not None
     parts = [part for part in gpu.PARTS if part != "tests" and (part != "hugging-face" or has_transformers)]
@@ -143,7 +144,7 @@ def test_every_bench_on_a_cpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(sys, "argv", [*asked, *reversed(parts)])
     code = gpu.main()
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert code == 0, err
     [file] = tmp_path.glob("*.json")
     record = json.loads(file.read_text())

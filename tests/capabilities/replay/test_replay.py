@@ -83,7 +83,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
 
     monkeypatch.setattr(replay, "_run_ranks", remove_and_run)
     assert main(["replay", str(run), "--step", "5"]) == 1
-    assert "no checkpoint before" in capsys.readouterr().err
+    assert "from before the requested steps" in capsys.readouterr().err
 
 
 def write_corpus(folder: Path) -> Path:

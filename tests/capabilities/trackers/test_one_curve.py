@@ -17,6 +17,7 @@ from tests.support.runs import free_port, site
 from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.trackers.sender import sender_log
 from trainkit.capabilities.trackers.sync import RunTracker
+from trainkit.cli.main import main
 from trainkit.config.running import MlflowConfig
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
@@ -220,9 +221,9 @@ def test_tensorboard(run: RunDir) -> None:
     assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve(run, "loss")]
 
 
-def test_sync_finds_nothing_left(run: RunDir) -> None:
-    text = command("sync", str(run.path), "--json", cwd=run.path.parent)
-    found = {item["name"]: item for item in json.loads(text)}
+def test_sync_finds_nothing_left(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sync", str(run.path), "--json"]) == 0
+    found = {item["name"]: item for item in json.loads(capsys.readouterr().out)}
     assert found["mlflow"]["num_sent"] == 0
     assert found["wandb"]["num_sent"] == 20  # a single file, which was rewritten
     assert [item["num_pending"] for item in found.values()] == [0, 0]
