@@ -201,7 +201,8 @@ def losses(run_folder: Path) -> dict[int, object]:
 @pytest.mark.parametrize("page", pages_with("console slurm"))
 def test_every_slurm_command_works(page: str, sandbox: Path, cluster: Cluster) -> None:
     # The GPUs of the cluster are not real.
-    short = {**SHORT, "TRAINKIT_DEVICE": "cpu", "TRAINKIT_TRAIN__STEPS": "3"}
+    few = {"TRAINKIT_RESOURCES__GPUS_PER_NODE": "1", "TRAINKIT_TRAIN__STEPS": "3"}
+    short = {**SHORT, **few, "TRAINKIT_DEVICE": "cpu"}
     elsewhere = commands(page_named("own-script.md"), "console slurm") if page == README.name else []
     found = [line for line in commands(page_named(page), "console slurm") if not line.startswith(INTERACTIVE)]
     run_all([line for line in found if line not in elsewhere], sandbox, **cluster.environ, **short)

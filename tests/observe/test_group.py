@@ -190,7 +190,11 @@ def test_a_folder_without_a_run_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_points", "num_ended"), [(10_000, 0), (2_000, 2_000)])
 def test_thousands_of_points_cost_little_more_than_reading_them(
-    tmp_path: Path, num_points: int, num_ended: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path,
+    num_points: int,
+    num_ended: int,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     # Processor time does not measure threads that wait for each other.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
@@ -206,7 +210,9 @@ def test_thousands_of_points_cost_little_more_than_reading_them(
         (attempt / "end.json").write_text(end)
         entry = {"attempt": 1, "job_id": f"12_{index}", "backend": "sbatch", "code": ["x" * 80] * 20}
         (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
-    known = {f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, num_points)}
+    known = {
+        f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, num_points)
+    }
     took_s, least_s = [], []
     request.addfinalizer(gc.unfreeze)
     gc.freeze()  # objects of other tests must not be collected during the measurement
