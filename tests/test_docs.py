@@ -54,17 +54,15 @@ SHORT = {
 INTERACTIVE = ("trainkit shell", "trainkit attach")
 
 
-def blocks(page: Path, kind: str) -> list[str]:
-    """Return the fenced blocks of one kind. Every second fence closes a block."""
+def blocks(page: Path, *kinds: str) -> list[str]:
+    """Return the fenced blocks of these kinds, in their order. Every second fence closes a block."""
     parts = FENCE.split(page.read_text(encoding="utf-8"))
-    return [text for found, text in zip(parts[1::4], parts[2::4], strict=True) if found == kind]
+    return [text for kind, text in zip(parts[1::4], parts[2::4], strict=True) if kind in kinds]
 
 
 def commands(page: Path, *kinds: str) -> list[str]:
-    """Return the commands in a page's blocks of these kinds, in the order of the text, without comments."""
-    parts = FENCE.split(page.read_text(encoding="utf-8"))
-    found = [text for kind, text in zip(parts[1::4], parts[2::4], strict=True) if kind in kinds]
-    lines = [line[2:] for text in found for line in text.splitlines() if line.startswith("$ ")]
+    """Return the commands in a page's blocks of these kinds, without comments."""
+    lines = [line[2:] for text in blocks(page, *kinds) for line in text.splitlines() if line.startswith("$ ")]
     return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
 
 
