@@ -54,17 +54,15 @@ SHORT = {
 INTERACTIVE = ("trainkit shell", "trainkit attach")
 
 
-def blocks(page: Path, kind: str) -> list[str]:
-    """Return the fenced blocks of one kind. Every second fence closes a block."""
+def blocks(page: Path, *kinds: str) -> list[str]:
+    """Return the fenced blocks of these kinds, in their order. Every second fence closes a block."""
     parts = FENCE.split(page.read_text(encoding="utf-8"))
-    return [text for found, text in zip(parts[1::4], parts[2::4], strict=True) if found == kind]
+    return [text for kind, text in zip(parts[1::4], parts[2::4], strict=True) if kind in kinds]
 
 
 def commands(page: Path, *kinds: str) -> list[str]:
-    """Return the commands in a page's blocks of these kinds, in the order of the text, without comments."""
-    parts = FENCE.split(page.read_text(encoding="utf-8"))
-    found = [text for kind, text in zip(parts[1::4], parts[2::4], strict=True) if kind in kinds]
-    lines = [line[2:] for text in found for line in text.splitlines() if line.startswith("$ ")]
+    """Return the commands in a page's blocks of these kinds, without comments."""
+    lines = [line[2:] for text in blocks(page, *kinds) for line in text.splitlines() if line.startswith("$ ")]
     return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
 
 
@@ -169,13 +167,15 @@ def test_every_cheap_command_works(page: str, sandbox: Path) -> None:
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("page", [page for page in pages_with("console slow") if page != README.name])
 def test_every_command_works_in_the_order_of_the_text(page: str, sandbox: Path) -> None:
-    run_all(commands(page_named(page), "console", "console slow"), sandbox, **SHORT)
+    few = {"TRAINKIT_TRAIN__STEPS": "4", "TRAINKIT_CHECKPOINT__EVERY_STEPS": "2"}
+    run_all(commands(page_named(page), "console", "console slow"), sandbox, **{**SHORT, **few})
 
 
 @pytest.mark.slow(seconds=30)
 def test_the_readme_typed_twice(sandbox: Path) -> None:
+    elsewhere = commands(page_named("own-task.md"), "console slow")[1:]
     found, runs = commands(README, "console", "console slow"), sandbox / "runs"
-    run_all(found, sandbox, **SHORT)
+    run_all([command for command in found if command not in elsewhere], sandbox, **SHORT)
     assert losses(runs / "killed") == losses(runs / "quickstart")
     assert len(json.loads((runs / "killed" / "job.json").read_text())["attempts"]) == 2
     # The second time, the command overwrites nothing and says so. This does not need another training run.
@@ -199,9 +199,11 @@ def losses(run_folder: Path) -> dict[int, object]:
 @pytest.mark.parametrize("page", pages_with("console slurm"))
 def test_every_slurm_command_works(page: str, sandbox: Path, cluster: Cluster) -> None:
     # The GPUs of the cluster are not real.
-    short = {**SHORT, "TRAINKIT_DEVICE": "cpu", "TRAINKIT_TRAIN__STEPS": "3"}
+    few = {"TRAINKIT_RESOURCES__GPUS_PER_NODE": "1", "TRAINKIT_TRAIN__STEPS": "3"}
+    short = {**SHORT, **few, "TRAINKIT_DEVICE": "cpu"}
+    elsewhere = commands(page_named("own-script.md"), "console slurm") if page == README.name else []
     found = [line for line in commands(page_named(page), "console slurm") if not line.startswith(INTERACTIVE)]
-    run_all(found, sandbox, **cluster.environ, **short)
+    run_all([line for line in found if line not in elsewhere], sandbox, **cluster.environ, **short)
 
 
 def test_the_error_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:

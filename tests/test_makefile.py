@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.programs import run_program
 from tests.support.said import said
+from tools import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 # Replaces the Python of the machine and, copied by its `-m venv`, the Python of .venv.
@@ -220,22 +222,41 @@ def test_the_ends_of_torch_are_tested_in_folders_of_their_own(release: str) -> N
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.slow(seconds=40)
-def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
-    home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE", "CONFIG")}
-    small = {"TRAINKIT_DATA__SEQ_LEN": "64", "TRAINKIT_TRAIN__STEPS": "48", "TRAINKIT_TRAIN__LOG_EVERY": "4"}
-    small |= {"TRAINKIT_TRAIN__EVAL_EVERY": "null", "TRAINKIT_CHECKPOINT__EVERY_STEPS": "12"}
-    env = {**os.environ, **home, **small}
-    done = run_program(sys.executable, str(ROOT / "tools/demo.py"), cwd=tmp_path, env=env, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = re.findall(r"killed after step (\d+); .* after the resume: (\d+)", done.stdout)
-    killed, resumed = map(int, steps[0])
-    assert 12 <= killed < 48
-    assert 12 < resumed <= 48
-    table = re.findall(r"^ +(\d+) +(\S+) +(\S+)$", done.stdout, re.MULTILINE)
-    assert [int(step) for step, _, _ in table] == [1, *range(4, 49, 4)]
-    assert all(first == second for _, first, second in table)
-    assert float(table[-1][1]) < float(table[0][1])
+TRAINER = """
+import json, os, time
+from pathlib import Path
+
+run, attempt = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]), int(os.environ["TRAINKIT_JOB_ATTEMPT"])
+saved = run / "checkpoints"
+saved.mkdir(exist_ok=True)
+first = max((int(path.name[5:]) for path in saved.iterdir()), default=0)
+for step in range(first + 1, 49) if os.environ["RANK"] == "0" else ():
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": step, "loss": 1 / step, "attempt": attempt}) + chr(10))
+    if step % 12 == 0:
+        (saved / f"step-{step:08}").mkdir()
+    if (step, attempt, run.name) == (20, 1, "quickstart-2"):
+        time.sleep(600)  # until it is killed
+"""
+
+
+@pytest.mark.slow
+def test_demo_kills_a_run_and_shows_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the README, the same commands really train: `test_docs.py`."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    trainkit = tmp_path / "trainkit"
+    driver = [sys.executable, str(ROOT / "tests/cli/driver.py"), str(tmp_path / "trainer.py")]
+    trainkit.write_text(f'#!/bin/sh\nexec {shlex.join(driver)} "$@"\n')
+    trainkit.chmod(0o755)
+    monkeypatch.setattr(demo, "TRAINKIT", trainkit)
+    monkeypatch.chdir(tmp_path)
+    demo.main()
+    shown = capsys.readouterr().out
+    assert "killed after step 20; first step written after the resume: 13\n" in shown
+    table = re.findall(r"^ +(\d+) +(\S+) +(\S+)$", shown, re.MULTILINE)
+    assert table == [(str(step), repr(1 / step), repr(1 / step)) for step in range(1, 49)]
 
 
 def test_all_tests_are_all() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -13,7 +14,9 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,17 +42,27 @@ from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"^ {4}(?:.*\bor: )?python (-m benchmarks\.\w+|benchmarks/\w+\.py)", re.MULTILINE)
+OTHER_PATHS = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
 FILES = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "def main(" in path.read_text()]
 
 
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # another test has imported the module
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_starts_as_its_docstring_says(file: Path) -> None:
+def test_starts_as_its_docstring_says(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = COMMAND.search(file.read_text())
-    argv = shlex.split(found[1])
-    assert file.stem in argv[-1]
-    done = run_program(sys.executable, *argv, "--help", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
+    *module, name = shlex.split(found[1])
+    assert file.stem in name
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    # A file finds its neighbours, and a module finds the folder of the checkout.
+    monkeypatch.setattr(sys, "path", [str(ROOT if module else file.parent), *OTHER_PATHS])
+    run = partial(runpy.run_module, name, alter_sys=True) if module else partial(runpy.run_path, str(file))
+    with pytest.raises(SystemExit) as end:
+        run(run_name="__main__")
+    assert end.value.code in (0, None)
+    assert "usage:" in capsys.readouterr().out
 
 
 def test_what_its_functions_import_exists() -> None:
@@ -102,13 +115,9 @@ def test_a_replayed_month_is_that_of_its_seed() -> None:
     assert by_name["8, slices of 4 h"][2] == 13
 
 
-def bench(*args: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return run_program(sys.executable, "-m", "benchmarks.gpu", *args, cwd=ROOT, env=environ, timeout=600)
-
-
 def test_without_a_gpu() -> None:
-    done = bench()
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = run_program(sys.executable, "-m", "benchmarks.gpu", cwd=ROOT, env=environ)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "hint: " in done.stderr
@@ -125,13 +134,18 @@ def test_what_a_python_lacks_is_one_line_to_copy(
     said(capsys.readouterr().err)
 
 
-@pytest.mark.slow(seconds=150)
-def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.slow(seconds=100)
+def test_every_bench_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     has_transformers = find_spec("transformers") is not None
     parts = [part for part in gpu.PARTS if part != "tests" and (part != "hugging-face" or has_transformers)]
-    asked = "--device", "cpu", "--memory-gib", "80", "--out", str(tmp_path)
-    done = bench(*asked, "--only", *reversed(parts))
-    assert done.returncode == 0, done.stderr
+    asked = ["gpu", "--device", "cpu", "--memory-gib", "80", "--out", str(tmp_path), "--only"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", [*asked, *reversed(parts)])
+    code = gpu.main()
+    out, err = capfd.readouterr()
+    assert code == 0, err
     [file] = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     assert list(record["parts"]) == parts, "in the order of their worth"
@@ -155,35 +169,35 @@ def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     assert all(row["blocked s"] > 0 for row in record["parts"]["save"]["rows"])
     assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
     [table] = tmp_path.glob("*.md")
-    assert table.read_text() == done.stdout
-    large = record["parts"]["large"]
-    assert bench(*asked, "--only", "save").returncode == 0
+    assert table.read_text() == out
+    assert "tiny sizes" in out
+    # A part that is measured again replaces its rows, and no others.
+    monkeypatch.setattr(gpu, "inspect", lambda environ: record["environment"])
+    monkeypatch.setattr(sys, "argv", [*asked, "save", "--minutes", "0"])
+    assert gpu.main() == 1
     again = json.loads(file.read_text())["parts"]
     assert list(again) == parts
-    assert again["large"] == large
-    assert again["save"] != record["parts"]["save"]
-    assert "tiny sizes" in done.stdout
-    assert bench(*asked, "--only", "save", "--minutes", "0").returncode == 1
-    ended = json.loads(file.read_text())["parts"]["save"]
-    assert (ended["rows"], ended["problem"]) == ([], "0 minutes were over")
+    assert again["large"] == record["parts"]["large"]
+    assert (again["save"]["rows"], again["save"]["problem"]) == ([], "0 minutes were over")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_bench_that_is_cut_off_keeps_its_rows(tmp_path: Path, number: signal.Signals) -> None:
+    saved = {"date": "2026-01-01", "seconds": 1.0, "rows": [{"way": "trainkit"}]}
+    record = tmp_path / f"{gpu.stem_of({'torch': version('torch')})}.json"
+    record.write_text(json.dumps({"parts": {"save": saved}}))
     argv = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(tmp_path)]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen([*argv, "--only", "save", "350m"], cwd=ROOT, env=environ)
+    process = subprocess.Popen([*argv, "--only", "350m"], cwd=ROOT, env=environ)
 
     def parts() -> dict[str, Any]:
-        found = [json.loads(file.read_text())["parts"] for file in tmp_path.glob("*.json")]
-        return found[0] if found else {}
+        return dict(json.loads(record.read_text())["parts"])
 
     wait_until(lambda: "350m" in parts())
     process.send_signal(number)
     assert process.wait(60) in (128 + number, -number)
-    assert len(parts()["save"]["rows"]) == 6
-    assert "problem" not in parts()["save"]
+    assert parts()["save"] == saved
     assert (parts()["350m"]["rows"], parts()["350m"]["problem"]) == ([], "cut off")
 
 

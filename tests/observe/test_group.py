@@ -163,14 +163,18 @@ def test_a_folder_without_a_run_stays_as_it_is(group: RunGroup) -> None:
 
 # The test is marked as slow, so that it is measured alone and not disturbed by other tests on the same cores.
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ended", [0, 10_000])
-def test_ten_thousand_points_cost_little_more_than_reading_them(
-    tmp_path: Path, num_ended: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+@pytest.mark.parametrize(("num_points", "num_ended"), [(10_000, 0), (2_000, 2_000)])
+def test_thousands_of_points_cost_little_more_than_reading_them(
+    tmp_path: Path,
+    num_points: int,
+    num_ended: int,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     # Processor time does not measure threads that wait for each other.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
     group = make_group(tmp_path, {0: {"seed": 0}})
-    trials = [Trial(index, {"seed": index}) for index in range(10_000)]
+    trials = [Trial(index, {"seed": index}) for index in range(num_points)]
     write_json(group.sweep_file, group.record.to_dict(trials))
     best = {"metric": "val_loss", "value": 2.5, "step": 5}
     end = json.dumps({"state": "finished", "action": "finished", "reason": "x" * 80, "best": best}, indent=2)
@@ -181,7 +185,9 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         (attempt / "end.json").write_text(end)
         entry = {"attempt": 1, "job_id": f"12_{index}", "backend": "sbatch", "code": ["x" * 80] * 20}
         (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
-    known = {f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
+    known = {
+        f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, num_points)
+    }
     took_s, least_s = [], []
     request.addfinalizer(gc.unfreeze)
     gc.freeze()  # objects of other tests must not be collected during the measurement
@@ -203,9 +209,11 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         # The limit is a little more than the time for reading the two files of each trial and printing the
         # answer.
         least_s.append(3 * answer_s + 1.5 * reading_s)
+        if min(took_s) < min(least_s):  # only noise of other processes needs another round
+            break
     assert min(took_s) < min(least_s), (took_s, least_s)
-    assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
-    assert len(json.loads(text)["points"]) == 10_000
+    assert seen.states == ({"finished" if num_ended else "pending": num_points})
+    assert len(json.loads(text)["points"]) == num_points
 
 
 def test_a_group_on_another_cluster_is_asked_of_that_one(

@@ -86,95 +86,74 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def results(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {result["scenario"]: result for result in value["scenarios"]}
-
-
-DAMAGED_SAVES = ("mid-save", "damaged-checkpoint")
-OF_A_TASK = ("signal", "rank")
-OF_AN_OWN_LOOP = ("node",)
+OF_A_TASK = ("mid-save", "damaged-checkpoint")
+OF_A_COMMAND = ("signal", "rank", "node")
 NEEDS_SLURM = ("requeue",)
-
-
-@pytest.mark.slow(seconds=90)
-@pytest.mark.smoke
-def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
-    """Only damaged saves need the built-in trainer.
-
-    Other interruptions are injected in the same way for any trainer.
-    """
-    names = (*DAMAGED_SAVES, *NEEDS_SLURM)
-    assert {*names, *OF_A_TASK, *OF_AN_OWN_LOOP} == set(NAMES)
-    shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "80")
-    done = place.drill(*shape, "--json", *(word for name in names for word in ("--only", name)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    value = checked("drill", done.stdout)
-    assert value["passed"]
-    found = results(value)
-    assert {name: result["state"] for name, result in found.items()} == {
-        name: "skipped" if name in NEEDS_SLURM else "passed" for name in names
-    }
-    passed = [result for result in found.values() if result["state"] == "passed"]
-    assert {result["curve"] for result in passed} == {"equal"}
-    for name in set(names) - set(NEEDS_SLURM):
-        assert found[name]["restarted_by"] == ("resume" if name == "damaged-checkpoint" else "restart")
-    assert all(result["restart_s"] > 0 for result in passed)
-    for run in place.runs():
-        # A supervisor that has recorded its end may still be exiting.
-        wait_until(lambda run=run: RunProcesses.of(run) == NOTHING)
-        # these checkpoints were verified and are deleted to save space
-        assert list(run.checkpoints_dir.iterdir()) == []
-    # The drill has not changed the state of the user.
-    assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
-    assert read_json(Path(value["folder"]) / "drill.json") == value
-
-
-USER_TASK = """
+USER_TASK = f"""
 name: small
 device: cpu
-task: {file}:Classify
-task_args: {{width: 64, dropout: 0.2, batch_norm: true}}
+task: {tasks.__file__}:Classify
+task_args: {{width: 256, dropout: 0.2, batch_norm: true}}
 data: {{num_workers: 1}}
 train: {{device_batch_size: 8, global_batch_size: 16}}
 precision: {{dtype: fp32}}
 requeue: {{grace_s: 20}}
 logging: {{tensorboard: false}}
 """
+"""A task with dropout, batch norms and random augmentation. Its data workers die with their rank."""
 
 
-@pytest.mark.slow(seconds=80)
-def test_a_task_of_ones_own_survives(place: Place) -> None:
-    """The task uses dropout, batch norms and random augmentation. Its data workers die with their rank."""
-    (place.folder / "small.yaml").write_text(USER_TASK.format(file=tasks.__file__))
-    shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "16", "--steps", "80")
-    done = place.drill(*shape, "--json", *(word for name in OF_A_TASK for word in ("--only", name)))
+@pytest.mark.slow(seconds=60)
+@pytest.mark.smoke
+def test_a_task_of_ones_own_survives_damaged_saves(place: Place) -> None:
+    """Only the built-in trainer can be interrupted while it saves.
+
+    Other interruptions are injected in the same way for any trainer, so the other tests start a COMMAND.
+    """
+    (place.folder / "small.yaml").write_text(USER_TASK)
+    names = (*OF_A_TASK, *NEEDS_SLURM)
+    assert {*names, *OF_A_COMMAND} == set(NAMES)
+    shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "48")
+    done = place.drill(*shape, "--json", *(word for name in names for word in ("--only", name)))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = results(checked("drill", done.stdout))
+    value = checked("drill", done.stdout)
+    assert value["passed"]
+    found = {result["scenario"]: result for result in value["scenarios"]}
     assert {
         name: (result["state"], result["curve"], result["restarted_by"]) for name, result in found.items()
-    } == dict.fromkeys(OF_A_TASK, ("passed", "equal", "restart"))
+    } == {
+        "mid-save": ("passed", "equal", "restart"),
+        "damaged-checkpoint": ("passed", "equal", "resume"),
+        "requeue": ("skipped", "", ""),
+    }
+    assert all(found[name]["restart_s"] > 0 for name in OF_A_TASK)
+    for run in place.runs():
+        # A supervisor that has recorded its end may still be exiting.
+        wait_until(lambda run=run: RunProcesses.of(run) == NOTHING)
+        # these checkpoints were verified and are deleted to save space
+        assert list(run.checkpoints_dir.iterdir()) == []
+    # The drill has not changed the state of the user.
+    assert {path.name for path in place.folder.iterdir()} <= {"small.yaml", "text.txt", "runs", "cache"}
+    assert read_json(Path(value["folder"]) / "drill.json") == value
 
 
-@pytest.mark.slow(seconds=45)
-def test_the_example_of_the_two_lines_survives(place: Place) -> None:
-    example = str(ROOT / "examples" / "resumable_train.py")
-    shape = ("--nodes", "2", "--gpus-per-node", "1", "--only", "signal")
-    done = place.drill(*shape, "--seed", "165", "--", sys.executable, example, "--steps", "200")
+@pytest.mark.slow(seconds=30)
+@pytest.mark.parametrize(
+    ("example", "scenario", "shape", "last"),
+    [
+        ("resumable_train.py", "signal", ("--gpus-per-node", "2"), ["0", "steps", "equal", "passed"]),
+        ("own_loop.py", "node", ("--gpus-per-node", "1"), ["equal", "passed"]),
+    ],
+)
+def test_an_example_survives(
+    place: Place, example: str, scenario: str, shape: tuple[str, ...], last: list[str]
+) -> None:
+    command = (sys.executable, str(ROOT / "examples" / example), "--steps", "100")
+    done = place.drill(*shape, "--only", scenario, "--seed", "165", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "1 of 1 passed"
-    signal_row = done.stdout.splitlines()[1].split()
-    assert signal_row[:2] == ["signal", "SIGUSR2"]
-    assert signal_row[-4:] == ["0", "steps", "equal", "passed"]
-
-
-@pytest.mark.slow(seconds=65)
-def test_a_loop_of_ones_own_survives(place: Place) -> None:
-    example = str(ROOT / "examples" / "own_loop.py")
-    shape = ("--nodes", "2", "--gpus-per-node", "1", "--only", *OF_AN_OWN_LOOP)
-    done = place.drill(*shape, "--seed", "43", "--", sys.executable, example, "--steps", "200")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "1 of 1 passed"
-    assert done.stdout.splitlines()[1].split()[-2:] == ["equal", "passed"]
+    _, row, *_, summary = done.stdout.splitlines()
+    assert (row.split()[0], row.split()[-len(last) :]) == (scenario, last)
+    assert summary == "1 of 1 passed"
 
 
 @pytest.mark.slow
@@ -194,7 +173,7 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert rows[1].split()[-2:] == ["unknown", "passed"]
-    assert any(row.startswith("signal: only the end ") for row in rows)
+    assert any(row.startswith("signal: only the final state ") for row in rows)
 
 
 @pytest.mark.slow
@@ -204,7 +183,7 @@ def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert "(resume)" in rows[1]
-    assert rows[2].startswith("rank: resumed by ")
+    assert rows[2].startswith("rank: the drill resumed ")
 
 
 def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
@@ -218,7 +197,7 @@ def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
 @pytest.mark.slow(seconds=25)
 def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(place: Place) -> None:
     code = "import os, time\nif os.environ['TRAINKIT_JOB_ATTEMPT'] != '1': time.sleep(600)\n"
-    (place.folder / "train.py").write_text(code + two_lines())
+    (place.folder / "train.py").write_text(code + two_lines(steps=30))
     ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
     done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
     assert done.returncode == 1

@@ -1,13 +1,13 @@
 """Tests the media that a task and a loop log in real runs with two ranks and two attempts."""
 
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import train
+from tests.support.ranks import start_script, wait_for_all
+from tests.support.runs import TIMEOUT_S, train
 from tests.support.tasks import Classify
 from trainkit.capabilities.media.items import read_image, read_items
 from trainkit.run.events import read_metrics
@@ -95,10 +95,8 @@ def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_pat
 def test_a_loop_logs_numbers_and_images_under_one_name(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     for _ in range(2):  # the second call has nothing to do
-        done = subprocess.run(
-            [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr
+        script = start_script(tmp_path, ["loop.py"], tmp_path / "log", os.environ)
+        assert wait_for_all([script], TIMEOUT_S) == [0], (tmp_path / "log").read_text()
     run = RunDir(tmp_path / "run")
     items = read_items(run)
     assert [(item.step, item.name) for item in items if item.kind == "text"] == [(0, "before")]

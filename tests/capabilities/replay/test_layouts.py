@@ -13,7 +13,7 @@ import pytest
 from tests.support.flipped import run_flipped
 from tests.support.programs import run_program
 from tests.support.ranks import start_ranks, wait_for_all
-from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
+from tests.support.replays import FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.cli.main import main
 from trainkit.run.files import read_json
@@ -63,7 +63,7 @@ def test_a_large_flipped_bit_shows_on_another_layout(
 def test_a_job_on_this_machine(
     tmp_path: Path, trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained(DDP)
+    run = trained()
     before = files_of(run)
     words = ["--step", "4", "--submit", "--run-dir", str(tmp_path / "again"), "--follow"]
     code, found = call(capsys, "replay", str(run), *words)

@@ -1,8 +1,8 @@
 """Tests that a simulated rank computes and stores the same as a rank among others."""
 
 import json
-import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from tests.support.parity import Case, close, make_trainer, run_cases
-from tests.support.programs import run_program
+from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import make_attempt
 from trainkit.capabilities.simulation import Simulation
 from trainkit.capabilities.simulation.worker import simulate as simulate_rank
@@ -21,7 +21,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
-from trainkit.run.files import read_json
+from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.causal_lm import MAX_TOKENS_PER_READ
 from trainkit.trainer.torch_private import memory_tracker
@@ -40,11 +40,14 @@ def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
     if plan.layout.tp == 1:
         return simulate_rank(read_effective(attempt.config_file), plan, rank)
     # DTensor remembers the process groups of a process after they were destroyed.
-    argv = [str(attempt.config_file), str(attempt.plan_file), str(rank)]
-    module = [sys.executable, "-m", "trainkit.capabilities.simulation.worker"]
-    done = run_program(*module, *argv, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return Simulation(**json.loads(done.stdout))
+    found = attempt.path / "simulation.json"
+    assert wait_for_all(start_ranks(simulate_apart, 1, attempt, rank, found), 600) == [0]
+    return Simulation(**read_json(found))
+
+
+def simulate_apart(_: int, attempt: AttemptDir, rank: int, file: Path) -> None:
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    write_json(file, asdict(simulate_rank(read_effective(attempt.config_file), plan, rank)))
 
 
 def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> Simulation:

@@ -18,6 +18,7 @@ from tests.support.runs import free_port, site
 from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.trackers.sender import sender_log
 from trainkit.capabilities.trackers.sync import RunTracker
+from trainkit.cli.main import main
 from trainkit.config.running import MlflowConfig
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
@@ -44,6 +45,7 @@ if os.environ.get("RANK") == "0" and os.environ["TRAINKIT_JOB_ATTEMPT"] == "1":
     threading.Thread(target=watch, daemon=True).start()
 """
 TIMEOUT_S = 400
+SECRET = f"{'a' * 20}secret{'b' * 14}"
 
 
 def command(*argv: str, cwd: Path, **env: str) -> str:
@@ -98,13 +100,13 @@ def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     folder = tmp_path_factory.mktemp("curve")
     text = f"{CONFIG}logging: {{mlflow: {{tracking_uri: {server}}}, wandb: {{mode: offline}}}}\n"
     (folder / "curve.yaml").write_text(text)
-    env = {**site(folder, KILL), "XDG_STATE_HOME": str(folder / "state")}
+    env = {**site(folder, KILL), "XDG_STATE_HOME": str(folder / "state"), "WANDB_API_KEY": SECRET}
     env["PYTHONPATH"] += f":{os.environ.get('PYTHONPATH', '')}"
     command("submit", "curve.yaml", "--follow", cwd=folder, **env)
     found = RunDir(folder / "runs" / "curve")
     assert "mlflow: " in sender_log(found.attempt(2)).read_text()
     # On a busy machine, the job may not have had the time to send all steps.
-    command("sync", str(found.path), cwd=folder)
+    command("sync", str(found.path), cwd=folder, WANDB_API_KEY=SECRET)
     return found
 
 
@@ -220,17 +222,15 @@ def test_tensorboard(run: RunDir) -> None:
     assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve(run, "loss")]
 
 
-def test_sync_finds_nothing_left(run: RunDir) -> None:
-    text = command("sync", str(run.path), "--json", cwd=run.path.parent)
-    found = {item["name"]: item for item in checked("sync", text)}
+def test_sync_finds_nothing_left(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sync", str(run.path), "--json"]) == 0
+    found = {item["name"]: item for item in checked("sync", capsys.readouterr().out)}
     assert found["mlflow"]["num_sent"] == 0
     assert found["wandb"]["num_sent"] == 20  # a single file, which was rewritten
     assert [item["num_pending"] for item in found.values()] == [0, 0]
     test_wandb_offline(run)
 
 
-def test_nothing_secret_is_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 20 + "secret" + "b" * 14)
-    command("sync", str(run.path), cwd=run.path.parent)
+def test_nothing_secret_is_written(run: RunDir) -> None:
     files = [path for path in run.path.rglob("*") if path.is_file()]
-    assert [path for path in files if b"a" * 20 + b"secret" in path.read_bytes()] == []
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
