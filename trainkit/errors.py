@@ -6,7 +6,7 @@
     ├── UsageError           exit 2   wrong flag, wrong file, wrong state of a run
     │   └── ConfigError      exit 2   one or more `Problem`s of a config
     ├── SlurmError           exit 3   Slurm cannot be reached: try again
-    ├── CheckpointError      exit 1   no intact checkpoint
+    ├── CheckpointError      exit 1   no intact checkpoint, or a save that failed
     └── FatalError           exit 78  an error that a restart of a worker cannot fix
         └── DivergedError    exit 78  non-finite loss or gradients
 
@@ -27,7 +27,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 3
 EXIT_STUCK = 70
-"""A rank exited before the collective timeout because its peers did not respond."""
+"""A rank made no progress and exited by itself, before the supervisor or a timeout killed it."""
 EXIT_STOPPED = 75
 """The state was saved, so the run can be resumed."""
 EXIT_NO_RESTART = 78
@@ -82,9 +82,9 @@ class ProblemJson(TypedDict):
 
 class _ErrorJson(TypedDict):
     error: str
-    """What happened."""
+    """Describes what happened."""
     hint: str
-    """What the user can do; empty if there is no advice."""
+    """Tells the user what to do; empty if there is no advice."""
     exit_code: int
 
 

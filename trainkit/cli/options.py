@@ -164,7 +164,7 @@ def refuse_shared_host(what: str, instead: str) -> None:
 
 
 def accept_trusted(folder: Path | None) -> bool:
-    """With --trust, accept `folder` without checks; return whether --trust was given.
+    """Accept `folder` without checks if --trust was given; return whether it was given.
 
     `folder` defaults to the folder that contains all runs.
     """

@@ -32,7 +32,7 @@ class _PlanJson(TypedDict):
     spare_nodes: int
     """The number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str
-    """Whether one Slurm task runs a single worker (`gpu`) or all workers of a node (`node`)."""
+    """Tells whether one Slurm task runs a single worker (`gpu`) or all workers of a node (`node`)."""
     command: Sequence[str] | None
     """The command that each rank runs; None for the built-in trainer."""
     command_signal: str

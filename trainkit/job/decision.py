@@ -76,7 +76,7 @@ class PlannedStop:
 
 @dataclass
 class Observed:
-    """What the supervisor observed about an attempt's processes, from start to exit."""
+    """The observations of the supervisor about an attempt's processes, from start to exit."""
 
     stop_signal: str | None = None
     """The signal that asked the job to stop, or None."""

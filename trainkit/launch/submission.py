@@ -168,13 +168,13 @@ def plan_submission(
 ) -> Submission:
     """Plan a single run, or every trial of a group.
 
-    The runs start when all runs in `after` have finished. If an array exceeds the cluster's limits, it is
+    The runs start when all runs in `after` have finished. If the backend cannot run groups, an array is
     rejected before any trial is planned. With `chooses_nodes`, a run without `after` uses the number of nodes
     for which it is expected to finish earliest. With `repeats`, the run uses the code of the repeated run,
     and the plan's reasons mention that run.
 
-    Raises a ConfigError that lists the problems of all trials, or UsageError if the trials do not fit into
-    one array.
+    Raises a ConfigError that lists the problems of all trials, or UsageError if the trials need
+    different Slurm options.
     """
     code_from = None if repeats is None else repeats.code
     code_dir = None if code_from is None else Path(code_from.workdir)

@@ -188,7 +188,7 @@ class LaunchPlan:
     spare_nodes: int = 0
     """Number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str = "node"
-    """Whether one Slurm task runs a single worker (``gpu``) or all workers of a node (``node``)."""
+    """Tells whether one Slurm task runs a single worker (``gpu``) or all workers of a node (``node``)."""
     workload: Workload = TRAINER
     """The program that the ranks run."""
     slurm: SlurmRequest | None = None

@@ -32,10 +32,10 @@ class OwnFolders(NamedTuple):
     caches: Mapping[str, str]
     """Maps each environment variable in `CACHES` to a private folder."""
     note: str
-    """Explains why the default folders are not used; empty if the default folders are used."""
+    """A note for the user if the default folders cannot be trusted; otherwise empty."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` with the private folders added; does not replace cache folders set by the user."""
+        """Return `environ` with TMPDIR and the cache folders set; keep the cache folders set by the user."""
         own = _without_outer(environ)
         return {**self.caches, **own, "TMPDIR": self.temporary}
 

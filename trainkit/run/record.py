@@ -238,7 +238,7 @@ def create_job(
 class RendezvousRecord:
     """The content of ``rendezvous.json``: the address where the ranks of an attempt connect.
 
-    The values are None or empty until the first host has written the address.
+    The values are None or empty until the first task has published the address.
     """
 
     step: str | None = None

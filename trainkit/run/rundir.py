@@ -264,7 +264,7 @@ class AttemptDir:
     """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means that
     the COMMAND has finished if this file exists, or that it was interrupted otherwise."""
     rendezvous_file = Child("rendezvous.json")
-    """The address where the ranks on several hosts connect; empty until the first host has written it."""
+    """The address where the ranks on several hosts connect; empty until the first task has published it."""
     store_file = Child("store")
     """The file for torch's `FileStore`, through which the ranks on a single machine connect."""
     script_file = Child("submit.sbatch")

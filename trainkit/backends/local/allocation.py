@@ -159,7 +159,7 @@ def _remove_stale_stores() -> None:
 
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
-"""After this many queue errors, a run starts immediately instead of waiting in the queue."""
+"""Number of queue errors after which a run starts immediately instead of waiting in the queue."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errno values for folder errors that waiting does not resolve."""
 

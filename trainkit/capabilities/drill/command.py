@@ -161,7 +161,7 @@ class ResultJson(TypedDict):
     """Seconds from the interruption to the next step, or to the next attempt's start if no steps are
     recorded."""
     restarted_by: str
-    """What restarted the run, such as `requeue` or `resume`."""
+    """The cause of the restart, such as `requeue` or `resume`."""
     num_recomputed: int | None
     """The number of steps that were computed again after the restart; None if no steps are recorded."""
     curve: str

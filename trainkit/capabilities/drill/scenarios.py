@@ -241,7 +241,7 @@ class Result:
     """Seconds from the interruption to the next step, or to the next attempt's start if no steps are
     recorded."""
     restarted_by: str = ""
-    """What restarted the run, such as ``requeue``, or ``resume`` if the drill resumed the run."""
+    """The cause of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
     num_recomputed: int | None = None
     """Number of steps that were computed again after the restart; None if no steps are recorded."""
     curve: Literal["equal", "differs", "unknown", ""] = ""

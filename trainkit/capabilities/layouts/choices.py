@@ -92,7 +92,7 @@ COMPLEXITY = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its estimated memory use and cost."""
+    """A layout with its batch sizes and recomputation, and their estimated memory use and cost."""
 
     work: StepWork
     hardware: Hardware
@@ -109,14 +109,14 @@ class Choice:
 
     @cached_property
     def fit(self) -> str:
-        """Return ``fits``, ``tight`` (above the usable but below the total GPU memory) or ``no``."""
+        """Return ``fits``, ``tight`` (fits into the total, but not the usable GPU memory) or ``no``."""
         if self.memory.peak <= self.hardware.gpu.usable:
             return "fits"
         return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Return a sort key: choices that fit by speed, then tight ones by speed, then others by memory."""
+        """Return a sort key: first fits, then tight choices, each by speed; then all others, by memory."""
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
@@ -136,7 +136,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield layouts that use all GPUs, where tp divides the number of heads and each pp stage has a layer."""
+    """Yield layouts that use all GPUs, and in which the model can be divided by tp and pp."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
@@ -157,7 +157,7 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 def best_on_layout(
     base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """Return the fastest choice that fits for a layout, or the choice with the least memory if none fits.
+    """Return the best choice for a layout, the one with the lowest `Choice.rank`.
 
     Returns None if the model cannot be trained with this layout.
     """
@@ -180,7 +180,7 @@ def best_on_layout(
 
 
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
-    """Yield possible device batch sizes for a layout, largest first, up to the requested size.
+    """Yield `work` with each possible device batch size, largest first; the size in `work` is the maximum.
 
     The yielded work does not use activation checkpointing, because not every schedule supports it.
     """
@@ -242,7 +242,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the base for deriving other layouts, limited to the config's number of samples per pass."""
+    """Return the work from which `choose` derives other layouts; its device batch size is their maximum."""
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))

@@ -44,7 +44,7 @@ ENDED, STARTED, CHECKPOINT, STEP = "ended", "started", "checkpoint", "step"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a command waits for."""
+    """The goal that a command waits for."""
 
     kind: str
     """`ENDED`, `STARTED`, `CHECKPOINT` or `STEP`."""

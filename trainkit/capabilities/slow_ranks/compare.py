@@ -81,7 +81,7 @@ class Slowdown:
 
 
 class SlowRanks(RankObserver):
-    """Maps a pipeline stage to its ranks, which all do the same amount of work."""
+    """Compares the step times of all ranks; runs on rank 0."""
 
     def __init__(self, ranks: TimedRanks) -> None:
         self._hosts, self._window, layout = ranks.hosts, ranks.window, ranks.layout

@@ -98,7 +98,7 @@ class Listener(Protocol):
 
 
 class Task(ABC):
-    """What an agent runs as: a task of a scheduler's step, or a rank started by a launcher."""
+    """The role of an agent: a task of a scheduler's step, or a rank started by a launcher."""
 
     has_scheduler = True
     """True if `key` is unique to this start of the step and signals reach all tasks."""

@@ -92,7 +92,7 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """Read and write checkpoint files; hash data while writing, and unpickle only metadata.
+    """Return the published checkpoints, oldest first, after waiting for a checkpoint that is not visible yet.
 
     On a network filesystem, a host may see a stale listing of a folder for a while. Without waiting, the run
     could resume from an older checkpoint and later publish a step that already exists.
