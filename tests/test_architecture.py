@@ -68,7 +68,7 @@ SIZES = {
     "trainkit/run": (17, 5_117),
     "trainkit/slurm": (8, 1_657),
     "trainkit/trainer": (38, 9_816),
-    "tests": (403, 66_170),
+    "tests": (403, 66_172),
 }
 """Maps a folder to its number of Python files and lines.
 

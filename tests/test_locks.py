@@ -181,7 +181,7 @@ except LockBusy:
 """
 
 
-def test_a_file_system_without_locks_is_recognised(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_recognized(tmp_path, monkeypatch):
     assert unsupported(tmp_path) is None
     assert unsupported(tmp_path / "missing") is None
 

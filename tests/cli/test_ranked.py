@@ -88,7 +88,7 @@ def test_status_of_a_run(capsys, prints):
 @pytest.mark.parametrize(
     ("options", "heading", "order"),
     [
-        *(("", "BEST VAL_LOSS", "012"), ("--metric acc", "BEST ACC (max)", "012")),
+        *(("", "BEST VAL_LOSS", "201"), ("--metric acc", "BEST ACC (max)", "021")),
         *(("--metric acc --sort acc", "BEST ACC (max)", "021"), ("--sort acc", "BEST ACC (max)", "021")),
         *(("--sort val_loss", "BEST VAL_LOSS", "201"), ("--sort loss", "BEST VAL_LOSS", "201")),
         *(("--sort lr", "BEST VAL_LOSS", "021"), ("--sort State", "BEST VAL_LOSS", "102")),

@@ -193,11 +193,13 @@ def test_scalars_can_be_read_back(tmp_path: Path) -> None:
     assert set(tensorboard(tmp_path).Tags()["scalars"]) == set(SCALARS) - {"mfu"}
 
 
-def test_a_resume_hides_the_steps_that_are_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Event files of one process and one second are ordered by this counter, and as text 10 sorts before 9.
+@pytest.fixture(autouse=True)
+def ordered_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restart the counter that orders event files of one process and second: as text, 10 sorts before 9."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
+def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 6), 1)
     write_steps(tmp_path, range(4, 7), 4)
     assert curve(tmp_path) == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 44.0), (5, 45.0), (6, 46.0)]
