@@ -25,8 +25,8 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 6_129),
-    "trainkit/backends": (21, 4_569),
+    "trainkit": (21, 6_135),
+    "trainkit/backends": (21, 4_595),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_454),
     "trainkit/capabilities/curves": (4, 1_082),
@@ -36,7 +36,7 @@ SIZES = {
     "trainkit/capabilities/drill": (5, 1_137),
     "trainkit/capabilities/export": (3, 424),
     "trainkit/capabilities/generate": (3, 316),
-    "trainkit/capabilities/growth": (3, 701),
+    "trainkit/capabilities/growth": (3, 702),
     "trainkit/capabilities/health": (4, 524),
     "trainkit/capabilities/init": (3, 354),
     "trainkit/capabilities/launchers": (4, 514),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/media": (6, 626),
     "trainkit/capabilities/multimodal": (2, 560),
     "trainkit/capabilities/notifications": (5, 526),
-    "trainkit/capabilities/programs": (5, 486),
+    "trainkit/capabilities/programs": (5, 529),
     "trainkit/capabilities/replay": (7, 1_627),
     "trainkit/capabilities/report": (13, 3_642),
     "trainkit/capabilities/shell": (3, 195),
@@ -57,18 +57,18 @@ SIZES = {
     "trainkit/capabilities/transformers": (2, 306),
     "trainkit/capabilities/watch": (5, 1_365),
     "trainkit/cli": (17, 4_146),
-    "trainkit/cluster": (9, 1_947),
+    "trainkit/cluster": (9, 1_950),
     "trainkit/config": (13, 3_376),
     "trainkit/control": (5, 839),
     "trainkit/data": (6, 918),
     "trainkit/job": (30, 7_005),
-    "trainkit/launch": (18, 3_961),
+    "trainkit/launch": (18, 3_975),
     "trainkit/observe": (8, 1_873),
     "trainkit/plan": (16, 3_334),
     "trainkit/run": (17, 5_117),
     "trainkit/slurm": (8, 1_657),
     "trainkit/trainer": (38, 9_816),
-    "tests": (403, 66_172),
+    "tests": (403, 66_257),
 }
 """Maps a folder to its number of Python files and lines.
 

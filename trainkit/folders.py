@@ -98,17 +98,23 @@ def is_full(folder: Path) -> bool:
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return ``$XDG_STATE_HOME/trainkit``, which may not exist yet."""
-    return Path(environ.get("XDG_STATE_HOME") or home(environ) / ".local/state") / "trainkit"
+    return _base_folder(environ, "XDG_STATE_HOME", ".local/state") / "trainkit"
 
 
 def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return ``$XDG_CONFIG_HOME/trainkit``, which may not exist."""
-    return Path(environ.get("XDG_CONFIG_HOME") or home(environ) / ".config") / "trainkit"
+    return _base_folder(environ, "XDG_CONFIG_HOME", ".config") / "trainkit"
 
 
 def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return ``$XDG_CACHE_HOME/trainkit``, which may not exist; its content can be deleted."""
-    return Path(environ.get("XDG_CACHE_HOME") or home(environ) / ".cache") / "trainkit"
+    return _base_folder(environ, "XDG_CACHE_HOME", ".cache") / "trainkit"
+
+
+def _base_folder(environ: Mapping[str, str], variable: str, default: str) -> Path:
+    """Return a base folder; relative paths are ignored, as the XDG Base Directory Specification requires."""
+    folder = Path(environ.get(variable, ""))
+    return folder if folder.is_absolute() else home(environ) / default
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:

@@ -69,6 +69,22 @@ def test_runs_that_are_not_limited(options: list[str]) -> None:
     assert main(["submit", "quickstart", "--dry-run", "--max-gpu-hours", "0.001", *options]) == 0
 
 
+def test_a_limit_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["submit", "quickstart", "--dry-run", "--backend", "local", "--max-gpu-hours", "1"])
+    assert "resources.max_gpu_hours: no effect" in "".join(capsys.readouterr())
+
+
+def test_a_limit_of_a_tenth_is_exact() -> None:
+    """The sum of three tenths is more than 0.3 in binary."""
+    options = ("--gpus-per-node", "1", "--time", "6", "--array", "0-2", *ONCE)
+    assert submit("--max-gpu-hours", "0.3", *options) == 0
+
+
+def test_nodes_auto_chooses_within_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm is not asked about node counts above the limit."""
+    assert submit("--gpus-per-node", "4", "--nodes", "auto", "--max-gpu-hours", "4", *ONCE) == 0
+
+
 def test_a_number_that_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit("--max-gpu-hours", "0") == 2
     assert "--max-gpu-hours" in capsys.readouterr().err

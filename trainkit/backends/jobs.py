@@ -11,7 +11,7 @@ from shlex import quote
 
 from trainkit.backend import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
 from trainkit.backends.slurm.shared_answers import least_interval_s, query_shared
-from trainkit.errors import SlurmError, UsageError, print_note
+from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.events import read_events
 from trainkit.run.group import RunGroup, group_of
@@ -240,6 +240,8 @@ class SlurmPoller:
         """The job ids of the newest query, and Slurm's answer to it."""
         self._problem: tuple[str, datetime] | None = None
         self._asked_s = float("-inf")
+        self._least_s = 0.0
+        """The site's minimum interval between two queries."""
         self._thread = threading.Thread()
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
@@ -250,7 +252,8 @@ class SlurmPoller:
             return {}
         if wanted <= self._answer[0]:
             runs = any(job.state is JobState.RUNNING for job in (self._answer[1] or {}).values())
-            if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
+            interval_s = RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S
+            if time.monotonic() - self._asked_s >= max(interval_s, self._least_s):
                 self._ask(ids)
             return self._answer[1]
         # Wait for an answer about all jobs: a job that is missing from the answer would be considered
@@ -279,7 +282,12 @@ class SlurmPoller:
     def _run(self, ids: Sequence[str]) -> None:
         time.sleep(max(0.0, self._asked_s + MIN_QUERY_INTERVAL_S - time.monotonic()))
         self._asked_s, texts = time.monotonic(), list[str]()
-        jobs = query_jobs_or_warn(ids, texts.append)
+        try:
+            self._least_s = least_interval_s(ids)
+            jobs = query_jobs_or_warn(ids, texts.append)
+        except (TrainkitError, OSError) as error:  # An exception would end the thread without an answer.
+            jobs = {}
+            texts.append(str(error).splitlines()[0])
         if not texts:
             self._problem = None
         elif self._problem is None:

@@ -29,7 +29,10 @@ def min_poll_s(cluster: str | None) -> float:
     """
     text = os.environ.get(VARIABLE, "")
     found = [_seconds(text, VARIABLE)] if text else []
-    for folder in (Path.cwd() / FOLDER, config_folder() / FOLDER):
+    folders = [config_folder() / FOLDER]
+    with suppress(FileNotFoundError):  # the working directory may have been deleted
+        folders.append(Path.cwd() / FOLDER)
+    for folder in folders:
         for path in folder.glob("*.yaml"):
             with suppress(OSError):  # `submit` reports unreadable profiles.
                 found += _in_profile(path, path.stat().st_mtime_ns, cluster)
@@ -52,8 +55,8 @@ def _read(path: Path, cluster: str | None) -> Iterator[float]:
     except ConfigError:
         return  # `submit` reports unreadable profiles.
     name, entry = profile.find(("name",)), profile.find((KEY,))
-    own = path.stem if name is None else str(name.value).lower()
-    if entry is not None and entry.value is not None and cluster in (own, None):
+    own = (path.stem if name is None else str(name.value)).lower()
+    if entry is not None and entry.value is not None and (cluster is None or cluster.lower() == own):
         yield _seconds(entry.plain(), entry.origin)
 
 

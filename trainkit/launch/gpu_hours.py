@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from trainkit.backend import backend_named
@@ -11,6 +12,8 @@ from trainkit.formats import plural, time_limit_s, time_text, worker_time
 from trainkit.plan.launch import LaunchPlan
 
 KEY = "resources.max_gpu_hours"
+ROUNDING = 1e-9
+"""Relative error of a sum of GPU-hours, which must not reject a submission exactly at the limit."""
 
 
 def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> None:
@@ -28,7 +31,7 @@ def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan])
         message = f"is {limit:g}, but a job without a time limit may use any number of GPU-hours"
         raise ConfigError([loaded.problem(KEY, message, "set resources.time (--time)")])
     total = sum(one or 0.0 for one in hours)
-    if total <= limit:
+    if total <= limit * (1 + ROUNDING):
         return
     terms = dict.fromkeys(map(_terms, plans))
     sizes = next(iter(terms)) if len(terms) == 1 else "the sum"
@@ -37,11 +40,20 @@ def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan])
     hint = "use fewer GPUs or a shorter resources.time"
     if any(_num_jobs(plan) > 1 for plan in plans):
         once, most = sum(_hours(plan, 1) or 0.0 for plan in plans), max(plan.requeue.max for plan in plans)
-        if once <= limit:
+        if once <= limit * (1 + ROUNDING):
             hint += f", or lower requeue.max (now {most}) to at most {int(limit / once) - 1}"
         hint += ", or limit the total time of all jobs with resources.slice"
     message = f"is {limit:g}, but the submission may use up to {used}: {sizes}{runs}"
     raise ConfigError([loaded.problem(KEY, message, f"{hint}, or raise {KEY}")])
+
+
+def most_nodes(loaded: LoadedConfig, plan: LaunchPlan) -> float:
+    """Return the largest number of nodes for which a plan stays within the limit; inf without a limit."""
+    limit, hours = loaded.config.resources.max_gpu_hours, _hours(plan, _num_jobs(plan))
+    if limit is None or plan.device != "cuda" or not hours:
+        return math.inf
+    num_nodes = plan.num_nodes + plan.spare_nodes
+    return limit * (1 + ROUNDING) / (hours / num_nodes) - plan.spare_nodes
 
 
 def _hours(plan: LaunchPlan, num_jobs: int) -> float | None:

@@ -177,6 +177,8 @@ def plan_run(
             environment = replace(environment, venv=interpreter.venv)
             if not workload.is_command:
                 environment = replace(environment, python=(*interpreter.argv, *interpreter.options))
+    if not plan.is_job and config.resources.max_gpu_hours is not None:
+        warnings.append("resources.max_gpu_hours: no effect, because a run on this machine has no time limit")
     refuse_too_many_gpu_hours(loaded, [plan])
     return replace(plan, reasons=reasons, warnings=tuple(warnings), environment=environment)
 

@@ -111,6 +111,23 @@ def test_the_id_of_an_array_selects_its_tasks(slurm: FakeSlurm) -> None:
     assert num_queries(slurm) == 2
 
 
+def test_tasks_that_share_a_record_are_found_with_the_others(slurm: FakeSlurm) -> None:
+    (slurm.folder / "queue").write_text(line("9_1", "RUNNING") + line("9"))
+    assert states("9") == dict(sorted({**states("9_1"), "9": "pending"}.items()))
+
+
+def test_clusters_that_share_a_home_do_not_mix_their_jobs(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of east contains plain ids, also if a command on west wrote it."""
+    assert states("7") == {"7": "pending"}
+    (tmp_path / "slurm.conf").write_text("ClusterName=West\n")
+    assert states("8;east") == {"8;east": "pending"}
+    asked = [call for call in slurm.calls if call[0].endswith("squeue")][-1]
+    assert "--clusters=east" in asked
+    assert "--jobs=7,8" in asked
+
+
 def test_commands_that_start_together_wait_for_one_query(slurm: FakeSlurm) -> None:
     slurm.add("squeue", '/bin/sleep 0.5; /bin/cat "$here/queue"')
     found: list[dict[str, str]] = []
@@ -155,6 +172,9 @@ def test_a_command_that_holds_the_lock_for_long(slurm: FakeSlurm, monkeypatch: p
         [error] = query_shared(["7"])[1].values()
     said(error.message)
     assert num_queries(slurm) == 0
+    states("7")
+    with shared_answers.file_lock(file.with_suffix(".lock")):
+        assert states("7") == {"7": "pending"}
 
 
 def test_only_the_user_can_read_the_file(slurm: FakeSlurm) -> None:

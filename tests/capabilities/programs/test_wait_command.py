@@ -1,5 +1,6 @@
 """Tests the verdicts of `trainkit wait` on recorded runs, and what it prints while it waits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from tests.golden.__main__ import unpack
 from trainkit.capabilities.programs import wait_command
 from trainkit.cli.main import main
+from trainkit.errors import UsageError
 from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir, run_lock
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +91,60 @@ def test_a_timeout_has_an_exit_code_of_its_own(
 
 
 @pytest.mark.parametrize(
-    "goal", ["finished", "step", "step=", "step=0", "step=-1", "step=x", "started=1", ""]
+    "goal", ["finished", "step", "step=", "step=0", "step=-1", "step=x", "step=1,000", "started=1", ""]
 )
 def test_an_unknown_goal_is_refused(
     goal: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(recorded)
     assert main(["wait", "runs/finished", "--for", goal]) == 2
-    assert "hint: use started, checkpoint, ended or step=N" in capsys.readouterr().err
+    hint = "such as step=100" if goal.startswith("step") else "use started, checkpoint, ended or step=N"
+    assert f"hint: {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--interval"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1e400", "100h", "-1"])
+def test_a_time_that_is_none_is_refused(
+    option: str, value: str, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded)
+    assert main(["wait", "runs/finished", option, value]) == 2
+
+
+def test_the_verdict_does_not_need_stderr(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(text: str, err: bool) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.chdir(recorded)
+    monkeypatch.setattr(wait_command.click, "echo", gone)
+    assert main(["wait", "runs/command-crashed"]) == 1
+
+
+def test_a_run_that_is_being_submitted_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_json(run.job_file, {"name": "run", "attempts": []})
+    poll = wait_command.RunPoll(run, wait_command.Goal("ended"))
+    assert poll() == ("pending: the run has not been submitted yet", None)
+    monkeypatch.setattr(wait_command, "NOT_SUBMITTED_S", 0.0)
+    with run_lock(run):
+        assert poll()[1] is None
+    with pytest.raises(UsageError, match="has not been submitted"):
+        poll()
+    run.job_file.rename(tmp_path / "job.json")
+    run.job_file.mkdir()  # reading a folder fails, like reading from a file server that does not respond
+    assert poll() == ("unknown: cannot read job.json: it is a folder", None)
+    run.path.rename(tmp_path / "moved")
+    with pytest.raises(UsageError, match="no longer exists"):
+        poll()
+
+
+def test_an_attempt_that_never_began_has_not_started(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = wait_command.RunPoll(RunDir(recorded / "runs/finished"), wait_command.Goal("started"))
+    died = replace(poll._status(), state="died")
+    for attempt, code in ((1, 0), (2, 1)):
+        monkeypatch.setattr(poll, "_status", lambda attempt=attempt: replace(died, attempt=attempt))
+        assert poll()[1] == code
 
 
 @pytest.mark.parametrize("goal", ["checkpoint", "step=1"])

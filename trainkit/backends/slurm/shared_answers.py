@@ -19,14 +19,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trainkit.cluster.min_poll import min_poll_s
-from trainkit.errors import SlurmError, TrainkitError
+from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.folders import ensure_folder, user_cache_folder
 from trainkit.locks import LockBusy, file_lock
 from trainkit.run.files import parse_time, read_object, read_record, to_json, write_json
-from trainkit.scheduler import JobInfo, JobState, base_id, by_cluster, on_cluster
+from trainkit.scheduler import JobInfo, JobState, base_id, by_cluster, on_cluster, split_job
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import SlurmJob, query_clusters
+from trainkit.slurm.states import checked_job_id
 
 LOCK_TIMEOUT_S = 30.0
 """Timeout in seconds for the lock, which a command holds while it waits for squeue and sacct."""
@@ -61,10 +62,11 @@ def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Trai
         return query_clusters(ids)
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(ids).items()):
-        name, jobs = cluster or cluster_name(), [on_cluster(one, cluster) for one in own]
+        name = cluster or cluster_name()
         try:
             # The interval is 0 if only other clusters have a minimum.
-            known |= _shared(answers_file(name), jobs, min_poll_s(name))
+            found = _shared(answers_file(name), own, cluster, min_poll_s(name))
+            known |= {on_cluster(one, cluster): job for one, job in found.items()}
         except TrainkitError as error:
             problems[cluster] = error
     return known, problems
@@ -81,24 +83,33 @@ def answers_file(cluster: str | None) -> Path:
     return user_cache_folder() / "slurm" / f"{name}.json"
 
 
-def _shared(file: Path, ids: Sequence[str], interval_s: float) -> dict[str, JobInfo]:
+def _shared(file: Path, ids: Sequence[str], cluster: str, interval_s: float) -> dict[str, JobInfo]:
+    """Return the jobs with the given ids, which are plain ids in the file.
+
+    Commands on different clusters share the file if they share the home directory, so only the query itself
+    contains the name of the cluster ("" for the cluster of this host).
+    """
     try:
         ensure_folder(file.parent, 0o700, parents=True)
         # While one command queries Slurm, all others wait for its answer.
         with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S, quiet=True):
-            answers = _answers(file, ids, interval_s)
+            answers = _answers(file, ids, cluster, interval_s)
     except LockBusy:
+        # The command that holds the lock may be suspended; an older answer is better than none.
+        answers = _read(file)
+        if not answers.problem and answers.wanted.keys() >= set(ids):
+            return _select(ids, answers.jobs)
         message = f"another trainkit command has been waiting for Slurm's answer for {LOCK_TIMEOUT_S:g} s"
         raise SlurmError(message, hint="`scontrol ping` shows whether Slurm's controller is up") from None
     except OSError:
         # The answers cannot be shared, for example because the disk is full or read-only.
-        answers = _asked(ids, {})
+        answers = _asked(ids, {}, cluster)
     if answers.problem:
         raise SlurmError(answers.problem, answers.hint)
     return _select(ids, answers.jobs)
 
 
-def _answers(file: Path, ids: Sequence[str], interval_s: float) -> Answers:
+def _answers(file: Path, ids: Sequence[str], cluster: str, interval_s: float) -> Answers:
     """Return answers that are not older than the interval, after querying Slurm if necessary."""
     known, now = _read(file), time.time()
     is_recent = -CLOCKS_S <= now - known.asked_at < interval_s
@@ -109,21 +120,22 @@ def _answers(file: Path, ids: Sequence[str], interval_s: float) -> Answers:
         found = replace(known, wanted={**known.wanted, **dict.fromkeys(ids, now)})
     else:
         kept_s = max(ATTENTION_S, 2 * interval_s)
-        found = _asked(ids, {one: at for one, at in known.wanted.items() if now - at < kept_s})
+        others = {one: at for one, at in known.wanted.items() if now - at < kept_s}
+        found = _asked(ids, others, cluster)
     _write(file, found)
     return found
 
 
-def _asked(ids: Sequence[str], others: Mapping[str, float]) -> Answers:
+def _asked(ids: Sequence[str], others: Mapping[str, float], cluster: str) -> Answers:
     """Query Slurm about the jobs with the given ids and about jobs that other commands asked for."""
     wanted = {**others, **dict.fromkeys(ids, time.time())}
-    jobs, problems = query_clusters(wanted, patience_s=0.0)
+    jobs, problems = query_clusters([on_cluster(one, cluster) for one in wanted], patience_s=0.0)
     for error in problems.values():
         # Other errors concern only this process; for example, its PATH lacks squeue.
         if not isinstance(error, SlurmUnreachable | SlurmRefused):
             raise error
         return Answers(time.time(), wanted, problem=error.message, hint=error.hint)
-    return Answers(time.time(), wanted, jobs)
+    return Answers(time.time(), wanted, {split_job(one)[0]: job for one, job in jobs.items()})
 
 
 def _select(ids: Sequence[str], known: Mapping[str, JobInfo]) -> dict[str, JobInfo]:
@@ -131,8 +143,9 @@ def _select(ids: Sequence[str], known: Mapping[str, JobInfo]) -> dict[str, JobIn
     tasks: dict[str, list[str]] = {}
     for job_id in known:
         tasks.setdefault(base_id(job_id), []).append(job_id)
-    found = (one for job_id in ids for one in ([job_id] if job_id in known else tasks.get(job_id, [])))
-    return {job_id: known[job_id] for job_id in found}
+    # Tasks that were cancelled while they were pending share one record, which has the id of the array.
+    found = (one for job_id in ids for one in tasks.get(job_id, [job_id]))
+    return {job_id: known[job_id] for job_id in found if job_id in known}
 
 
 def _write(file: Path, answers: Answers) -> None:
@@ -146,9 +159,14 @@ def _read(file: Path) -> Answers:
     values = read_object(file)
     jobs = values.pop("jobs", None)
     try:
-        found = {job_id: _job(one) for job_id, one in jobs.items()} if isinstance(jobs, dict) else {}
-        return replace(read_record(Answers, values, strict=True), jobs=found)
-    except (KeyError, TypeError, ValueError):
+        if not isinstance(jobs, dict):
+            return Answers()
+        answers = read_record(Answers, values, strict=True)
+        found = {checked_job_id(one): _job(job) for one, job in jobs.items()}
+        return replace(
+            answers, wanted={checked_job_id(one): at for one, at in answers.wanted.items()}, jobs=found
+        )
+    except (KeyError, TypeError, ValueError, UsageError):
         return Answers()
 
 

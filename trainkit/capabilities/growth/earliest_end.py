@@ -25,6 +25,7 @@ from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import duration, plural, table, time_limit_s, time_text
+from trainkit.launch.gpu_hours import most_nodes
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import RESTART_S, find_gpu
@@ -187,7 +188,7 @@ def choose_nodes(
     wider, plan = base, own
     if isinstance(given.nodes, int):
         most = max(min(one.num_nodes, one.max_nodes or one.num_nodes) for one in request.partitions)
-        sizes = sizes_around(given.nodes, most)
+        sizes = [size for size in sizes_around(given.nodes, most) if size <= most_nodes(base, own)]
         if len(sizes) > 1:
             nodes = ",".join(map(str, sizes))
             wider = with_values(base, {KEY: nodes}, f"--nodes auto: {nodes}")

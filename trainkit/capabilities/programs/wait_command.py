@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
+from typing import Any
 
 import click
 
@@ -16,29 +19,24 @@ from trainkit.backends.jobs import QUERY_INTERVAL_S, SlurmPoller, read_job_statu
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT, SlurmError, UsageError
+from trainkit.locks import is_locked
 from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import state_counts
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job_to_change
 from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
 SHOW_EVERY_S = 30.0
 """Minimum number of seconds between two lines about the steps of a run."""
-HAVE_STARTED = (
-    "starting",
-    "running",
-    "paused",
-    "stopping",
-    "restarting",
-    "finished",
-    "stopped",
-    "failed",
-    "died",
-)
-"""States of a run whose newest attempt has started, unless the job ended before the attempt began."""
+MAX_SLEEP_S = 3600.0
+NOT_SUBMITTED_S = 60.0
+"""Seconds after which a run that no command is submitting is reported as never submitted."""
+HAVE_STARTED = ("starting", "running", "paused", "stopping", "restarting", "finished", "stopped", "failed")
+"""States of a run whose newest attempt has started. The job of a run that died may not have started it."""
 ENDED, STARTED, CHECKPOINT, STEP = "ended", "started", "checkpoint", "step"
 
 
@@ -53,7 +51,7 @@ class Goal:
     def is_reached(self, run: RunStatus) -> bool:
         """Return whether a run has reached the goal, possibly before the run ended."""
         if self.kind == STARTED:
-            return run.used.num_starts > 0 and run.state in HAVE_STARTED
+            return run.used.num_starts > 0 and run.state in (*HAVE_STARTED, "died")
         if self.kind == CHECKPOINT:
             return run.checkpoint is not None
         if self.kind == STEP:
@@ -77,10 +75,22 @@ class GoalType(click.ParamType):  # type: ignore[type-arg] # generic since click
         kind, _, number = value.partition("=")
         if value in (ENDED, STARTED, CHECKPOINT):
             return Goal(value)
-        if kind == STEP and number.isdecimal() and int(number) > 0:
-            return Goal(STEP, int(number))
+        if kind == STEP:
+            if number.isascii() and number.isdecimal() and len(number) < 16 and int(number) > 0:
+                return Goal(STEP, int(number))
+            raise UsageError(f"--for {value[:40]}: N must be a whole number above 0", hint="such as step=100")
         hint = "use started, checkpoint, ended or step=N with a step such as step=100"
         raise UsageError(f"--for {value}: nothing to wait for has this name", hint=hint)
+
+
+class Seconds(click.FloatRange):
+    """A finite number of seconds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a finite number of seconds", param, ctx)
+        return seconds
 
 
 @as_command(
@@ -102,13 +112,13 @@ class GoalType(click.ParamType):  # type: ignore[type-arg] # generic since click
     "--timeout S",
     "Seconds after which to give up, with exit code 124.",
     name="timeout_s",
-    type=click.FloatRange(0),
+    type=Seconds(0),
 )
 @option(
     "--interval S",
     "Seconds between two reads of the run folder; Slurm is queried at most every 10 s.",
     name="interval_s",
-    type=click.FloatRange(min=0.2),
+    type=Seconds(min=0.2),
     default=INTERVAL_S,
     show_default=True,
 )
@@ -142,13 +152,19 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
         progress.show(text, is_last=code is not None)
         if code is not None:
             if code != EXIT_OK and goal.kind != ENDED:
-                click.echo(f"{found.shown} ended before {goal.text}", err=True)
+                say(f"{found.shown} ended before {goal.text}")
             return code
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            click.echo(f"{found.shown}: the timeout of {timeout_s:g} s is over", err=True)
+            say(f"{found.shown}: the timeout of {timeout_s:g} s is over")
             return EXIT_TIMEOUT
-        time.sleep(min(interval_s, left_s))
+        time.sleep(min(interval_s, left_s, MAX_SLEEP_S))
+
+
+def say(text: str) -> None:
+    """Print a line to stderr; ignore errors, because the exit code is the verdict even without output."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 _STEP = re.compile(r"step [\d,]+")
@@ -165,7 +181,7 @@ class Progress:
         is_new_state = _STEP.sub("", text) != _STEP.sub("", self._said)
         is_due = time.monotonic() - self._at_s >= SHOW_EVERY_S
         if text != self._said and (is_new_state or is_due or is_last):
-            click.echo(f"{self._name}: {text}", err=True)
+            say(f"{self._name}: {text}")
             self._said, self._at_s = text, time.monotonic()
 
 
@@ -175,18 +191,45 @@ class RunPoll:
     def __init__(self, run: RunDir, goal: Goal) -> None:
         self._run, self._goal, self._history = run, goal, RunHistory(run)
         self._slurm = SlurmPoller()
+        self._not_submitted_at_s: float | None = None
 
     def __call__(self) -> tuple[str, int | None]:
-        """Return the state as text, and the exit code or None while the command must wait."""
+        """Return the state as text, and the exit code or None while the command must wait.
+
+        Raises UsageError if the run folder no longer exists, or if the run was never submitted.
+        """
+        if not self._run.path.is_dir():
+            hint = "if the folder was moved, wait for the run by its new path"
+            raise UsageError(f"{self._run.shown} no longer exists", hint=hint)
+        try:
+            read_job_to_change(self._run)
+        except OSError as error:  # The file server may be temporarily unavailable.
+            return _with_reason("unknown", f"cannot read {self._run.job_file.name}: {error.strerror}"), None
         status = self._status()
+        if status.state == "incomplete":
+            return self._not_submitted(), None
         step, total = status.progress.step, status.progress.total_steps
         text = status.state
         if step is not None:
             text += f", step {step:,}" + ("" if total is None else f" of {total:,}")
         text = _with_reason(text, self._slurm.problem or status.reason)
-        if self._goal.is_reached(status):
+        if self._goal.is_reached(status) and not self._died_before_start(status):
             return text, EXIT_OK
         return text, None if status.is_active else verdict([status.state], self._goal)
+
+    def _died_before_start(self, status: RunStatus) -> bool:
+        is_wanted = self._goal.kind == STARTED and status.state == "died"
+        return is_wanted and self._history.events.attempt(status.attempt).started is None
+
+    def _not_submitted(self) -> str:
+        """Return the state of a run that has no job yet, because it may be being submitted at this moment."""
+        now_s = time.monotonic()
+        if is_locked(self._run.lock_file) or self._not_submitted_at_s is None:
+            self._not_submitted_at_s = now_s
+        if now_s - self._not_submitted_at_s > NOT_SUBMITTED_S:
+            hint = f"`trainkit resume {self._run.quoted}` submits the run"
+            raise UsageError(f"{self._run.shown} has not been submitted", hint=hint)
+        return "pending: the run has not been submitted yet"
 
     def _status(self) -> RunStatus:
         if not self._run.attempt_numbers() and group_of(self._run) is not None:
