@@ -184,12 +184,13 @@ def test_an_extra_is_all_that_its_feature_needs(
 
 
 def test_trainkit_is_imported_without_any_extra(tmp_path: Path) -> None:
-    """Everything works except the screen of `watch`."""
+    """Only the screen of `watch` and the class of figures need their libraries to be imported."""
     python = environment(tmp_path, setup_cfg()[0])
     code = """
 import importlib, pkgutil, trainkit
 names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
 names.remove("trainkit.capabilities.watch.screen")
+names.remove("trainkit.capabilities.report.figure")
 for name in names:
     importlib.import_module(name)
 extras = "matplotlib torchao transformers pyarrow PIL peft bitsandbytes mlflow wandb tensorboard textual"
