@@ -391,6 +391,11 @@ def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
         raise RunLocked(run.supervisor_lock_file, busy) from None
 
 
+def is_being_changed(run: RunDir) -> bool:
+    """Return whether a process holds the run's lock, which `run_lock` acquires."""
+    return is_locked(run.lock_file)
+
+
 def is_supervised(run: RunDir) -> bool:
     """Return whether a process holds the supervisor lock, which `become_sole_supervisor` acquires."""
     return is_locked(run.supervisor_lock_file)

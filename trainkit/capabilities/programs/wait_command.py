@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
-from typing import Any
 
 import click
 
@@ -19,7 +18,6 @@ from trainkit.backends.jobs import QUERY_INTERVAL_S, SlurmPoller, read_job_statu
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT, SlurmError, UsageError
-from trainkit.locks import is_locked
 from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import state_counts
 from trainkit.observe.status import RunStatus, read_status
@@ -27,7 +25,7 @@ from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job_to_change
 from trainkit.run.registry import find_to_read
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, is_being_changed
 
 INTERVAL_S = 2.0
 SHOW_EVERY_S = 30.0
@@ -86,7 +84,7 @@ class GoalType(click.ParamType):  # type: ignore[type-arg] # generic since click
 class Seconds(click.FloatRange):
     """A finite number of seconds."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = float(super().convert(value, param, ctx))
         if not math.isfinite(seconds):
             self.fail(f"{value} is not a finite number of seconds", param, ctx)
@@ -224,7 +222,7 @@ class RunPoll:
     def _not_submitted(self) -> str:
         """Return the state of a run that has no job yet, because it may be being submitted at this moment."""
         now_s = time.monotonic()
-        if is_locked(self._run.lock_file) or self._not_submitted_at_s is None:
+        if is_being_changed(self._run) or self._not_submitted_at_s is None:
             self._not_submitted_at_s = now_s
         if now_s - self._not_submitted_at_s > NOT_SUBMITTED_S:
             hint = f"`trainkit resume {self._run.quoted}` submits the run"
