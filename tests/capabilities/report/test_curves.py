@@ -198,6 +198,8 @@ def test_a_mean_over_seeds_alone_has_a_note(sweep: RunGroup) -> None:
     assert legend.get_title().get_text() == "mean and standard deviation over 2 runs"
     assert legend.get_texts() == []
     assert curves("mine/0").plot().legends == []
+    (legend,) = curves("mine/0").plot(smooth=0.9).legends
+    assert legend.get_title().get_text() == "smoothed (0.9)"
 
 
 def test_names_have_colors_of_the_palette_and_numbers_of_viridis(sweep: RunGroup) -> None:

@@ -211,8 +211,8 @@ def _note(series: Sequence[Series], smooth: float) -> str | None:
     sizes = sorted({len(one.runs) for one in series})
     counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
     notes = [f"mean and standard deviation over {counts} runs"] if sizes[-1] > 1 else []
-    notes += [f"moving average, weight {smooth:g}"] if smooth else []
-    return "; ".join(notes) or None
+    notes += [f"smoothed ({smooth:g})"] if smooth else []
+    return ", ".join(notes) or None
 
 
 def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
