@@ -28,7 +28,7 @@ from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
 COLORS = {
-    "light": {"c0": "0072b2", "c1": "d55e00", "v0": "440154", "v1": "a9db33", "page": "ffffff"},
+    "light": {"c0": "0072b2", "c1": "d55e00", "v0": "440154", "v1": "44bf70", "page": "ffffff"},
     "dark": {"c0": "4ba3dc", "c1": "ff8a45", "v0": "3b528a", "v1": "fde725", "page": "14181e"},
 }
 NODE = "a-node-with-a-rather-long-name-0001.cluster.example.org"
