@@ -107,7 +107,11 @@ def test_a_run_starts_when_a_whole_group_has_finished(login):
     assert many.returncode == 0, many.stderr
     waiting = RunGroup(many.stdout.splitlines()[0])
     shown = lambda: login.trainkit("status", str(waiting.path)).stdout  # noqa: E731
-    wait_for(lambda: "it depends on" in shown(), "the reason", poll_s=ASK_TRAINKIT_S)
+    wait_for(
+        lambda: "waiting for the jobs on which this job depends" in shown(),
+        "the reason",
+        poll_s=ASK_TRAINKIT_S,
+    )
     release_waiter(login, 0)
     for waiter in (run, one, waiting.run(0), waiting.run(1)):
         login.finish(waiter)

@@ -100,7 +100,7 @@ def test_what_differs_on_one_host_is_found_there(login, tmp_path):
     wrong = {(item["host"], item["name"]): item for item in found if item["host"] and item["state"] != "ok"}
     assert wrong[two, "packages"]["value"] == f"pydantic is 2.0.1, but {version} on 2 of 3 nodes"
     assert wrong[three, "name"]["value"] == f"{one} cannot be resolved"
-    assert f"its NodeAddr {cluster.address(1)}" in wrong[three, "name"]["hint"]
+    assert f"the NodeAddr {cluster.address(1)}" in wrong[three, "name"]["hint"]
     assert {key for key in wrong if key[1] in ("packages", "name")} == {(two, "packages"), (three, "name")}
 
 

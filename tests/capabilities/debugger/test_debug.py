@@ -109,7 +109,7 @@ def test_the_end_of_a_debugger_is_no_crash(desk, terminal, keys, expected):
     assert (state, reason.startswith(expected[1])) == (expected[0], True), reason
     assert not any(run.attempt(1).hangs_dir.glob("*"))
     if reason == "stopped in the debugger":
-        assert "a person quit" in desk.typed("diagnose", "last").stdout
+        assert "a user quit" in desk.typed("diagnose", "last").stdout
 
 
 @needs_tmux
@@ -200,7 +200,7 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     terminal.keys("n", "Enter")
     wait_for(lambda: "sleeps" in attempt.rank_log(0).read_text())
     terminal.keys("C-c")
-    terminal.wait_for(r"left rank 0, which continues until its next breakpoint\(\)\n\$$")
+    terminal.wait_for(r"detached from rank 0, which continues until its next breakpoint\(\)\n\$$")
     wait_for(lambda: attempt.rank_log(0).read_text().count("rank 0 waits until") == 4)
     typed(terminal, "echo sa''ne", r"^sane\n\$$")
     terminal.type([*TRAINKIT, "debug", "last"])
