@@ -68,7 +68,7 @@ SIZES = {
     "trainkit/run": (17, 5_122),
     "trainkit/slurm": (8, 1_657),
     "trainkit/trainer": (38, 9_816),
-    "tests": (403, 66_259),
+    "tests": (403, 66_265),
 }
 """Maps a folder to its number of Python files and lines.
 
