@@ -270,7 +270,7 @@ def test_debugpy(desk, tmp_path):
     assert done.returncode == 0, done.stderr
     run = RunDir(desk.folder / "runs" / "loop")
     port = LaunchPlan.read(run.plan_file).part(DebugPlan).port
-    assert f" 127.0.0.1:{port}; " in done.stderr
+    assert f" 127.0.0.1:{port}, " in done.stderr
     assert f"ssh -L {port}:127.0.0.1:{port} " in done.stderr
     log = run.attempt(1).rank_log(1).read_text()
     assert log.startswith(f"listens 127.0.0.1 {port}\n")
