@@ -150,16 +150,16 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
         progress.show(text, is_last=code is not None)
         if code is not None:
             if code != EXIT_OK and goal.kind != ENDED:
-                say(f"{found.shown} ended before {goal.text}")
+                print_progress(f"{found.shown} ended before {goal.text}")
             return code
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            say(f"{found.shown}: the timeout of {timeout_s:g} s is over")
+            print_progress(f"{found.shown}: the timeout of {timeout_s:g} s is over")
             return EXIT_TIMEOUT
         time.sleep(min(interval_s, left_s, MAX_SLEEP_S))
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a line to stderr; ignore errors, because the exit code is the verdict even without output."""
     with suppress(OSError):
         click.echo(text, err=True)
@@ -179,7 +179,7 @@ class Progress:
         is_new_state = _STEP.sub("", text) != _STEP.sub("", self._said)
         is_due = time.monotonic() - self._at_s >= SHOW_EVERY_S
         if text != self._said and (is_new_state or is_due or is_last):
-            say(f"{self._name}: {text}")
+            print_progress(f"{self._name}: {text}")
             self._said, self._at_s = text, time.monotonic()
 
 
