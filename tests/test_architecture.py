@@ -46,7 +46,7 @@ SIZES = {
     "trainkit/capabilities/notifications": (5, 526),
     "trainkit/capabilities/programs": (5, 527),
     "trainkit/capabilities/replay": (7, 1_627),
-    "trainkit/capabilities/report": (13, 3_642),
+    "trainkit/capabilities/report": (13, 3_640),
     "trainkit/capabilities/shell": (3, 195),
     "trainkit/capabilities/simulation": (4, 323),
     "trainkit/capabilities/slow_ranks": (8, 735),

@@ -244,7 +244,7 @@ for step in range(first + 1, 49) if os.environ["RANK"] == "0" else ():
 def test_demo_kills_a_run_and_shows_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the README, the same commands really train: `test_docs.py`."""
+    """Replace the training by a script; `test_docs.py` trains with the same commands of the README."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     trainkit = tmp_path / "trainkit"
     driver = [sys.executable, str(ROOT / "tests/cli/driver.py"), str(tmp_path / "trainer.py")]

@@ -112,7 +112,7 @@ def test_launch_container_accepts_the_apptainer_image(tmp_path: Path) -> None:
 
 
 def test_the_conda_recipe() -> None:
-    """rattler-build parses and renders the recipe, whose requirements are those of setup.cfg."""
+    """rattler-build renders the recipe, which has the same requirements as setup.cfg."""
     rattler_build = pytest.importorskip("rattler_build", reason="installed with the extra `test`")
     [variant] = rattler_build.Stage0Recipe.from_file(RECIPE).render()
     recipe = variant.recipe.to_dict()

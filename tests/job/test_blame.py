@@ -44,7 +44,7 @@ def flight(
 
 
 def all_ranks(*calls: str, but: int | None = None) -> dict[int, Flight]:
-    """Return the flight records of eight ranks with the same calls, without those of rank `but`."""
+    """Return the flight records of eight ranks with the same calls, excluding rank `but`."""
     return {rank: flight(rank, *calls) for rank in range(8) if rank != but}
 
 

@@ -187,7 +187,7 @@ def test_stages_share_all_layers_evenly(num_layers, stages):
     sizes = [len(stage) for stage in layers]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes), "the head is on the last"
-    # What is left over goes to the middle.
+    # The remaining layers go to the middle stages.
     assert [len(stage) for stage in stage_layers(10, 4)] == [2, 3, 3, 2]
 
 

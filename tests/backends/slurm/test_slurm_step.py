@@ -108,7 +108,7 @@ def test_it_hears_what_the_ranks_hear(child):
 
 
 def test_it_keeps_no_connection_of_the_agent_open(child):
-    """With an open connection, the rendezvous of another task would wait for the end of the child."""
+    """If the child kept a connection open, the rendezvous would wait for the child to exit."""
     _, _, other = child
     assert select.select([other], [], [], 10.0)[0], "the connection is still open"
     assert other.recv(1) == b""

@@ -201,7 +201,7 @@ def test_taken_port_is_passed_over(monkeypatch):
 
 @pytest.mark.parametrize(
     ("met", "number", "newer"),
-    # In the second case, the other jobs wait in a queue and occupy no node.
+    # In the second case, the other jobs are pending and use no node.
     [((1, 2, 3), 3, None), ((1,), 1, None), ((1, 2), 1, 2), ((1, 3), 1, 3)],
 )
 def test_an_attempt_whose_ranks_have_met_elsewhere_is_newer(tmp_path, met, number, newer):

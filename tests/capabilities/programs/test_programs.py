@@ -68,7 +68,7 @@ BEGIN = 'submit() { trainkit submit mine.yaml --set requeue.max=0 --run-dir "$@"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    """Return a folder in which `trainkit` and `python` are on PATH, and the ranks are small scripts."""
+    """Return a folder in which `trainkit` and `python` are on PATH, and whose ranks are small scripts."""
     desk = Desk(tmp_path_factory.mktemp("programs"))
     desk.works(WORKER)
     desk.config.rename(desk.folder / "mine.yaml")

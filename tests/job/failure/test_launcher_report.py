@@ -68,7 +68,7 @@ def test_the_record_has_the_signal_and_the_rank(attempt, name, exit_code):
     ("name", "rank", "kind", "message", "place"),
     [
         ("torchrun-exception", 2, "ValueError", "bad sample 0", "train.py:7"),
-        # With mp.spawn, or a script that starts its ranks itself, other ranks lose their connections.
+        # With mp.spawn or ranks started by hand, the surviving ranks lose their connections.
         ("spawn-exception", 2, "ValueError", "bad sample", "train.py:6"),
         ("ranks-by-hand", 2, "ValueError", "bad sample", "train.py:7"),
         ("torchrun-exception-group", 0, "TypeError", "inner bad", "train.py:4"),

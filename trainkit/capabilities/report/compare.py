@@ -121,10 +121,8 @@ def command(
     with one row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        names, csv_file = (
-            (csv_file, *names),
-            "-",
-        )  # if `--csv` has no FILE, its argument is the first run name
+        # If `--csv` has no FILE, its argument is the first run name.
+        names, csv_file = (csv_file, *names), "-"
     table_file = None
     if csv_file is not None and csv_file != "-":
         table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
