@@ -1,4 +1,4 @@
-"""Tests the files of a release, which `make dist` builds, and CITATION.cff."""
+"""Tests the files of a release, which `make dist` builds, CITATION.cff, and the files in .github."""
 
 import json
 import os
@@ -112,10 +112,29 @@ def check_sbom(sbom: Path) -> None:
     assert {"torch", "submitit", "pyyaml"} <= {names[ref] for ref in required}
 
 
-def test_citation_has_the_fields_of_its_format_and_the_current_version() -> None:
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make .venv-dist`")
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        ("dependabot", ".github/dependabot.yml"),
+        ("citation-file-format", "CITATION.cff"),
+    ],
+)
+def test_files_for_github_follow_their_schemas(schema: str, pattern: str) -> None:
+    files = sorted(ROOT.glob(pattern))
+    check = PYTHON.with_name("check-jsonschema")
+    done = run_program(check, "--no-cache", "--builtin-schema", f"vendor.{schema}", *files)
+    assert (bool(files), done.returncode) == (True, 0), done.stdout
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make .venv-dist`")
+def test_workflows_are_safe() -> None:
+    """zizmor finds unpinned actions, too many permissions and shell lines with text of other users."""
+    done = run_program(PYTHON.with_name("zizmor"), "--offline", ROOT / ".github")
+    assert done.returncode == 0, done.stdout
+
+
+def test_citation_names_the_current_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    required = {"cff-version": "1.2.0", "type": "software", "title": "trainkit"}
-    assert required.items() <= citation.items()
-    assert citation["message"]
-    assert [set(author) for author in citation["authors"]] == [{"name"}]
     assert (citation["version"], citation["license"]) == (trainkit.__version__, "Apache-2.0")
