@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.support import tasks
 from tests.support.models import ALONE
@@ -61,6 +62,28 @@ def test_paths_of_another_python_are_read(tmp_path: Path) -> None:
     for module in (b"pathlib", b"pathlib._local"):
         (tmp_path / METADATA_NAME).write_bytes(b"c" + module + b"\nPosixPath\n(V/a\ntR.")
         assert SafeReader(tmp_path).read_metadata() == Path("/a")  # type: ignore[comparison-overlap]
+
+
+def test_enumerations_of_another_python_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member as a call of `getattr`."""
+
+    def by_name(member: _MEM_FORMAT_ENCODING, protocol: int) -> tuple[object, ...]:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    save(tmp_path / "saved")
+    assert b"getattr" in (tmp_path / "saved" / METADATA_NAME).read_bytes()
+    found = {"a": torch.zeros(100_000)}
+    state_dict_loader.load(found, storage_reader=SafeReader(tmp_path / "saved"), no_dist=True)
+    assert found["a"][-1] == 99_999
+
+
+@pytest.mark.parametrize("name", ["unlink", "__class__", "CONTIGUOUS_FORMAT"])
+def test_only_members_of_enumerations_are_looked_up(tmp_path: Path, name: str) -> None:
+    lookup = f"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nV{name}\ntR."
+    (tmp_path / METADATA_NAME).write_bytes(lookup.encode())
+    with pytest.raises(pickle.UnpicklingError, match="is not allowed in checkpoint metadata"):
+        SafeReader(tmp_path).read_metadata()
 
 
 def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:

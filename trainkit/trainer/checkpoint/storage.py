@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -157,7 +158,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
+
+
+def _member(enumeration: object, name: str) -> object:
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as ``getattr(class, name)``."""
+    if isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__:
+        return enumeration[name]
+    raise pickle.UnpicklingError(f"{enumeration}.{name} is not allowed in checkpoint metadata")
 
 
 class SafeReader(FileSystemReader):
