@@ -1,6 +1,9 @@
 """Tests that checkpoint files are hashed, read without running code, and can start another run."""
 
+import os
 import pickle
+import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,11 @@ import torch
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+import trainkit
 from tests.support import tasks
 from tests.support.models import ALONE
 from tests.support.parity import Case, run_cases
+from tests.support.programs import run_program
 from tests.support.runs import log_text, train
 from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
@@ -76,6 +81,44 @@ def test_enumerations_of_another_python_are_read(tmp_path: Path, monkeypatch: py
     found = {"a": torch.zeros(100_000)}
     state_dict_loader.load(found, storage_reader=SafeReader(tmp_path / "saved"), no_dist=True)
     assert found["a"][-1] == 99_999
+
+
+def other_patch_release() -> str | None:
+    """Return the interpreter in /usr/bin if it is another patch release of the Python that runs the tests."""
+    python = "/usr/bin/python{}.{}".format(*sys.version_info)
+    if not Path(python).exists():
+        return None
+    version = run_program(
+        python, "-c", "import platform; print(platform.python_version())", check=True
+    ).stdout
+    return python if version.strip() != platform.python_version() else None
+
+
+SAVE_AND_READ = """
+import sys
+from pathlib import Path
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from trainkit.trainer.checkpoint.storage import HashingWriter, SafeReader
+own, other = map(Path, sys.argv[1:])
+state_dict_saver.save({"a": torch.ones(3)}, storage_writer=HashingWriter(own), no_dist=True)
+print([name for folder in (own, other) for name in SafeReader(folder).read_metadata().state_dict_metadata])
+"""
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_checkpoint_of_another_patch_release_is_read(tmp_path: Path) -> None:
+    """Python may be updated between two attempts, and two patch releases can pickle differently."""
+    python = other_patch_release()
+    if python is None:
+        pytest.skip("needs another patch release of this Python in /usr/bin")
+    save(tmp_path / "own")
+    packages = [str(Path(torch.__file__).parents[1]), str(Path(trainkit.__file__).parents[1])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(packages)}
+    folders = tmp_path / "other", tmp_path / "own"
+    done = run_program(python, "-c", SAVE_AND_READ, *folders, env=environ, check=True)
+    assert done.stdout.strip() == "['a', 'a', 'b', 'step', 'empty']"
+    assert list(SafeReader(tmp_path / "other").read_metadata().state_dict_metadata) == ["a"]
 
 
 @pytest.mark.parametrize("name", ["unlink", "__class__", "CONTIGUOUS_FORMAT"])
