@@ -56,4 +56,5 @@ class Facts:
     missing: tuple[KeyProblem, ...] = ()
     """Problems with config keys that refer to files or runs that do not exist."""
     environment: Environment | None = None
-    """The environment of the ranks; None if it was not inspected because only the plan's size matters."""
+    """The environment of the ranks; None if it was not inspected because only the size of the plan is
+    needed."""

@@ -44,7 +44,7 @@ class Gpu(NamedTuple):
 
     @property
     def capability(self) -> Version | None:
-        """Return the compute capability if it is below 8.0, where bf16 tensor cores begin; else None."""
+        """Return the compute capability if it is below 8.0, that is, without bf16 tensor cores; else None."""
         return FP16_ONLY.get(self.name.partition(" ")[0])
 
     @property
@@ -133,7 +133,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Return the names that `find_gpu` recognizes, newer GPUs first."""
+    """Return the names that `find_gpu` recognizes, newest GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
 
 
@@ -185,7 +185,7 @@ def unchecked_memory(names: list[str]) -> str:
 
 
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Yield the reasons why the trainer cannot use its GPUs; none if the GPUs or its torch are unknown.
+    """Yield the reasons why the trainer cannot use its GPUs; none if the GPUs or the torch build is unknown.
 
     `names` is the result of `gpu_names`, and is empty for a run on CPUs.
     """

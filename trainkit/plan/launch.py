@@ -125,7 +125,7 @@ class RequeuePolicy:
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """The environment that the worker processes start with."""
+    """The initial environment of the worker processes."""
 
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that every worker gets."""

@@ -1,4 +1,4 @@
-"""Run an attempt's training loop, including validation, logging and saves."""
+"""Run an attempt's training loop, including validation, logging and checkpointing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # check the checkpoint before the build, which may take a long time
+        # Check the checkpoint before building the model, which may take a long time.
+        with progress.within("load"):
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
@@ -217,8 +218,8 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # This attempt resumed from a checkpoint with the same state, so only mark that checkpoint as
-            # best.
+            # The checkpoint that this attempt resumed from already contains the current state, so only mark
+            # it as best.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step
@@ -234,7 +235,7 @@ class Trainer:
         return self._end()
 
     def step(self) -> int | None:
-        """Train one step; validate, log and save if due; return an exit code, or None to continue."""
+        """Train one step; validate, log and save if due. Return an exit code, or None to continue."""
         report, lr = self._optimizer_step()
         if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self._log_step(report, lr, None)
@@ -331,7 +332,7 @@ class Trainer:
     def _apply_gradient(
         self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
     ) -> StepReport:
-        """Clip and apply an optimizer turn's gradient; skip the update on all ranks if it is not finite."""
+        """Clip and apply an optimizer turn's gradient; if not finite, skip the update on all ranks."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor

@@ -3,8 +3,8 @@
 The training thread writes the step and phase; other threads read them. Each update assigns a single tuple, so
 other threads see either the old or the new tuple without a lock.
 
-The watchdog reads stacks in Python while holding the GIL, so the other threads are paused. By contrast,
-faulthandler's C handler reads the stacks of running threads, and crashed about 1 in 250 times in a busy
+The watchdog reads stacks in Python while holding the GIL, so the other threads are paused. faulthandler's C
+handler, by contrast, reads the stacks of running threads, and crashed in about 1 of 250 attempts in a busy
 process. The C handler is therefore installed only for SIGQUIT, as a last resort for ranks that never release
 the GIL.
 """
@@ -129,18 +129,18 @@ class Progress:
 
     @property
     def median_step_s(self) -> float | None:
-        """Return the median duration of recent steps in seconds, or None before the first step has ended."""
+        """Return the median duration of recent steps in seconds, or None if no step is complete."""
         num_steps = self._num_steps
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Return whether this process has completed this phase before; a phase's first run may take long."""
+        """Return whether this process has completed this phase before; the first time may take long."""
         return phase in self._completed
 
 
 POLL_S = 1.0
 EXIT_AFTER_S = 60.0
-"""A hung rank exits by itself after this many seconds if the supervisor has not killed it."""
+"""A hung rank exits after this many seconds unless the supervisor kills it first."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
 """Minimum time limit in seconds for slow phases: saves, and the first run of each phase, which may
 compile."""
@@ -151,8 +151,8 @@ timeout."""
 CONNECT_LIMIT_S = 240.0
 """Time limit of phase `connect` in seconds; `requeue.hang_min_s` can raise the limit."""
 SUSPENDED_S = 10.0
-"""If the time between two checks exceeds this many seconds, the process was suspended, and the gap does not
-count as waiting."""
+"""If the time between two checks exceeds this many seconds, the process is assumed to have been suspended,
+and the gap is not counted as waiting time."""
 NUM_COLLECTIVES = 200
 
 
@@ -186,7 +186,7 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Map each thread except this one to its stack frames, innermost first; starts with the main thread."""
+    """Map each other thread to its stack frames (innermost first), starting with the main thread."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
@@ -215,7 +215,7 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
 
 
 class Watchdog:
-    """Answers `trainkit stacks`, and kills this rank if the rank hangs or misses its deadline.
+    """Answers `trainkit stacks`, and terminates this rank if the rank hangs or misses its deadline.
 
     The watchdog reports a hang in the attempt's folder, and the supervisor then kills all ranks. If the
     supervisor does not kill a hung rank, the rank's watchdog exits with code 70.
@@ -241,7 +241,7 @@ class Watchdog:
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start watching the deadline after a stop signal; unless disabled, also detect hangs."""
+        """Start watching for hangs (unless disabled) and for the deadline after a stop signal."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()

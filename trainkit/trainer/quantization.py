@@ -157,14 +157,14 @@ MIN_ELEMENTS = 4096
 """Minimum number of elements for 8-bit averages: the float32 averages of smaller parameters take little
 memory."""
 MIN_ROW = 64
-"""Minimum row length for 8-bit averages: with shorter rows, the scales would take much memory."""
+"""Minimum row length for 8-bit averages: with shorter rows, the scales would take too much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
 """Smallest representable square, relative to the largest square in its block."""
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Return whether adamw_8bit stores a parameter's averages with 8 bits; does not depend on the layout."""
+    """Return whether adamw_8bit stores a parameter's averages with 8 bits, regardless of the layout."""
     return param.dim() > 1 and param.numel() >= MIN_ELEMENTS and param.shape[1:].numel() >= MIN_ROW
 
 

@@ -1,4 +1,4 @@
-"""Compute random numbers from the place where they are used, without a generator state.
+"""Compute random numbers from where they are used (the layer, the element), without a generator state.
 
 A counter-based generator has no state to save or restore, and yields the same numbers with any number of
 processes. A dropout mask depends on (seed, sample, layer, element). An initial weight depends on (seed,
@@ -33,12 +33,12 @@ def stable_key(*parts: object) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int32 right logically, that is, without sign extension."""
+    """Shift int32 values right logically, that is, without sign extension."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0) -> Tensor:
-    """Hash int32 counters with int32 keys to uniform int32; counters and keys are broadcast."""
+    """Hash int32 counters and keys to uniformly distributed int32; counters and keys are broadcast."""
     x = counter * _STRIDE + key
     x = (x ^ _shift_right(x, 16)) * _MULTIPLY_1
     x = x ^ second_key
@@ -74,7 +74,7 @@ def dropout(
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill a shard of a tensor from N(0, std²), with the same values as that part of the full tensor.
+    """Fill a shard of a tensor from N(0, std²), with the values that the shard has in the full tensor.
 
     `local` is the shard, `name` is the tensor's key including the seed, `shape` is the full tensor's shape,
     and `offset` is the index in each dimension at which the shard starts.

@@ -1,10 +1,10 @@
 """Measure how long each rank computes before it first has to wait for another rank.
 
-Collectives make every rank as slow as the slowest rank, so step durations do not show which rank is slow. By
-contrast, the time from the last collective of a step to the first collective of the next step shows which
-rank is slow. The measured time includes the optimizer update, the wait for data and, unless parameters are
-sharded, the forward pass. At the end of each window of steps, every rank adds its mean times to the step's
-all-reduce, and capabilities on rank 0 receive the times of all ranks.
+Collectives make every rank as slow as the slowest rank, so step durations do not show which rank is slow. The
+time from the last collective of a step to the first collective of the next step shows which rank is slow. The
+measured time includes the optimizer update, the wait for data and, unless parameters are sharded, the forward
+pass. At the end of each window of steps, every rank adds its mean times to the step's all-reduce, and
+capabilities on rank 0 receive the times of all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def typical_times(steps: Sequence[Times]) -> Times:
 
 
 class StepClock:
-    """Measures this rank's times; on a GPU, the times on its stream, without waiting for the device."""
+    """Measures this rank's times; on a GPU, uses events on its stream, without waiting for the device."""
 
     def __init__(self, world: World, layout: Layout) -> None:
         self._world = world

@@ -79,7 +79,7 @@ class Positions:
     dp_size: int
     start: int
     end: int | None
-    """Position after the last sample; None if training stops only after a number of steps."""
+    """Position after the last sample; None if only the number of steps limits training."""
 
     def __iter__(self) -> Iterator[_Request]:
         """Iterate over the requests: `DataLoader` uses this object as its sampler."""
@@ -160,7 +160,7 @@ class ForkedLoader:
         self._loader: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate from the first item again, reusing the workers.
+        """Iterate from the first item, reusing the workers of earlier iterations.
 
         Raises RuntimeError if the workers cannot be started.
         """
@@ -225,7 +225,7 @@ def unchanged(batch: Any) -> Any:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of nested values; of a model's parameters, only the first elements are hashed."""
+    """Return a digest of nested values; for a model, only the first elements of each parameter are hashed."""
     digest = hashlib.sha256()
     if isinstance(value, nn.Module):
         value = {
@@ -277,7 +277,7 @@ class TaskBatches:
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Iterate from the first step again, with the same workers."""
+        """Iterate from the first step, reusing the workers of earlier iterations."""
         assert self._loader is not None
         self._at, self._iterator = self._positions.start, iter(self._loader)
         return self

@@ -181,7 +181,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the current backward pass, for example to wait for gradient reductions.
 
     If torch removes the method, look for the replacement in DDP and FSDP, which use the same method. Until a
-    replacement is found, wait before the optimizer step instead.
+    replacement is found, wait for the reductions right before the optimizer step.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
@@ -200,7 +200,7 @@ If torch removes the function, use `Tensor.copy_`, which launches one kernel per
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """Make the fused kernel divide the gradients by `divisor` in its next step, or do nothing if `skip` is 1.
+    """Make the fused kernel divide the gradients by `divisor` in the next step, or do nothing if `skip` is 1.
 
     The function sets the same optimizer attributes as GradScaler. If torch removes the attributes, divide the
     gradients in a separate pass.
@@ -462,7 +462,7 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "a
 
 
 def collective_kind(op: Any) -> str | None:
-    """Return the collective's kind (``all_gather``, ``reduce_scatter`` or ``all_reduce``), or None otherwise.
+    """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
     If torch renames a collective, the test of the collectives per step fails until the new name is added
     here.
@@ -474,7 +474,7 @@ def collective_kind(op: Any) -> str | None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process one rank of a simulated world, where all collectives return at once.
+    """Make this process one rank of a simulated world, where all collectives return immediately.
 
     If torch removes the fake store, keep a copy of its code in trainkit: no public backend can replace it.
     """
@@ -518,8 +518,8 @@ def shapes_untracked() -> Iterator[None]:
     """Hide DTensor's shape propagation from the memory tracker.
 
     Shape propagation creates fake tensors with the global shape, such as logits over the whole vocabulary,
-    which no rank ever allocates. The tracker would ignore tensors of another fake mode, but a simulated rank
-    has only one fake mode. If torch renames the method, look in `ShardingPropagator` for the method that
+    which no rank ever allocates. The tracker would ignore tensors of a different fake mode, but a simulated
+    rank has only one fake mode. If torch renames the method, look in `ShardingPropagator` for the method that
     enters a fake mode.
     """
     kind: Any = ShardingPropagator

@@ -40,7 +40,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user,
 
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the config's task; raise TaskError if the task cannot be imported or created."""
+    """Create the task that a config specifies; raise TaskError if it cannot be imported or created."""
     if config.uses_transformers:
         module, _, name = TRANSFORMERS_TASK.partition(":")
         task: Task = getattr(import_module(module), name)(config)
@@ -204,7 +204,7 @@ class _Data:
         """Return a digest of the dataset's length and some of its items.
 
         The items are read in a separate process. If the dataset opens a file to read the first item, worker
-        processes forked afterwards would share the file's position.
+        processes forked afterwards would share the file offset.
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())

@@ -102,9 +102,10 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     """Select kernels without benchmarking; with `deterministic`, select only deterministic kernels.
 
-    Two identical runs on GPUs then differ only by rounding, because sums may be computed in a different
-    order. With `deterministic`, identical runs have bit-identical results. Call this function before anything
-    is compiled and before the first collective. Environment variables that are already set keep their values.
+    Without `deterministic`, two identical runs on GPUs may differ by rounding, because sums may be computed
+    in a different order. With `deterministic`, identical runs have bit-identical results. Call this function
+    before anything is compiled and before the first collective. Environment variables that are already set
+    keep their values.
     """
     if plan.device == "cuda":
         # Without this variable, Inductor benchmarks several kernels for large reductions and could choose a
@@ -116,7 +117,9 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     # Do not fill new memory: filling would expose reads of uninitialized memory, but would also write to
     # every buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # required by cuBLAS for determinism
     if plan.world_size > 1:
         # With a ring, NCCL adds values in rank order, and ranks are numbered host by host. NVLS would add
         # values in an arbitrary order.

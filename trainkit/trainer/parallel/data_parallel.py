@@ -30,7 +30,7 @@ from trainkit.trainer.torch_private import after_backward, replicate
 # With tensor parallelism, a block's output is a view of a DTensor. torch's warning about such a view is
 # harmless, because no code modifies the output in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-# Newer torch releases have renamed the collectives that FSDP calls, and warn on each rank about the old
+# Recent torch releases have renamed the collectives that FSDP calls, and warn on each rank about the old
 # names.
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
@@ -38,7 +38,8 @@ warnings.filterwarnings(
 
 T = TypeVar("T")
 MIN_UNIT_BYTES = 25 * 2**20
-"""Minimum size of a sharding unit in bytes; for smaller units, latency costs more than overlap gains."""
+"""Minimum size of a sharding unit in bytes; for smaller units, the added latency outweighs the gain from
+overlapping communication."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
@@ -66,10 +67,10 @@ def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -
 
 
 def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules in the model's `ends` to shard as separate units, without small and tied ones.
+    """Return the modules in the model's `ends` to shard as separate units, excluding small and tied modules.
 
-    With an embedding in its own unit, its parameters need not stay gathered while the blocks compute. With a
-    head in its own unit, its gradient is reduced during the backward pass of the blocks.
+    If an embedding is a unit of its own, its parameters need not stay gathered while the blocks compute. If a
+    head is a unit of its own, its gradient is reduced during the backward pass of the blocks.
     """
     params = [param for modules in model.ends for module in modules for param in module.parameters()]
     if len(params) != len(set(params)):
@@ -85,7 +86,8 @@ def _num_bytes(module: nn.Module) -> int:
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return a policy that computes in `dtype` and reduces gradients in float32.
 
-    The policy casts no inputs, because activations already have this dtype and RoPE tables must stay float32.
+    The policy casts no inputs, because activations already have the compute dtype and RoPE tables must stay
+    float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -105,10 +107,10 @@ def apply_data_parallel(
 ) -> None:
     """Wrap the model in place, so that gradients are averaged over data-parallel ranks.
 
-    The average includes context-parallel ranks, because each has only the gradient for its slice of the
-    sequence. Even a model on a single rank is wrapped, because the wrapper also casts the parameters.
-    `layers` are grouped into sharding units; by default, these are a `Model`'s layers and ends. Modules in
-    `float32` are not cast.
+    The average includes context-parallel ranks, because each of these ranks has only the gradient for its
+    slice of the sequence. Even a model on a single rank is wrapped, because the wrapper also casts the
+    parameters. `layers` are grouped into sharding units; the default is the `layers` and `ends` of a `Model`.
+    Modules in `float32` are not cast.
     """
     policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
     first: list[nn.Module] = []
