@@ -47,7 +47,7 @@ class HFModel(NamedTuple):
 
 
 def find_hf_model(name: str, cwd: Path) -> HFModel:
-    """Find a model by its folder, or by its Hub name among the downloaded models, without downloading it.
+    """Find a model by its folder, or by its Hub name in the local cache; nothing is downloaded.
 
     Raises UsageError if the model is not found or the model's config.json cannot be read.
     """

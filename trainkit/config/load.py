@@ -277,8 +277,7 @@ def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
     """Read a config that `dump_effective` wrote, without any other layers.
 
     Raises ConfigError if the file cannot be read or is not a valid config. Raises UsageError if other users
-    have permission to write the file; to skip this check, pass `executes` as False when the config is only
-    shown.
+    have permission to write the file, unless `executes` is False because the config is only shown.
     """
     entry = as_this_version(read_yaml_file(Path(path), str(path), executes=executes))
     try:

@@ -1,4 +1,4 @@
-"""Reports unknown keys and invalid values, with hints at what the user probably meant."""
+"""Reports unknown keys and invalid values, with hints about what the user probably meant."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ OTHER_KEYS_SAY = {
     "defaults": "extends: [FILE, …] lists the configs to merge before this file",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
-"""Maps keys of other programs that have no single trainkit equivalent to hints."""
+"""Hints for keys of other programs that have no single trainkit equivalent, by key."""
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:

@@ -128,7 +128,7 @@ merging."""
 def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
     """Merge two mappings recursively; scalars and lists of `high` replace the values of `low`.
 
-    `path` is the position of both mappings in the config.
+    `path` is the path of both mappings in the config.
     """
     if not (low.is_mapping and high.is_mapping) or path == WHOLE:
         return high
@@ -215,7 +215,7 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
 def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
     """Parse a YAML value on a single line, such as the list in ``--set a.b=[1, 2]``.
 
-    `path` is the path of the key that the value is for. Raises ValueError with a user-facing message.
+    `path` is the path of the key whose value is parsed. Raises ValueError with a user-facing message.
     """
     try:
         node = yaml.compose(text, Loader=Loader)

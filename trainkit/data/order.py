@@ -7,8 +7,8 @@ memory or communication.
 
 The bijection is a Feistel network over a grid of rows x columns that is slightly larger than the number of
 samples (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each round shifts one coordinate
-by a hash of the other coordinate. Results outside the range of samples are permuted again until they are
-inside it (cycle walking).
+by a hash of the other coordinate. Results outside the range of samples are permuted again until they fall
+within the range (cycle walking).
 
 A mixture assigns each position to one of its sources according to a periodic schedule. Each source in a
 mixture has its own order over the positions assigned to it.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # Runs on this machine do not need cluster information.
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
 MOST_SIZES = 1000
-"""Maximum number of node counts to plan, which takes less than a second."""
+"""Maximum number of node counts to plan; planning all of them takes less than a second."""
 
 
 def plan_nodes(

@@ -1,7 +1,7 @@
 """Estimates the step time of a layout, and how much data its GPUs exchange.
 
-The times are accurate enough to rank layouts, but not to predict the actual step time. None of the functions
-have side effects.
+The times are accurate enough to rank layouts, but not to predict the actual step time. The functions have no
+side effects.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     stream = work.tokens_per_pass * work.itemsize * shape.dim
     # Attention and feed-forward each gather their input and reduce their output, in both the forward and the
     # backward pass. Recomputation gathers the inputs of attention and feed-forward again. Reduced outputs are
-    # saved, so recomputation does not reduce them, except for the attention output with `full`.
+    # saved, so recomputation does not reduce them again, except for the attention output with `full`.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
@@ -94,7 +94,7 @@ def _params(work: StepWork, pp_rank: int) -> RankParams:
 
 EFFICIENCY = 0.6
 """Fraction of a GPU's peak FLOP/s that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to
-43 % overall; single GPUs reach 58 % including overhead."""
+43 % for training as a whole; single GPUs reach 58 %, including overhead."""
 FILL = 128
 """Matrix size at which efficiency is halved, which is about a kernel's tile size."""
 FLOAT32_SHARE = 1 / 16

@@ -1,6 +1,6 @@
 """Describes the work of a training step, and pipeline schedules, for estimating memory and time.
 
-None of the functions have side effects.
+The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The type of device, ``cpu`` or ``cuda``. CPU kernels save more activations than GPU kernels, which a
-    memory tracker on a machine without a GPU counts too."""
+    """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
+    more activations than GPU kernels."""
     document_mask: bool = False
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
@@ -148,7 +148,7 @@ class StepWork:
 
     @property
     def loss_chunks(self) -> int:
-        """Return the number of chunks that the loss of a pass is computed in."""
+        """Return the number of chunks used to compute the loss of a pass."""
         return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
 
     @property
@@ -171,7 +171,7 @@ because each chunk reads and writes the gradient of the head's weight."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Return the number of chunks that the loss of a pass is computed in; 1 means all tokens at once.
+    """Return the number of chunks used to compute the loss of a pass; 1 means all tokens at once.
 
     With several chunks, the logits of a whole pass are never in memory at the same time. The loss is compiled
     for each chunk length, so chunks have equal lengths unless this requires at least twice the minimum number
@@ -189,7 +189,7 @@ MAX_BLOCK = 256
 
 
 def row_blocks(row_size: int) -> tuple[int, int]:
-    """Return the number of elements per chunk of a matrix row, and of blocks per chunk, for adamw_8bit.
+    """Return the numbers of elements and of blocks in each chunk of a matrix row, for adamw_8bit.
 
     Both numbers depend only on the row size, so that checkpoints do not depend on the layout.
     """
@@ -251,7 +251,7 @@ class InFlight(NamedTuple):
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """Return the fraction of a step when a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """Return the idle fraction of a rank's step: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)

@@ -1,4 +1,4 @@
-"""Read and write events.jsonl (events of a run) and metrics.jsonl (its logged steps)."""
+"""Read and write events.jsonl (the events of a run) and metrics.jsonl (the logged steps of a run)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_FINITE = (None, math.inf, -math.inf)
 """Values in metrics.jsonl that represent a non-finite loss. NaN is written as null; Infinity is written as
 1e999, which JSON parsers read as infinity."""
 MAX_WITHOUT = 200
-"""Stop the search for a metric after this many consecutive records without it."""
+"""Stop the search for a metric after this many consecutive records without the metric."""
 MAX_OTHERS = 100 * MAX_WITHOUT
 """Stop the search for a metric after this many events of other kinds, such as saves."""
 FAILED_SAVES = 2
@@ -115,11 +115,11 @@ MAX_EDGES = 100
 
 
 def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """Yield complete lines of `events.jsonl` between two offsets; leave the stream after the last line.
+    """Yield complete lines of `events.jsonl` between two offsets; leave the stream positioned after them.
 
     If the range is larger than `WHOLE_BYTES`, yield only the lines around the start and end of each attempt,
-    and those in the last `LAST_BYTES`. Most omitted lines are events that are logged at every step: reading
-    them would take minutes, and they are rarely needed.
+    and the lines in the last `LAST_BYTES`. Most omitted lines are events that are logged at every step:
+    reading them would take minutes, and they are rarely needed.
     """
     spans = [(begin, end)]
     if end - begin > WHOLE_BYTES:
@@ -256,10 +256,11 @@ def read_metrics(run: RunDir) -> list[dict[str, object]]:
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """Return the step since which all losses of a run are non-finite; None if the newest loss is finite.
+    """Return the step at which a run's losses became non-finite; None if the newest loss is finite.
 
-    If the training losses are finite, checks the validation losses. With `attempt`, also returns None if the
-    newest losses belong to another attempt. Without `attempt`, ignores steps that a later attempt recomputes.
+    If the training losses are finite, the validation losses are checked. With `attempt`, the function also
+    returns None if the newest losses belong to another attempt. Without `attempt`, the function ignores steps
+    that a later attempt recomputes.
     """
     since = _diverged_since(run, attempt)
     if since is None or attempt is not None:
@@ -276,10 +277,10 @@ def _diverged_since(run: RunDir, attempt: int | None, begins: Mapping[int, int] 
 def diverged_in(
     file: str | Path, metric: str, attempt: int | None = None, begins: Mapping[int, int] = {}
 ) -> int | None:
-    """Return the step since which all values of a metric in a file are non-finite; else None.
+    """Return the step at which a metric in a file became non-finite; None if the newest value is finite.
 
-    With `attempt`, also returns None if the newest value belongs to another attempt. `begins` is the result
-    of `first_steps`; it excludes steps that a later attempt recomputes.
+    With `attempt`, the function also returns None if the newest value belongs to another attempt. `begins` is
+    the result of `first_steps`; it excludes steps that a later attempt recomputes.
     """
     since: int | None = None
     num_without = num_others = 0
@@ -302,7 +303,7 @@ def diverged_in(
 
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
-    """Append the step `since` to the reason for a run's state; return None if both arguments are None."""
+    """Append to a run's reason that its loss is non-finite since a step; return None if both are None."""
     if since is None:
         return reason
     said = f"diverged since step {since}"

@@ -105,7 +105,7 @@ class GroupRecord(HasCluster):
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """The path of the group's folder when the group was created. A difference in this path or in `inode`
-    shows that the folder was moved or copied since then."""
+    shows that the folder was moved or copied after the group was created."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
     """Values in sweep.json that are unknown to this trainkit version."""
@@ -166,7 +166,7 @@ class RunGroup(RunFolder):
 
     @property
     def record(self) -> GroupRecord:
-        """Return the content of `sweep.json`; it is cached on first access.
+        """Return the content of `sweep.json`; the content is cached on first access.
 
         Raises UsageError if the file cannot be read or was written by a newer trainkit version.
         """
@@ -174,7 +174,7 @@ class RunGroup(RunFolder):
 
     @property
     def trials(self) -> dict[int, Trial]:
-        """Return the trials by index; raises UsageError for the same reasons as `record`."""
+        """Return the trials by index; raise UsageError for the same reasons as `record`."""
         return self._content[1]
 
     @cached_property
@@ -273,7 +273,7 @@ class RunGroup(RunFolder):
 
     @property
     def unsubmitted(self) -> list[int]:
-        """Return the indices of trials that wait for submission because of Slurm's limit of jobs per user."""
+        """Return the indices of trials that wait for submission because of Slurm's limit on jobs per user."""
         last = self.parts[-1].last if self.parts else -1
         return sorted(index for index in self.trials if index > last)
 

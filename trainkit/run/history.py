@@ -74,7 +74,8 @@ NOT_CURVES = frozenset(
         "other_ranks_s",
     }
 )
-"""Numbers that get no curve, because they identify a record or are shown elsewhere by `trainkit watch`."""
+"""Numbers that are not shown as curves, because they identify a record or are shown elsewhere by `trainkit
+watch`."""
 
 
 @dataclass
@@ -88,14 +89,14 @@ class Attempt:
     """The time when the training loop started."""
     first_step: float | None = None
     ended: float | None = None
-    """The time when the attempt ended; for a running attempt, the time at which the run is evaluated."""
+    """The time when the attempt ended; for a running attempt, the current time."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
     """The last action that the supervisor chose; the supervisor may choose again if an action turns out to be
     impossible."""
     start_step: int = 0
-    """The step from the checkpoint that the attempt resumed from; 0 if it started from scratch."""
+    """The step of the checkpoint that the attempt resumed from; 0 if it started from scratch."""
     kept_step: float = field(default=math.inf, metadata=UNLIMITED)
     """The last step of this attempt that is part of the run's result; a later attempt recomputed all later
     steps."""
@@ -341,7 +342,7 @@ def timestamp(text: object) -> float | None:
 
 
 class OwnedEvents:
-    """Collects events that belong to capabilities, and tracks which are still in effect; see `owner_of`."""
+    """Collects events that belong to capabilities, and tracks which of them are in effect; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []
@@ -437,7 +438,7 @@ class EventHistory:
             del self.val_losses[step]
 
     def _evaluated(self, event: Event) -> None:
-        # The attempt number may change here too, because a COMMAND does not have to log the start of an
+        # The attempt number may also change at this event, because a COMMAND need not log the start of an
         # attempt.
         if event.attempt != self._evaluated_in and event.step is not None:
             self._evaluated_in = event.attempt

@@ -117,7 +117,7 @@ class ProcessId:
 
 
 def boot_id() -> str:
-    """Return the boot id of this machine, which containers on it share; "" if it cannot be read."""
+    """Return the boot id of this machine, which its containers share; "" if it cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -34,7 +34,7 @@ AUTO_RESTART = "restart"
 
 
 def submitit_pickle(run: RunDir, job_id: str) -> Path:
-    """Return the path where submitit looks for the pickle of a job; only jobs of submitit have a pickle."""
+    """Return the path where submitit looks for the pickle of a job; only submitit jobs have one."""
     return run.path / "submitit" / f"{job_id}_submitted.pkl"
 
 
@@ -89,7 +89,7 @@ class AttemptRecord(HasCluster):
     requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """The path of the run folder when this record was written. A difference in this path or in `inode` shows
-    that the folder was moved or copied since then."""
+    that the folder was moved or copied after the record was written."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
     """Values of the attempt that are unknown to this trainkit version."""
@@ -382,7 +382,7 @@ def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
     """Record that the user cancelled the newest attempt, and return its record.
 
-    `now` means that the attempt was cancelled without saving a checkpoint.
+    Set `now` if the attempt was cancelled without saving a checkpoint.
     """
     return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 

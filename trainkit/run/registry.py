@@ -302,7 +302,7 @@ class UnknownRun(UsageError):
 
 
 def _path_hint(path: Path) -> str:
-    """Return a hint for the user with the run that contains a path, or with a run that has a similar name."""
+    """Return a hint that names the run that contains a path, or a run with a similar name."""
     inside = next((one for one in path.parents if RunDir(one).exists() or RunGroup(one).exists()), None)
     if inside is not None:
         return f"did you mean {RunDir(inside).shown}?"
@@ -310,7 +310,7 @@ def _path_hint(path: Path) -> str:
 
 
 def _name_hint(text: str, known: Sequence[str]) -> str:
-    """Return a hint with the run that the user probably meant.
+    """Return a hint that names the run that the user probably meant.
 
     ``sweep_1`` and ``sweep[1]`` are interpreted as trial 1 of the group `sweep`.
     """

@@ -139,7 +139,7 @@ class RunDir(RunFolder):
     lock_file = Child(LOCK_NAME)
     """Locked by a command while it changes the next action of the run."""
     supervisor_lock_file = Child(".supervisor.lock")
-    """Locked by the run's supervisor for as long as it runs."""
+    """Locked by the run's supervisor as long as the supervisor is running."""
 
     _held: int | None = None
     _inode = 0
@@ -153,7 +153,7 @@ class RunDir(RunFolder):
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:
-        """Keep the folder open, so that `follow` can find it after a move; raise OSError if that fails."""
+        """Keep the folder open, so that `follow` can find it after a move; raise OSError on failure."""
         if self._held is not None:
             return
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -262,13 +262,13 @@ class AttemptDir:
     profile_dir = Child("profile")
     done_file = Child("done")
     """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means that
-    the COMMAND has finished if this file exists, or that it was interrupted otherwise."""
+    the COMMAND has finished if this file exists; otherwise, the COMMAND was interrupted."""
     rendezvous_file = Child("rendezvous.json")
     """The address where the ranks on several hosts connect; empty until the first task has published it."""
     store_file = Child("store")
     """The file for torch's `FileStore`, through which the ranks on a single machine connect."""
     script_file = Child("submit.sbatch")
-    """The batch script that this attempt was submitted with."""
+    """The batch script used to submit this attempt."""
     end_file = Child("end.json")
     """Describes how the attempt ended; missing while the attempt is running, or if its supervisor was
     killed."""
@@ -383,7 +383,8 @@ def refuse_missing(run: RunDir) -> None:
 def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
     """Acquire the supervisor lock of the run until this process exits; raise RunLocked if it stays locked.
 
-    Two supervisors would corrupt the run. job.json cannot prevent this, because it may be lost or edited.
+    Two supervisors would corrupt the run. A check of job.json cannot prevent a second supervisor, because the
+    file may be lost or edited.
     """
     try:
         acquire_lock(run.supervisor_lock_file, timeout_s)  # The lock is released when this process exits.
