@@ -298,7 +298,7 @@ def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator[bytes]:
-    """Yield the lines after the stream's position; lines longer than `longest` bytes are split into chunks."""
+    """Yield the lines after the stream's position; those over `longest` bytes are split into chunks."""
     return iter(partial(stream.readline, longest), b"")
 
 
