@@ -51,7 +51,7 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
 
 
 def _is_own(key: str) -> bool:
-    """Return whether a mapping under this key can only occur in a trainkit config."""
+    """Return whether a mapping under this key can occur only in a trainkit config."""
     is_section = key in sections() and key not in _OF_LIGHTNING
     return is_section or key == FREE_MAPPING or is_installed_section(key)
 

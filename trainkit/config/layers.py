@@ -311,7 +311,7 @@ class Layers:
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # In the name of a variable, the parts after the section and the key are the name of an entry in a
+            # In a variable name, the parts after the section and the key are the name of an entry in a
             # mapping such as launch.env. The name of the entry is case-sensitive.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:

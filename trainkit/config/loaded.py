@@ -116,7 +116,7 @@ def _depends(key: str, cause: str) -> bool:
 
 
 class InvalidConfig(ConfigError):
-    """An error with a config's problems and its valid part, which can still be checked."""
+    """An error that contains a config's problems, and the config's valid part, which can still be checked."""
 
     def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
         super().__init__(list(problems))

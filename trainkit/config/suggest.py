@@ -213,7 +213,7 @@ def times(text: str) -> Iterator[str]:
 
 
 def _time_range(text: str) -> tuple[str, str] | None:
-    """Return the two ends of a time range in order, or None if the text is not a time range."""
+    """Return the two bounds of a time range in order, or None if the text is not a time range."""
     found = _TIMES.fullmatch(text.strip().strip(_QUOTES).lower())
     if found is None:
         return None
@@ -228,7 +228,7 @@ def _time_range(text: str) -> tuple[str, str] | None:
 
 
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
-    """Return a hint about how to write the value of a key after the given value was rejected."""
+    """Return a hint about how to write a key's value, given the value that was rejected."""
     value = found.plain()
     # The values of a mapping such as launch.env may contain a literal ${…}.
     is_text_allowed = isinstance(value, dict) and path != WHOLE

@@ -57,7 +57,7 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
 
 
 class Schedule:
-    """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
+    """Assigns positions to sources in proportion to integer weights, with the sum of the weights as period.
 
     The first n positions include n x weight / sum samples of each source, rounded up or down, for every n. In
     any window of n positions, the number of samples of a source differs from n x weight / sum by less than

@@ -82,7 +82,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """Return a sort key that prefers the requested global batch, then close ones, then large device sizes."""
+    """Return a sort key: first the requested global batch, then close sizes, then large device batches."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:

@@ -16,7 +16,7 @@ class Interpreter:
     """The Python interpreter that agents and ranks use."""
 
     argv: tuple[str, ...]
-    """First arguments of a rank's command line, valid inside the container if the run uses one."""
+    """The first arguments of a rank's command line, valid inside the container if the run uses one."""
     host_argv: tuple[str, ...]
     """The first arguments of the supervisor's command line; the supervisor runs outside any container."""
     options: tuple[str, ...] = ("-u",)
@@ -36,8 +36,8 @@ class Environment:
 
     interpreter: Interpreter
     problems: tuple[KeyProblem, ...] = ()
-    """Problems with the interpreter, its packages, the container or the webhook that would make the job
-    fail."""
+    """Problems that would make the job fail: with the interpreter, its packages, the container or the
+    webhook."""
     torch: TorchBuild | None = None
     """The torch build that the trainer would import; None if unknown."""
     torch_key: str = "device"
@@ -52,7 +52,8 @@ class Facts:
     """The machine on which the trainkit command is executed."""
     target: Target = LOCAL
     data: DataFacts | None = None
-    """Known properties of the data; None if no built-in model is trained, so there is nothing to check."""
+    """Known properties of the data; None if there is nothing to check, because no built-in model is
+    trained."""
     missing: tuple[KeyProblem, ...] = ()
     """Problems with config keys that refer to files or runs that do not exist."""
     environment: Environment | None = None

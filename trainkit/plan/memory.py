@@ -37,8 +37,8 @@ from trainkit.plan.step_work import (
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
 """Number of copies of a block's activations in memory if weight gradients are deferred and activations are
-recomputed, because torch recomputes them for each weight gradient and frees no copy. Measured values range
-from 5.5 to 6.4."""
+recomputed. For each weight gradient, torch recomputes the activations, and frees no copy. Measured values
+range from 5.5 to 6.4."""
 
 
 class RankParams(NamedTuple):
@@ -65,7 +65,7 @@ class RankParams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
-    """Return the parameter counts of one rank; the first stage has the embedding, the last one the head."""
+    """Return the parameter counts of one rank; the first stage has the embedding, and the last the head."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
     block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
@@ -202,7 +202,7 @@ def memory_of(work: StepWork) -> Memory:
 
 
 def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """Return a sentence about GPU memory use, and a problem if the run definitely does not fit.
+    """Return a sentence about GPU memory use, and a problem if the run certainly does not fit in memory.
 
     If several GPU variants share a name, the variant with the most memory is assumed.
     """
@@ -330,7 +330,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
 
 
 def _head_bytes(work: StepWork) -> int:
-    """Return the bytes per pass that the final norm and the head's input take."""
+    """Return the bytes per pass that the final norm and the head's input occupy."""
     return work.tokens_per_pass * (_norm_bytes(work) + work.itemsize * work.shape.dim)
 
 

@@ -83,7 +83,7 @@ SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "norm_eps"
 
 
 def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
-    """Return a sentence if the vocabulary sizes of the preset and the tokenizer differ, else None."""
+    """Return a note if the preset's and the tokenizer's vocabulary sizes differ, else None."""
     preset = PRESETS[model.preset].vocab_size
     padded = _padded(tokenizer_vocab_size)
     if model.vocab_size is not None or preset is None or preset == padded:

@@ -91,7 +91,7 @@ def _given(plan: LaunchPlan) -> list[object]:
 def _joined(
     first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], cluster: Cluster
 ) -> LaunchPlan:
-    """Return the first plan with the values that differ for the other node counts."""
+    """Return the first plan, extended with the values that differ for other node counts."""
     sizes = spans([plan.num_nodes for plan in reversed(plans)])
     note = f"{sizes}: as many nodes as Slurm can allocate{_not_possible(refused)}"
     if len(plans) == 1:

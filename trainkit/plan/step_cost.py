@@ -40,7 +40,7 @@ class Flow:
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """Return how many of the process group's ranks are on one node and share its links to other nodes."""
+        """Return how many of the process group's ranks are on one node and share its external links."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 

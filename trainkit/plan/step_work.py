@@ -210,7 +210,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """Return the work of a config on a layout; `batch` determines the number of microbatches."""
+    """Return the work of a step with the given config and layout; `batch` sets the number of microbatches."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
@@ -301,7 +301,7 @@ def worst_in_flight(
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:
         # With few microbatches, a rank finishes all its forward passes before the first of its two stages has
-        # weight gradients.
+        # accumulated weight gradients.
         settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
         summed = stages if num_microbatches >= settled else 1
         if schedule == "interleaved_zero_bubble":

@@ -207,7 +207,7 @@ def read_end(attempt: AttemptDir) -> AttemptEnd | None:
 
 
 def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
-    """Return the parsed end.json of the newest attempt in a run folder; None while it is running."""
+    """Return the parsed end.json of the newest attempt in a run folder; None while the attempt is running."""
     # Open the file by its path, because some copy tools replace the link `latest` with a copy of the folder.
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 

@@ -46,7 +46,7 @@ class Entry(Record):
 
     @property
     def attempt(self) -> int | None:
-        """Return the attempt number; None if a COMMAND wrote the line without one."""
+        """Return the attempt number; None if a COMMAND wrote the line without a number."""
         return self.count("attempt")
 
 
@@ -143,7 +143,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
-    """Return the offset of the last `LAST_BYTES`, ignoring lines that are too long for a record."""
+    """Return the offset of the last `LAST_BYTES` bytes, ignoring lines that are too long for a record."""
     start, num_bytes = end, 0
     for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
         start -= len(line)
@@ -317,7 +317,8 @@ BEGINNINGS = ("training", "resumed", "first_step")
 def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
     """Return the first step that each attempt computes, by attempt number, as found in `BEGINNINGS` events.
 
-    A COMMAND logs none of these events, so the first step of its newest attempt is read from metrics.jsonl.
+    A COMMAND logs none of the `BEGINNINGS` events, so the first step of its newest attempt is read from
+    metrics.jsonl.
     """
     found: dict[int, int] = {}
     for event in events:

@@ -424,7 +424,7 @@ LARGEST = sys.float_info.max
 
 
 def _is_finite(value: object) -> bool:
-    """Return whether a value fits in a finite float; False also for a very large integer."""
+    """Return False for NaN, infinity and an integer too large for a float; True for any other value."""
     return type(value) not in (int, float) or abs(cast(float, value)) <= LARGEST
 
 
@@ -600,7 +600,7 @@ _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value for JSON: dataclasses and records become objects, and times become ISO 8601 texts.
+    """Convert a value for JSON: dataclasses and records become objects, and times become ISO 8601 strings.
 
     Respects the field metadata `LEFT_OUT`, `OPTIONAL`, `INLINE` and `UNLIMITED`. Also writes the unknown or
     damaged values in the field `more`, unless another field has the same name.

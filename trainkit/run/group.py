@@ -137,7 +137,7 @@ class RunGroup(RunFolder):
     process_log = Child("logs/group.log")
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
-        """Return the log path of an array task; in the index ``%a``, Slurm inserts the task id.
+        """Return the log path of an array task; if the index is ``%a``, Slurm inserts the task id.
 
         `offset` is the `Chunk.offset` of the task's array.
         """

@@ -55,7 +55,7 @@ SAMPLED_BYTES = 2 * 2**20
 bytes, only `MAX_POINTS` evenly spaced lines and the newest lines are read."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
 MAX_CURVES = 40
-"""Maximum number of metrics that have a curve; the metrics that occur first in the file are used. All other
+"""Maximum number of metrics that have a curve; the metrics that occur first in the file are used. Any further
 metrics are ignored, except for the metrics in `CURVES`."""
 NOT_CURVES = frozenset(
     {
@@ -369,7 +369,7 @@ class OwnedEvents:
 class EventHistory:
     """Summarizes the events of a run, and reads new events incrementally.
 
-    If the file is large, reads only the lines that `event_lines` yields.
+    If events.jsonl is large, reads only the lines that `event_lines` yields.
     """
 
     def __init__(self, path: Path) -> None:

@@ -287,7 +287,7 @@ def obsolete(
 
 
 def point_best_at(checkpoint: Checkpoint) -> None:
-    """Point the link `best` to a checkpoint."""
+    """Point the symlink `best` at a checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")
     staged.unlink(missing_ok=True)
@@ -296,7 +296,7 @@ def point_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """Return the step of the checkpoint that the link `best` points to, or None if there is no link."""
+    """Return the step of the checkpoint that the symlink `best` points to, or None if there is no symlink."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None

@@ -1,4 +1,4 @@
-"""Choose folders for temporary and compiled files such that no other user can plant files there.
+"""Choose folders for temporary and compiled files so that no other user can plant files there.
 
 torch and other libraries execute or unpickle files with predictable names below ``$TMPDIR``:
 ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard

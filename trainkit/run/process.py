@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm and users send to stop processes. If a process is killed by one of these signals, the
-host is not considered faulty."""
+"""Signals that Slurm and users send to stop processes. If one of `ENDING_SIGNALS` kills a process, the host
+is not considered faulty."""
 
 
 class ProcessStat(NamedTuple):

@@ -180,7 +180,7 @@ class JobRecord:
     """The code copy; None if the run uses the original files."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
-    """The job ids of the chained jobs, in the order that they continue the run."""
+    """The job ids of the chained jobs, in execution order."""
     more: dict[str, object] = field(default_factory=dict)
     """Values in job.json that are unknown to this trainkit version."""
 
@@ -192,7 +192,7 @@ class JobRecord:
     def waiting(self) -> list[str]:
         """Return the chained jobs that have not started an attempt, in the format of `AttemptRecord.job`.
 
-        All chained jobs run on the cluster of the newest attempt. Some of these jobs may no longer be in the
+        All chained jobs run on the cluster of the newest attempt. Some chained jobs may no longer be in the
         queue.
         """
         if self.newest is None or not self.follow_ups:
@@ -471,7 +471,7 @@ def copied_folder(run: RunDir) -> Path:
 
 
 def _snapshot(run: RunDir) -> tuple[str, CodeCopy | None]:
-    """Return the working directory at submission, and the run's code snapshot or None.
+    """Return the working directory at submission, and the run's code snapshot (None if there is none).
 
     Raises ValueError if job.json is damaged, because the ranks could otherwise execute the wrong code.
     """

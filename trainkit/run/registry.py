@@ -5,7 +5,7 @@ accept the name of any run. A run in a group can also be specified as `GROUP/IND
 such as `123_4`. A job id may include the cluster, as in `123;east`.
 
 Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that commands find the run
-from any working directory. Runs in ./runs are found even if they are not listed in this file.
+from any working directory. Runs in ./runs are found even if they are not listed in runs.jsonl.
 """
 
 from __future__ import annotations

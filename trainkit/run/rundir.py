@@ -251,8 +251,8 @@ class AttemptDir:
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
     batch_host_log = Child("logs/batch-host.log")
-    """The log of the host that runs the batch script. This log is separate from the supervisor's
-    log, where the task numbers in srun's messages are ranks."""
+    """The log of the host that runs the batch script. This log is separate from the supervisor's log, where
+    the task numbers in srun's messages denote ranks."""
     errors_dir = Child("errors")
     hangs_dir = Child("hangs")
     """A folder for stack traces, created by the first rank that hangs."""
@@ -325,7 +325,7 @@ class AttemptDir:
             raise
 
     def make_latest(self) -> None:
-        """Point the symlink ``attempts/latest`` to this attempt."""
+        """Point the symlink ``attempts/latest`` at this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
         staged.unlink(missing_ok=True)  # A killed command may have left this temporary link behind.
@@ -371,7 +371,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
 def refuse_missing(run: RunDir) -> None:
     """Raise UsageError if the run folder no longer exists.
 
-    Without this check, a start could write to another folder that now has the same path.
+    Without this check, starting the run could write to another folder that now has the same path.
     """
     if not run.exists():
         raise UsageError(

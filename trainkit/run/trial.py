@@ -180,7 +180,7 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
 
 def _text(key: str, value: object) -> str:
     try:
-        name = getattr(value, "__qualname__", None)  # Functions and classes have this attribute.
+        name = getattr(value, "__qualname__", None)  # Functions and classes have `__qualname__`.
     except Exception:  # The user's object may raise any exception.
         name = None
     return _masked(key, _ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))

@@ -1,4 +1,4 @@
-"""Run one worker process of a run: ``python -m trainkit.trainer RUN_DIR``."""
+"""Run one worker process of a training run: ``python -m trainkit.trainer RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main() -> None:
         code = record_failure(attempt, rank_info, error, progress.current)
     watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:
-        sys.exit(code)  # torch is missing or broken, so the next import would fail too
+        sys.exit(code)  # torch is missing or broken, so importing `distributed` would fail too
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)

@@ -1,6 +1,6 @@
-"""Build the model of a task, transforming it for training in the only order that works for every layout.
+"""Build the model of a task, applying all transformations in the only order that works for every layout.
 
-The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
+The order is: pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
 data parallelism. Parameters are allocated and initialized last, so that no rank allocates more than its own
 shard.
 """

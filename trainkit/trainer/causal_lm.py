@@ -149,7 +149,7 @@ class BatchSource:
         ]
 
     def _positions(self, starts: IntArray) -> IntArray:
-        """Return the positions of the samples that this rank reads, int64 [steps, microbatches, B]."""
+        """Return the positions of the samples that this rank reads, as int64 [steps, microbatches, B]."""
         micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
         offsets = micro[:, None] * self.batch.device_batch_size
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
@@ -163,7 +163,7 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over a source's batches for each step from `position`, prefetched by `num_workers` threads.
+    """Iterates over the steps of a source from `position`; `num_workers` threads prefetch the batches.
 
     Threads suffice, because copying tokens from a memory map releases the GIL. Worker processes would have to
     be forked, and cleaned up after a crash. Small steps are read in groups to reduce the overhead.

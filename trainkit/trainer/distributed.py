@@ -1,11 +1,11 @@
 """Set up a rank's device, process groups and device mesh, after a startup barrier for all ranks.
 
 torch's rendezvous blocks in C++ until the last rank has arrived. While torch's rendezvous blocks, missing
-ranks cannot be reported, and a rank that gets a stop signal either hangs or makes the others hang. Therefore,
-each rank first registers in the rendezvous store for trainkit's own barrier, and then polls the key
-`verdict`, which tells all ranks how to proceed. The last rank to arrive sets `verdict` to "go", a rank with a
-stop signal sets it to "stop", and after the timeout, rank 0 sets it to the list of missing ranks. If several
-ranks set `verdict`, the first value is used.
+ranks cannot be reported, and a rank that receives a stop signal either hangs or makes other ranks hang.
+Therefore, each rank first registers in the rendezvous store for trainkit's own barrier, and then polls the
+key `verdict`, which tells all ranks how to proceed. The last rank to arrive sets `verdict` to "go", a rank
+with a stop signal sets it to "stop", and after the timeout, rank 0 sets it to the list of missing ranks. If
+several ranks set `verdict`, the first value is used.
 
 All ranks poll the same server, so the polling interval grows with the number of ranks. The store's blocking
 wait would need only one request, but a stop signal cannot interrupt that wait.
@@ -479,7 +479,7 @@ def startup_barrier(
 
 
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
-    """Raise FatalError if a lower rank on this node has registered with the same GPU."""
+    """Raise FatalError if a lower-numbered rank on this node has registered with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
             raise FatalError(

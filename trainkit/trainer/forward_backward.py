@@ -212,7 +212,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # a parameter's `requires_grad` is True even under `no_grad`
+                weight = weight.detach()  # A parameter's `requires_grad` is True even under `no_grad`.
             # Without the scale, fp16 gradients would underflow. In other dtypes, scaling would only add
             # rounding errors.
             early = scale if x.dtype == torch.float16 else None

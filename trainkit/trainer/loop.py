@@ -332,7 +332,7 @@ class Trainer:
     def _apply_gradient(
         self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
     ) -> StepReport:
-        """Clip and apply an optimizer turn's gradient; if not finite, skip the update on all ranks."""
+        """Clip and apply an optimizer turn's gradient; if it is not finite, skip the update on all ranks."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -562,7 +562,7 @@ class Trainer:
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:
-        """Save the current step if necessary; return 0, or 75 if training stops early for a `reason`.
+        """Save the current state if necessary; return 0, or 75 if training stops early for a `reason`.
 
         Raises DivergedError if training is complete but no step has changed the weights. Raises
         CheckpointError if the save fails, because exit codes 0 and 75 both guarantee a saved state.

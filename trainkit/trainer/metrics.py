@@ -364,7 +364,7 @@ class LocalGradient:
 
     @torch.no_grad()
     def add(self, grads: Sequence[Tensor]) -> None:
-        """Add gradients that are about to be reduced to the checksum."""
+        """Update the checksum with gradients that are about to be reduced."""
         if self.is_due:
             self._sums += [
                 grad.detach().view(_WORDS[grad.element_size()]).sum(dtype=torch.int64) for grad in grads
@@ -392,11 +392,11 @@ class RankRecords:
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
         self._last_norms: dict[int, float] = {}
-        """Maps the number of an optimizer turn (0 without turns) to the gradient norm in its newest
+        """Maps the number of an optimizer turn (0 without turns) to the gradient norm in its latest
         record."""
 
     def begin_step(self, *, is_due: bool) -> None:
-        """Begin a step; `is_due` says whether the step will be recorded."""
+        """Begin a step; `is_due` specifies whether the step will be recorded."""
         self.values, self._local_gradient.is_due = [], is_due
 
     def keep_loss(self, sums: Tensor) -> None:

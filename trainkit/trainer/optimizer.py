@@ -331,7 +331,7 @@ def _update(
 
 
 def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
-    """Yield matching views of a shard and other tensors, each up to `PIECE_ELEMENTS` elements or one row."""
+    """Yield matching views of all tensors, with up to `PIECE_ELEMENTS` elements, or one row, per view."""
     if shard.numel() <= PIECE_ELEMENTS:
         yield shard, *others
         return

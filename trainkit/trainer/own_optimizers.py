@@ -354,7 +354,7 @@ class OwnOptimizers(ShardedOptimizer):
             self._load_values(name, decode(value.initial, tensors), decode(value.values, tensors))
 
     def _load_values(self, name: str, initial: object, values: object) -> None:
-        """Load an optimizer's values from a checkpoint, except those the user has changed in the task."""
+        """Load an optimizer's settings and scheduler state, except settings that the user has changed."""
         optimizer, changed = self._optimizers[name], list[str]()
         merged = cast(Any, _merged("", self._initial[name], initial, values, changed))
         for group, found in zip(optimizer.param_groups, merged["groups"], strict=True):

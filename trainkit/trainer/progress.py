@@ -134,7 +134,7 @@ class Progress:
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Return whether this process has completed this phase before; the first time may take long."""
+        """Return whether this process has completed this phase before; the first time may be slower."""
         return phase in self._completed
 
 
@@ -142,7 +142,7 @@ POLL_S = 1.0
 EXIT_AFTER_S = 60.0
 """A hung rank exits after this many seconds unless the supervisor kills it first."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
-"""Minimum time limit in seconds for slow phases: saves, and the first run of each phase, which may
+"""Minimum time limit in seconds for slow phases: saves, and the first execution of each phase, which may
 compile."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
@@ -186,7 +186,7 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Map each other thread to its stack frames (innermost first), starting with the main thread."""
+    """Return the stack frames (innermost first) of all other threads; the main thread comes first."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
@@ -227,7 +227,7 @@ class Watchdog:
         self._attempt, self._rank_info = attempt, rank_info
         self._progress, self._stop = progress, stop
         self._file = attempt.rank_stacks(rank_info.rank)
-        """File for the stacks of this rank."""
+        """File for the stack traces of this rank."""
         self._checked_s = self._resumed_s = time.monotonic()
 
     def listen(self) -> None:
@@ -271,7 +271,7 @@ class Watchdog:
                 log.error(f"cannot answer the request for stacks ({error})")
 
     def _reply(self) -> None:
-        """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
+        """Answer the stack requests in the attempt's folder, in the format of `job.failure.stacks`."""
         rank = self._rank_info.rank
         for request in sorted((self._file.parent / "requests").glob("*.json")):
             reply = request.with_suffix("") / f"rank-{rank:04d}.json"
@@ -285,8 +285,8 @@ class Watchdog:
     def _watch_deadline(self, plan: LaunchPlan) -> None:
         """Exit with code 70 if the rank is still running shortly before the end of the grace period.
 
-        Before exiting, the stacks of all threads are written to the stacks file. A checkpoint that is still
-        being written is not published.
+        Before the rank exits, the stacks of all threads are written to the stacks file. A checkpoint that is
+        still being written when the rank exits is not published.
         """
         allowed_s = max(0.0, plan.grace_s - min(10.0, 0.2 * plan.grace_s))
         self._stop.received.wait()
@@ -328,8 +328,8 @@ class Watchdog:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < policy.hang_min_s / 2:
             return None
-        # If one rank hangs, the supervisor kills all ranks, so ranks with a longer limit report their state
-        # now.
+        # If one rank hangs, the supervisor kills all ranks, so ranks with a longer time limit report their
+        # state now.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:

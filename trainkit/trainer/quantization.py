@@ -32,7 +32,8 @@ SCALE_BLOCK = 256
 
 
 def _bitsandbytes() -> Any:
-    # Silence bitsandbytes' warning that a kernel is missing, because only inference uses the kernel.
+    # Silence bitsandbytes' warning that a kernel is missing, because the missing kernel is used only for
+    # inference.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
@@ -64,7 +65,7 @@ class NF4Linear(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the weight's numbers of rows and columns."""
+        """Return the number of rows and columns of the weight."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
@@ -171,7 +172,7 @@ def is_quantized(param: Tensor) -> bool:
 def code_values(*, is_signed: bool) -> Tensor:
     """Return the values of the 256 codes, relative to a scale, as float32 [256] in ascending order up to 1.
 
-    The values span seven decades; each decade has twice as many values as the next lower decade.
+    The values span seven decades; each decade has twice as many values as the decade below.
     """
     values = [0.0 if is_signed else SMALLEST_SQUARE, 1.0]
     for decade in range(DECADES):

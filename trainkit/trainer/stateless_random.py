@@ -4,7 +4,7 @@ A counter-based generator has no state to save or restore, and yields the same n
 processes. A dropout mask depends on (seed, sample, layer, element). An initial weight depends on (seed,
 parameter name, element), so each rank can fill its own shard, and all layouts start with identical weights.
 
-The hash is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a second key
+The hash is the finalizer of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a second key
 mixed in half-way. The hash is not cryptographically secure.
 """
 
@@ -22,7 +22,7 @@ _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
-"""Maximum number of elements per chunk; the counters of a chunk take several times the memory of its
+"""Maximum number of elements per chunk; the counters of a chunk take up several times as much memory as its
 elements."""
 
 

@@ -40,7 +40,7 @@ def is_reported(step: int, world: World) -> bool:
 
 
 def typical_times(steps: Sequence[Times]) -> Times:
-    """Return the mean times of the steps, excluding the longest step, which may be due to page faults."""
+    """Return the mean times of the steps, excluding the longest step, which may include page faults."""
     if len(steps) < 2:
         return steps[0] if steps else (0.0, 0.0)
     longest = max(steps, key=sum)

@@ -125,7 +125,7 @@ class ReportReadback:
         num_times: int = 0,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """`num_times` is the number of times in `totals`; `own` contains this rank's 0-dim float64 values."""
+        """`totals` contains `num_times` time values; `own` contains this rank's 0-dim float64 values."""
         self._world, self._metric_names, self._num_times = world, metric_names, num_times
         self._num_own = len(own)
         self.own: tuple[float, ...] = ()

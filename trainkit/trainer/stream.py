@@ -121,12 +121,12 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.samples = 0
-        """Number of samples read so far in this epoch."""
+        """Number of samples read so far in the current epoch."""
         self._is_restored = False
         """True if reading started in the middle of an epoch."""
 
     def next(self, position: int) -> Any:
-        """Read the training sample at a position; the position seeds the random generators.
+        """Read the training sample at a position; the position seeds the random number generators.
 
         Raises TaskError if the stream cannot be used for training, and RuntimeError for any other error in
         the user's code.

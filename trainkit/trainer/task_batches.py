@@ -1,8 +1,8 @@
 """Build the batches of a user's task, whose samples are read by the worker processes of a `DataLoader`.
 
 As in `causal_lm.py`, the samples of a step depend only on the position at which the step starts. An item's
-position is the only seed for random generators, so a run that resumes with any number of processes reads the
-same batches.
+position is the only seed for random number generators, so a run that resumes with any number of processes
+reads the same batches.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def seed_generators(seed: int) -> None:
 class ForkedLoader:
     """A DataLoader with forked workers; if a worker hangs during its fork, all workers are forked again.
 
-    Before Python 3.12, another thread (such as a Gloo thread that finishes a collective) can hold a lock
+    Before Python 3.12, another thread (such as a gloo thread that finishes a collective) can hold a lock
     during the fork. The forked process then waits forever for the lock (python/cpython#112275).
 
     Workers are forked nevertheless, because samples then need not be pickled and exist only once in memory.

@@ -1,8 +1,8 @@
 """Wrap every private torch API that trainkit uses.
 
 The docstring of each wrapper states the purpose of the API and what to do if torch removes it. A test checks
-that no other file of trainkit names a private API. Slow imports, such as those for pipelines and the memory
-tracker, are inside the functions that need them.
+that no other file of trainkit refers to a private API. Slow imports, such as those for pipelines and the
+memory tracker, are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainkit.formats import JsonObject
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
-except ImportError:  # torch 2.11 and 2.12 name this class differently
+except ImportError:  # torch 2.11 and 2.12 use a different name for this class
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 Tensors = Sequence[Tensor]
@@ -58,8 +58,8 @@ ATTENTION_OPS = frozenset(
 )
 """Attention operations; selective checkpointing saves their results instead of recomputing them.
 
-If torch renames an operation, look up its new name in a profile. If this set lacks the current name,
-attention is recomputed in the backward pass, which is slow.
+If torch renames an operation, look up its new name in a profile. If this set lacks the operation's current
+name, attention is recomputed in the backward pass, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
@@ -88,8 +88,9 @@ def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal flash attention, with the last query aligned to the last key.
 
-    Context parallelism needs this alignment; `F.scaled_dot_product_attention` aligns the first query to the
-    first key. If torch removes the operation, use `torch.nn.attention.bias.causal_lower_right`.
+    Context parallelism needs the last query aligned to the last key, but `F.scaled_dot_product_attention`
+    aligns the first query to the first key. If torch removes the operation, use
+    `torch.nn.attention.bias.causal_lower_right`.
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
@@ -156,10 +157,10 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
     """Return an optimizer state's local shard as a DTensor sharded like `whole`, to save in a checkpoint.
 
-    The DTensor has as many rows as `whole`. The number of columns may differ from `whole`, but must be evenly
-    divisible among the ranks. `DTensor.from_local` is not used, because it would copy an offloaded tensor to
-    the mesh's device. If torch changes the constructor, use `from_local`, and a CPU mesh for offloaded
-    tensors.
+    The DTensor has as many rows as `whole`. The DTensor and `whole` may have different numbers of columns,
+    but both numbers must be evenly divisible among the ranks. `DTensor.from_local` is not used, because it
+    would copy an offloaded tensor to the mesh's device. If torch changes the constructor, use `from_local`,
+    and a CPU mesh for offloaded tensors.
     """
     spec = whole._spec
     if shard.shape[1:] != whole.to_local().shape[1:]:
@@ -311,7 +312,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
 def connect_stage(stage: Any) -> None:
     """Make a CPU pipeline stage connect to its neighbours lazily, when it first sends to them.
 
-    In torch 2.11, each stage sends to its neighbours before the first step. With gloo, this fails if a
+    In torch 2.11, each stage sends to its neighbours before the first step. With gloo, such a send fails if a
     neighbouring stage is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is
     no longer supported.
     """
@@ -336,9 +337,9 @@ class ModuleStyle(ParallelStyle):
 def flight_record(device_type: str, count: int) -> JsonObject | None:
     """Return this rank's newest `count` collectives and all unfinished ones, for a hang report.
 
-    The result also contains the newest collective of each group, and the member ranks of each group, which
-    gloo does not record. Returns None if torch does not record collectives. If torch removes the functions,
-    return None, because there is no other source; hang reports then contain only stacks.
+    The result also contains each group's newest collective and each group's member ranks, because gloo does
+    not record the members. Returns None if torch does not record collectives. If torch removes the functions,
+    return None: there is no other source, and hang reports then contain only stacks.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.distributed_c10d import _world
@@ -484,7 +485,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
 
 
 class _NoModuleTracker(nullcontext[None]):
-    """Replaces the module tracker inside torch's memory tracker, which installs hooks on modules.
+    """Replaces the module tracker, which installs hooks on modules, inside torch's memory tracker.
 
     The hooks allow only one forward pass per step, and fail if a pipeline schedule splits a backward pass in
     two.

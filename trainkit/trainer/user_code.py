@@ -1,4 +1,4 @@
-"""Import a user's task class, and report why a task cannot be trained, with file and line."""
+"""Import a user's task class, and report, with file and line, why a task cannot be trained."""
 
 from __future__ import annotations
 

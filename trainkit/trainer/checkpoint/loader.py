@@ -47,11 +47,11 @@ RETRY_S = 1.0
 
 
 def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Manifest] | None:
-    """Return the newest intact published checkpoint and its manifest, or None if none was ever published.
+    """Return the newest intact published checkpoint and its manifest, or None if there never was one.
 
-    Rank 0 proposes a checkpoint, and each rank verifies a part of its files. If any rank finds damage, the
-    checkpoint is considered damaged. A damaged checkpoint is logged and renamed, and the next older
-    checkpoint is tried.
+    Rank 0 proposes a checkpoint, and each rank verifies some of the checkpoint's files. If any rank finds
+    damage, the checkpoint is considered damaged. A damaged checkpoint is logged and renamed, and the next
+    older checkpoint is tried.
 
     Raises CheckpointError if a checkpoint is temporarily unreadable or was written by a newer trainkit
     version, and if all checkpoints are missing or damaged. The error's exit code is 78 if a newer trainkit
@@ -189,7 +189,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return descriptions of other damage, of a hash mismatch in this rank's share, and of a read error.
+    """Return descriptions of non-hash damage, of a hash mismatch in this rank's share, and of a read error.
 
     Each description is "" if there is no such problem.
     """
@@ -326,7 +326,7 @@ def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[st
 def _problem(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool = False
 ) -> str:
-    """Return why tensors do not match the checkpoint, or ""; `is_part` permits other tensors in it."""
+    """Describe how tensors and checkpoint differ, or return ""; `is_part` permits extra saved tensors."""
     wrong = [
         f"{name} {saved[name]} -> {own[name]}" for name in own if saved.get(name, own[name]) != own[name]
     ]

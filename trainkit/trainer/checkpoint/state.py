@@ -67,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Put replaced buffers back, with their new values; then copy rank 0's values to all ranks."""
+        """Restore the original buffer objects, with new values, and copy rank 0's values to all ranks."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:

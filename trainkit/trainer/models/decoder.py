@@ -279,7 +279,7 @@ class Decoder(Model):
         return rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def make_site_keys(self) -> Tensor:
-        """Return an int32 key [1 + 2 x layers] for each place in the model that applies dropout.
+        """Return int32 keys [1 + 2 x layers], one for each place in the model that applies dropout.
 
         The keys are tensor elements, because torch.compile would specialize each block on Python integers.
         """

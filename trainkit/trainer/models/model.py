@@ -107,7 +107,7 @@ class Model(nn.Module):
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules before and after the `layers`; large modules are sharded as separate units.
 
-        Modules in neither list are sharded together with the root module.
+        Modules that are in neither of the returned lists are sharded together with the root module.
         """
         return [], []
 
@@ -167,7 +167,7 @@ class Weight:
     is_read: bool = False
     """True if `BuiltModel.read_weight` reads the parameter's initial value from files."""
     is_reread: bool = False
-    """True if the parameter has the same initial value at every start."""
+    """True if the parameter has the same initial value at every start of the run."""
     is_changed: bool = False
     """True if code other than the optimizer may change the parameter."""
 

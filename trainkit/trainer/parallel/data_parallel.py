@@ -173,8 +173,8 @@ def gradient_switch(
     """Return a callable that enables or disables gradient reduction; without FSDP, install `HostReduction`.
 
     `masters` maps every parameter to its float32 master weight if the model computes in another dtype.
-    `local_gradient` receives this rank's gradients, except gradients that `replicate` reduces. A single
-    process with CPU offloading moves its gradients to the host after every microbatch.
+    `local_gradient` receives this rank's gradients, except gradients that `replicate` reduces. With CPU
+    offloading, a single process moves its gradients to the host after every microbatch.
     """
     if world.mesh is None:
         return lambda enabled: None
@@ -292,7 +292,7 @@ class HostReduction:
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # This rank has no gradient for some of these parameters, but other ranks may have one.
+            # This rank has no gradient for some parameters in this bucket, but other ranks may have one.
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
