@@ -24,8 +24,8 @@ class Flow:
     """The data that one GPU sends in one optimizer step for one kind of communication."""
 
     kind: Kind
-    """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients over shards,
-    and ``reduce`` the all-reduce of gradients over replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
+    """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients across shards,
+    and ``reduce`` the all-reduce of gradients across replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
     activations and their gradients."""
     num_bytes: int
     calls: int
@@ -51,7 +51,7 @@ def traffic(work: StepWork) -> list[Flow]:
 
 
 def _weights(work: StepWork) -> Iterator[Flow]:
-    """Yield the all-gathers of parameters, and the gradient reductions over shards and over replicas.
+    """Yield the all-gathers of parameters, and the gradient reductions across shards and across replicas.
 
     Parameters are gathered, and gradients reduced, once per pass or, in a pipeline, once per step. ZeRO-3
     gathers parameters for the forward pass and again for the backward pass, but the head only once. ZeRO-2
@@ -161,7 +161,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
         # All-gathers overlap with a whole pass, reduce-scatters with the backward pass, and the all-reduce
-        # over replicas only with the last backward pass.
+        # across replicas only with the last backward pass.
         passes, passes_s = work.passes_per_step, compute_s + recompute_s
         backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
         exposed["dp"] = _exposed(seconds["gather"], passes_s)

@@ -47,7 +47,7 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
 
 
 def stage_layers(num_layers: int, stages: int) -> list[range]:
-    """Split layers over stages as evenly as possible.
+    """Split layers across stages as evenly as possible.
 
     The middle stages get the remaining layers, because the first stage also has the embedding and the last
     stage the head.
@@ -153,7 +153,7 @@ class StepWork:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the total number of tokens per optimizer step over all ranks."""
+        """Return the total number of tokens per optimizer step across all ranks."""
         return self.samples_per_step * self.seq_len
 
     @property

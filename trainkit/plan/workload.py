@@ -153,7 +153,7 @@ class Workload:
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
 
     def uses(self, key: str) -> bool:
-        """Return whether a config key affects the workload itself, apart from the options of its launcher."""
+        """Return whether a config key affects the workload, ignoring keys that a capability passes to it."""
         if not self.is_command:
             return True
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"

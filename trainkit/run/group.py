@@ -130,8 +130,8 @@ class RunGroup(RunFolder):
     code_dir = Child("code")
     """The code snapshot of the group; the runs have symlinks to this folder."""
     logs_dir = Child("logs")
-    """The logs of the array tasks. Each log contains all output of a run's first attempt, and the run's
-    folder has a symlink to it."""
+    """The logs of the array tasks. Each log contains all output of a run's first attempt, whose
+    `supervisor.log` is a symlink to the log."""
     supervisor_lock_file = Child(".supervisor.lock")
     """A file that is locked by the process that starts the runs on this machine; unused on Slurm."""
     process_log = Child("logs/group.log")

@@ -260,7 +260,7 @@ def _idle_s(attempt: Attempt, following: Attempt) -> float:
 
 
 def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
-    """Return the hours that the ranks' resources were allocated, summed over all ranks; None if unknown.
+    """Return the hours that the ranks' resources were allocated, summed across all ranks; None if unknown.
 
     `world_size` is used for attempts that did not record their number of ranks; the number may differ between
     attempts.

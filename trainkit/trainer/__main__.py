@@ -125,7 +125,7 @@ def record_failure(
 def exit_code_of(error: BaseException, current: CurrentPhase) -> int:
     """Return the exit code for an error: 78 if a restart would fail too, as when a module is missing."""
     if isinstance(error, UsageError):
-        # A disk error may be temporary, so a restart may succeed.
+        # An I/O error may be temporary, so a restart may succeed.
         return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART
     if isinstance(error, TrainkitError):
         return error.exit_code

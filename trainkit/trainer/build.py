@@ -106,7 +106,7 @@ def recompute_and_compile(
     """Replace each block's forward method with a checkpointed and, if `compiled`, compiled version.
 
     The mode `full` recomputes the whole block. The mode `selective` saves the outputs of attention, of every
-    second matmul and of reductions over tensor-parallel ranks, and recomputes everything else. Parameter
+    second matmul and of reductions across tensor-parallel ranks, and recomputes everything else. Parameter
     names do not change. In trainkit's models, dropout depends only on the sample, so recomputation draws the
     same mask. Modules that use torch's global random number generators need `preserve_rng_state`.
     """

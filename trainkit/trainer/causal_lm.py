@@ -90,7 +90,7 @@ class StepBatch:
     num_tokens: int | None
     """Number of valid labels on this rank; None for a user's task, whose loss returns its divisor instead."""
     num_samples: int
-    """Number of valid samples, summed over all ranks."""
+    """Number of valid samples, summed across all ranks."""
     stream: StreamState | None = None
     """Position in a user's data stream after the step; set only on rank 0."""
 

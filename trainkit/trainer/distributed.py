@@ -326,7 +326,7 @@ def broadcast_from_main(value: T, world: World) -> T:
 
 
 def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather the values of all ranks and return them on all ranks; tuples become lists, because JSON is sent.
+    """Gather the values of all ranks on all ranks; tuples become lists, because values are sent as JSON.
 
     `group` must use the gloo backend; the default is the checkpoint group. Raises TrainkitError if a process
     outside this attempt sent one of the values.

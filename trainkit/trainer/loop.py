@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
-        """Return the validation loss and metrics over all ranks, or None if any rank got a stop signal."""
+        """Return the validation loss and metrics across all ranks, or None if any rank got a stop signal."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
@@ -287,7 +287,7 @@ class Trainer:
     def _compute_gradient(self, batch: Any, turn: str, data_wait_s: float) -> tuple[Tensor, Tensor]:
         """Compute the gradient of one optimizer turn (see `Task.turns`), divided by the loss's nominal count.
 
-        Returns the values of `pack_report` summed over all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
+        Returns the values of `pack_report` summed across all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
         and the gradient's sum of squares, a 0-dim float64 tensor. At the end of a step window, the summed
         values also contain the times of each rank.
         """

@@ -83,7 +83,7 @@ class StepClock:
             self._past.append((self._data_s, self._marks))
 
     def report(self) -> torch.Tensor:
-        """Return this rank's times since the last report, float64 [ranks x 2], to be summed over the ranks.
+        """Return this rank's times since the last report, float64 [ranks x 2], to be summed across the ranks.
 
         The entries for other ranks are 0; if no step was completed since the last report, all entries are 0.
         """

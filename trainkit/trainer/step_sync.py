@@ -65,7 +65,7 @@ def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
-    """Sum a tensor over all ranks in place."""
+    """Sum a tensor across all ranks in place."""
     if world.distributed:
         dist.all_reduce(values)
     return values

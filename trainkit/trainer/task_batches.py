@@ -86,7 +86,7 @@ class Positions:
         return self.requests(self.start)
 
     def num_samples(self, start: int) -> int:
-        """Return the total number of samples, over all ranks, in the step that begins at `start`."""
+        """Return the total number of samples, across all ranks, in the step that begins at `start`."""
         stop = start + self.batch.global_batch_size
         return (stop if self.end is None else min(stop, self.end)) - start
 

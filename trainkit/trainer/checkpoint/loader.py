@@ -93,7 +93,7 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """Return the published checkpoints, oldest first, after waiting for a checkpoint that is not visible yet.
+    """Return the published checkpoints, oldest first, after waiting for the newest one to become visible.
 
     On a network filesystem, a host may see a stale listing of a folder for a while. Without waiting, the run
     could resume from an older checkpoint and later publish a step that already exists.

@@ -105,7 +105,7 @@ def apply_data_parallel(
     zero: int = 3,
     offload: bool = False,
 ) -> None:
-    """Wrap the model in place, so that gradients are averaged over data-parallel ranks.
+    """Wrap the model in place, so that gradients are averaged across data-parallel ranks.
 
     The average includes context-parallel ranks, because each of these ranks has only the gradient for its
     slice of the sequence. Even a model on a single rank is wrapped, because the wrapper also casts the
