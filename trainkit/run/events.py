@@ -372,7 +372,7 @@ def best_result(run: RunDir) -> Best | None:
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
-    """Return the best result of a run; None if the run has diverged.
+    """Return the lowest validation loss of a run, or else its newest training loss; None if it has neither.
 
     `events` must include all ``evaluated`` events.
     """

@@ -220,7 +220,7 @@ class RunGroup(RunFolder):
 
     @property
     def original(self) -> RunGroup | None:
-        """Return the original group if this folder is a copy; None if this folder is the original.
+        """Return the original group if this folder is a copy of an existing group; otherwise None.
 
         The job ids in the sweep.json of a copy belong to the original group.
         """

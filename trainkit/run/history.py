@@ -114,7 +114,7 @@ class Attempt:
     is_paused: bool = field(default=False, metadata=LEFT_OUT)
     """True if the ranks are suspended by Ctrl-Z."""
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
-    """The resources that an attempt on this machine waits for before it starts."""
+    """What an attempt on this machine waits for before it starts; None if it does not wait."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
     """The time when the newest checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)

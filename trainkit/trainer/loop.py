@@ -161,7 +161,7 @@ class Trainer:
         compiled = config.parallel.compile is True or by_default
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
-            self.compile_cache.load()  # load the compile cache before the first collective
+            self.compile_cache.load()  # the other ranks wait in the first collective
         own = make_own_optimizers(task, self.built.weights, layout)
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled

@@ -93,7 +93,7 @@ class ShardedOptimizer(ABC):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """Return the gradient's sum of squares, or this rank's share unless `has_whole_gradient` is set."""
+        """Return the gradient's sum of squares, or only this rank's share unless `has_whole_gradient`."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [

@@ -91,7 +91,7 @@ class Positions:
         return (stop if self.end is None else min(stop, self.end)) - start
 
     def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the microbatches of all steps, starting with the step at `start`."""
+        """Yield the positions of this rank's microbatches in all steps, starting with the step at `start`."""
         size = self.batch.device_batch_size
         while self.end is None or start < self.end:
             stop = start + self.num_samples(start)
