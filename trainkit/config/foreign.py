@@ -61,7 +61,7 @@ def _present(file: Entry, keys: tuple[str, ...]) -> list[str]:
 
 
 def _keys_of_lightning(file: Entry) -> list[str]:
-    """Return the keys in the file that indicate that LightningCLI wrote it."""
+    """Return the keys that indicate that the file is a LightningCLI config."""
     commands = [key for key in _present(file, _COMMANDS_OF_LIGHTNING) if file.value[key].is_mapping]
     trainer = file.find(("trainer",))
     # A `trainer` section whose keys are all valid in `train` is a misspelt `train` section of a trainkit

@@ -105,7 +105,7 @@ class Edit(NamedTuple):
         return self.appends or self.removes or any(map(str.isdecimal, self.path[len(self.key) :]))
 
     def apply(self, tree: Entry) -> Entry:
-        """Return the tree with the edited value; raise ConfigError if the key or list item does not exist."""
+        """Return the tree with the edited value; raise ConfigError if the edit cannot be applied."""
         name = ".".join(self.key)
         if not schema.is_known(self.key):
             raise ConfigError([unknown_problem(self.key, Entry(None, self.origin))])

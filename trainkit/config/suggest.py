@@ -38,7 +38,7 @@ WORDS = {
     **dict.fromkeys(("never", "none", "nil"), "null"),
     **dict.fromkeys(("pytorch", "torch", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
 }
-"""Maps values that other programs accept, in lower case, to the equivalent trainkit values."""
+"""Maps other spellings of values, in lower case, to the values that trainkit accepts."""
 _QUOTES = "\"'`“”„‘’‚«»"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")

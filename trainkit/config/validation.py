@@ -43,8 +43,8 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 MAY_BE_SECRET = ("launch.env.", "launch.setup")
 """Prefixes of keys whose values are omitted from error messages, because the values may be secrets and the
-messages are logged. Origins are omitted too, because a flag's origin contains the value as the user typed
-it."""
+messages are logged. The values are also omitted from the origins of problems, because a flag's origin is the
+text that the user typed."""
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:

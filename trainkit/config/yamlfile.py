@@ -90,7 +90,7 @@ class Entry:
     typed: str = ""
     """A scalar's text as the user typed it, such as 007 for the number 7."""
     is_replaced: bool = False
-    """True if `overlay` replaced an earlier value with the value in this entry."""
+    """True if `overlay` set the value to null because the other key in `LENGTHS` is set."""
 
     @property
     def is_mapping(self) -> bool:
@@ -183,8 +183,8 @@ def _entries(value: Any, origin: str) -> Entry:
 def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
     """Read a YAML file that contains a mapping; `shown` is the file name used in origins.
 
-    Raises ConfigError that lists all syntax errors. If `executes` is True, raises UsageError under the same
-    conditions as `open_trusted`, because a run will execute the file's contents.
+    Raises ConfigError if the file cannot be read or is not a valid mapping. If `executes` is True, raises
+    UsageError under the same conditions as `open_trusted`, because a run will execute the file's contents.
     """
     text = _read_text(path, shown, executes)
     try:

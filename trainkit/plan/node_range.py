@@ -84,7 +84,7 @@ def plan_nodes(
 
 
 def _given(plan: LaunchPlan) -> list[object]:
-    """Return the batch sizes and learning rate that are passed to the command."""
+    """Return the values passed to the command that must be equal for every number of nodes."""
     return [load(name).size_independent(plan) for name in plan.parts]
 
 

@@ -37,7 +37,7 @@ MAX_LISTED = 20
 
 
 def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
-    """Convert a value in another tool's syntax to comma-separated values; return None for unknown syntax."""
+    """Return a value in another tool's syntax as comma-separated values; None for any other value."""
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:
