@@ -91,7 +91,7 @@ class Edit(NamedTuple):
 
     @property
     def removes(self) -> bool:
-        """Return whether the edit removes a mapping entry: its value is null, which the mapping rejects."""
+        """Return whether the edit removes a mapping entry by setting it to null, which is no valid value."""
         if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
             return False
         field = schema.field_schema(self.key)

@@ -157,7 +157,7 @@ def _length_note(tree: Entry) -> str:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """Merge the values from the config.json of `model.hf` into the tree, and return the model's problems.
+    """Merge the values from the config.json of `model.hf` into the tree; return the tree and any problems.
 
     Values from config.json replace values from shipped configs, whose origins start with `shipped`.
     """

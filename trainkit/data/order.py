@@ -62,8 +62,8 @@ class Schedule:
     The first n positions include n x weight / sum samples of each source, rounded up or down, for every n. In
     any window of n positions, the number of samples of a source differs from n x weight / sum by less than
     two. The schedule solves the chairman assignment problem (Tijdeman, 1980) with earliest-deadline-first
-    scheduling. Sample j of a source (from 1) can be placed from the first n at which n x weight / sum exceeds
-    j - 1, and must be placed by the first n at which n x weight / sum reaches j.
+    scheduling. Sample j of a source (counted from 1) can be placed from the first n at which n x weight / sum
+    exceeds j - 1, and must be placed by the first n at which n x weight / sum reaches j.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:

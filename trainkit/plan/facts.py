@@ -36,8 +36,8 @@ class Environment:
 
     interpreter: Interpreter
     problems: tuple[KeyProblem, ...] = ()
-    """Problems that would make the job fail: with the interpreter, its packages, the container or the
-    webhook."""
+    """Problems with the interpreter, its packages, the container or the webhook that would make the job
+    fail."""
     torch: TorchBuild | None = None
     """The torch build that the trainer would import; None if unknown."""
     torch_key: str = "device"

@@ -166,7 +166,7 @@ class StepWork:
 
 
 MAX_CHUNK_LOGITS = 2**28
-"""Maximum number of logits per chunk; this many take 1 GiB in float32. Smaller chunks would be slower,
+"""Maximum number of logits per chunk, equivalent to 1 GiB in float32. Smaller chunks would be slower,
 because each chunk reads and writes the gradient of the head's weight."""
 
 

@@ -159,9 +159,9 @@ class CodeCopy:
     """Folders in the copy that are added to PYTHONPATH, so that modules are imported from the copy instead of
     the source."""
     notes: list[str] = field(default_factory=list)
-    """Notes about the copy for the user."""
+    """Notes about the copy, shown to the user."""
     workdir: str = ""
-    """The working directory in the copy."""
+    """The run's working directory in the copy."""
     has_repository: bool | None = None
     """True if the copy contains a Git repository; None if an older trainkit version made the copy."""
     more: dict[str, object] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class JobRecord:
     backend: str | None = None
     name: str = ""
     cwd: str | None = None
-    """The working directory at submission."""
+    """The working directory when the run was submitted."""
     code: CodeCopy | None = None
     """The code copy; None if the run uses the original files."""
     attempts: list[AttemptRecord] = field(default_factory=list)

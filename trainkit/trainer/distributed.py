@@ -113,7 +113,10 @@ class World:
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether this rank reports its sample count; of ranks that share samples, only one does."""
+        """Return whether this rank reports its sample count.
+
+        If several ranks process the same samples, only one of them reports the count.
+        """
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
@@ -361,7 +364,7 @@ def unseal(nonce: str, sealed: bytes) -> bytes:
 
 
 def _digest_of(nonce: str, value: bytes) -> bytes:
-    # Use a key other than the one for digests in the rendezvous store, because anyone can read the store.
+    # Digests in the rendezvous store use a different key, because anyone can read the store.
     return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 

@@ -285,7 +285,7 @@ class Metrics:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
         # Expand `values` twice: the first expansion puts the trainer's keys first, and the second restores
-        # its values if a capability uses the same name.
+        # the trainer's values if a capability uses the same name.
         self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))

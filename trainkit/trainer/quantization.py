@@ -226,7 +226,7 @@ class QuantizedAverage:
         ]
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Return views of the codes and scales that have one row for each part of a row; see `of_parts`."""
+        """Return views of the codes and scales where each part of a row is a separate row."""
         return self.codes.view(-1, self.part), self.scales.view(-1, self.num_blocks)
 
     @classmethod

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 _STRIDE = -1640531527  # 0x9E3779B9 as int32; multiplying by this odd number spreads adjacent counters apart
-_MULTIPLY_1 = -2048144789  # 0x85EBCA6B
-_MULTIPLY_2 = -1028477387  # 0xC2B2AE35
+_MULTIPLY_1 = -2048144789  # 0x85EBCA6B as int32, from MurmurHash3
+_MULTIPLY_2 = -1028477387  # 0xC2B2AE35 as int32, from MurmurHash3
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
 """Maximum number of elements per chunk; the counters of a chunk take up several times as much memory as its

@@ -218,7 +218,7 @@ class Cursor:
 
     @contextmanager
     def _errors(self, failed: str) -> Iterator[None]:
-        """Convert any error in the stream to a RuntimeError with file and line, which permits a restart."""
+        """Convert any error in the stream to a RuntimeError with file and line, so the run can restart."""
         try:
             yield
         except TrainkitError:

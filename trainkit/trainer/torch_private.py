@@ -45,7 +45,7 @@ except ImportError:  # torch 2.11 and 2.12 use a different name for this class
 
 Tensors = Sequence[Tensor]
 
-# Attention
+# Private APIs for attention
 
 ATTENTION_OPS = frozenset(
     {
@@ -128,7 +128,7 @@ def cudnn_attention_gradients(
     return found
 
 
-# Data
+# Private APIs for data loading
 
 
 def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
@@ -139,7 +139,7 @@ def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
     return [*getattr(items, "_workers", ())]
 
 
-# Parameters, gradients and the optimizer
+# Private APIs for parameters, gradients and the optimizer
 
 
 def shard_offset(param: DTensor) -> Sequence[int]:
@@ -223,7 +223,7 @@ def any_length(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Communication
+# Private APIs for communication
 
 
 def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -367,7 +367,7 @@ def flight_record(device_type: str, count: int) -> JsonObject | None:
     return {**record, "entries": sorted(kept, key=lambda entry: int(entry["time_created_ns"]))}
 
 
-# Checkpoints
+# Private APIs for checkpoints
 
 PICKLED_IN_METADATA = frozenset(
     {
@@ -404,7 +404,7 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     return stager
 
 
-# GPU memory
+# Private APIs for GPU memory
 
 
 def fix_segments() -> None:
@@ -444,7 +444,7 @@ def dump_memory_history(file: str) -> None:
     torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
 
-# Simulating one rank: tensors have no values, and collectives have no other ranks
+# Private APIs for simulating one rank: tensors have no values, and collectives return immediately
 
 FakeTensors = FakeTensorMode
 """Mode for tensors that have shapes but no values.

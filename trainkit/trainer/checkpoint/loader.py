@@ -189,9 +189,9 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return descriptions of non-hash damage, of a hash mismatch in this rank's share, and of a read error.
+    """Return damage to the manifest or file sizes, hash mismatches in this rank's share, and a read error.
 
-    Each description is "" if there is no such problem.
+    Each result is a description, or "" if there is no such problem.
     """
     try:
         plain = plain_damage(candidate)

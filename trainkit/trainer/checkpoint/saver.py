@@ -165,7 +165,7 @@ class CheckpointSaver:
 
     @property
     def is_staging(self) -> bool:
-        """Return whether a save may still be copying the state; all ranks return the same before a step."""
+        """Return whether a save may still copy the state; before a step, all ranks return the same value."""
         return self._staging is not None
 
     def wait_until_staged(self) -> None:

@@ -144,8 +144,8 @@ def apply_data_parallel(
         shard(module, mp_policy=whole)
     for unit in [first, *units] if first else units:
         shard(unit)
-    # Keep the head's and the root's parameters gathered, because the backward pass needs them right after the
-    # forward pass.
+    # Keep the parameters of the head and of the root module gathered, because the backward pass needs them
+    # right after the forward pass.
     if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
