@@ -51,7 +51,7 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
 
 
 def _is_own(key: str) -> bool:
-    """Return whether a mapping under this key can only occur in a trainkit config."""
+    """Return whether a mapping under this key can occur only in a trainkit config."""
     is_section = key in sections() and key not in _OF_LIGHTNING
     return is_section or key == FREE_MAPPING or is_installed_section(key)
 
@@ -61,7 +61,7 @@ def _present(file: Entry, keys: tuple[str, ...]) -> list[str]:
 
 
 def _keys_of_lightning(file: Entry) -> list[str]:
-    """Return the keys in the file that indicate that LightningCLI wrote it."""
+    """Return the keys that indicate that the file is a LightningCLI config."""
     commands = [key for key in _present(file, _COMMANDS_OF_LIGHTNING) if file.value[key].is_mapping]
     trainer = file.find(("trainer",))
     # A `trainer` section whose keys are all valid in `train` is a misspelt `train` section of a trainkit

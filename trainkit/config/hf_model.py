@@ -35,7 +35,7 @@ class HFModel(NamedTuple):
     architecture: str
     """``llama`` if trainkit's decoder supports the model, else ``transformers``."""
     values: JsonObject
-    """Maps keys of the `model` section to their values in config.json."""
+    """Maps keys of the `model` section to values from config.json; only `vocab_size` for ``transformers``."""
     reason: str
     """Why trainkit's decoder does not support the model; empty if it does."""
 
@@ -47,9 +47,9 @@ class HFModel(NamedTuple):
 
 
 def find_hf_model(name: str, cwd: Path) -> HFModel:
-    """Find a model by its folder, or by its Hub name among the downloaded models, without downloading it.
+    """Find a model by its folder, or by its Hub name in the local cache; nothing is downloaded.
 
-    Raises UsageError if the model is not found or the model's config.json cannot be read.
+    Raises UsageError if the model is not found, its config.json cannot be read, or its weights are quantized.
     """
     folder = _find_folder(name, cwd)
     file = folder / CONFIG_NAME

@@ -91,7 +91,7 @@ class Edit(NamedTuple):
 
     @property
     def removes(self) -> bool:
-        """Return whether the edit removes a mapping entry: it is null, which the mapping does not allow."""
+        """Return whether the edit removes a mapping entry by setting it to null, which is no valid value."""
         if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
             return False
         field = schema.field_schema(self.key)
@@ -105,7 +105,7 @@ class Edit(NamedTuple):
         return self.appends or self.removes or any(map(str.isdecimal, self.path[len(self.key) :]))
 
     def apply(self, tree: Entry) -> Entry:
-        """Return the tree with the edited value; raise ConfigError if the key or list item does not exist."""
+        """Return the tree with the edited value; raise ConfigError if the edit cannot be applied."""
         name = ".".join(self.key)
         if not schema.is_known(self.key):
             raise ConfigError([unknown_problem(self.key, Entry(None, self.origin))])
@@ -311,7 +311,7 @@ class Layers:
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # In the name of a variable, the parts after the section and the key are the name of an entry in a
+            # In a variable name, the parts after the section and the key are the name of an entry in a
             # mapping such as launch.env. The name of the entry is case-sensitive.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:

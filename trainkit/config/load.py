@@ -35,7 +35,7 @@ PATHS = {
     ("data", "cache_dir"): None,
     ("model", "init_from"): None,
 }
-"""Maps each key that takes a path to the one value that is not a path (such as ``stdlib``), or to None."""
+"""Maps each path-valued key to its only value that is not a path (such as ``stdlib``), or to None."""
 
 
 def load_config(
@@ -157,7 +157,7 @@ def _length_note(tree: Entry) -> str:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """Merge the values from the config.json of `model.hf` into the tree, and return the model's problems.
+    """Merge the values from the config.json of `model.hf` into the tree; return the tree and any problems.
 
     Values from config.json replace values from shipped configs, whose origins start with `shipped`.
     """
@@ -225,7 +225,7 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Make data and weights paths absolute; raise ConfigError if two keys of a mapping are the same path."""
+    """Make data and weights paths absolute; raise ConfigError if two mapping keys become the same path."""
     task = tree.find(("task",))
     own = TASKS.get(str(task.value)) if task is not None else None
     of_task = {} if own is None else {("task_args", key): name for key, name in own.paths.items()}
@@ -277,8 +277,7 @@ def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
     """Read a config that `dump_effective` wrote, without any other layers.
 
     Raises ConfigError if the file cannot be read or is not a valid config. Raises UsageError if other users
-    have permission to write the file; to skip this check, pass `executes` as False when the config is only
-    shown.
+    have permission to write the file, unless `executes` is False because the config is only shown.
     """
     entry = as_this_version(read_yaml_file(Path(path), str(path), executes=executes))
     try:
@@ -312,7 +311,7 @@ Values = dict[str, tuple[Any, str]]
 
 
 def quiet_keys(config: RunConfig) -> dict[str, str]:
-    """Map each capability key set to null in unattended runs to the reason from `Capability.quiet`."""
+    """Return the capability keys set to null in unattended runs, with reasons from `Capability.quiet`."""
     return {key: why for name in capabilities_of(config) for key, why in load(name).quiet.items()}
 
 
@@ -352,7 +351,7 @@ def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[Loa
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:
-    """Return a copy of the config with `values`, a mapping of dotted keys to new values, applied.
+    """Return a copy of the config with `values` (a mapping of dotted keys to new values) applied.
 
     `origin` is recorded as the source of each new value. Raises ConfigError that lists every value that is
     invalid or contradicts another value.

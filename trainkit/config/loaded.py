@@ -22,7 +22,8 @@ class LoadedConfig:
     """Maps each dotted key to the origin of its value: ``file:line``, a flag, a variable's name or
     ``default``."""
     adjustable: frozenset[str] = frozenset()
-    """Keys set in a file that a plan may still change, because the file was not written for this run."""
+    """Keys that a plan may still change although a file sets them, because the file was not written for this
+    run."""
     length_note: str = ""
     """States whether train.steps replaced train.epochs as the length of the run, or vice versa; empty if
     neither replaced the other.
@@ -45,7 +46,7 @@ class LoadedConfig:
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems with the origin of each key's value added."""
+        """Return the problems, each with the origin of its key's value added."""
         return [self.problem(item.key, item.message, item.hint) for item in problems]
 
     def require_decoder(
@@ -115,7 +116,7 @@ def _depends(key: str, cause: str) -> bool:
 
 
 class InvalidConfig(ConfigError):
-    """An error with a config's problems and its valid part, which can still be checked."""
+    """An error that contains a config's problems, and the config's valid part, which can still be checked."""
 
     def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
         super().__init__(list(problems))
@@ -128,7 +129,7 @@ class InvalidConfig(ConfigError):
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return an error with `problems` added, except those that wrong values in `causes` may cause."""
+        """Return an error with `problems` added, except for any that wrong values in `causes` may cause."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 

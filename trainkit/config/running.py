@@ -327,7 +327,8 @@ class RequeueConfig(Section):
 
 
 WEBHOOK_VARIABLE = "TRAINKIT_WEBHOOK_URL"
-"""The variable name that `notify.webhook` defaults to; despite the variable's prefix, it sets no config key.
+"""Default of `notify.webhook`: the name of an environment variable. Despite its prefix, the variable sets no
+config key.
 """
 
 

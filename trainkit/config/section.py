@@ -32,9 +32,9 @@ class Section(BaseModel):
     def model_rebuild(cls, **options: Any) -> bool | None:
         """Build the model with pydantic's plugins disabled.
 
-        To find plugins, pydantic reads the metadata of every installed package, which takes a tenth of the
-        time of a dry run. Plugin discovery can be disabled only with an environment variable. The variable is
-        set only while the model is built, so that the job does not inherit it.
+        To find plugins, pydantic reads the metadata of every installed package, which would account for a
+        tenth of the time of a dry run. Plugin discovery can be disabled only with an environment variable.
+        The variable is set only while the model is built, so that the job does not inherit it.
         """
         before = os.environ.get(DISABLE_PLUGINS)
         os.environ[DISABLE_PLUGINS] = "__all__"

@@ -1,4 +1,4 @@
-"""Reports unknown keys and invalid values, with hints at what the user probably meant."""
+"""Reports unknown keys and invalid values, with hints about what the user probably meant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = {
     **dict.fromkeys(("never", "none", "nil"), "null"),
     **dict.fromkeys(("pytorch", "torch", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
 }
-"""Maps values that other programs accept, in lower case, to the equivalent trainkit values."""
+"""Maps other spellings of values, in lower case, to the values that trainkit accepts."""
 _QUOTES = "\"'`“”„‘’‚«»"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
@@ -104,7 +104,7 @@ OTHER_KEYS_SAY = {
     "defaults": "extends: [FILE, …] lists the configs to merge before this file",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
-"""Maps keys of other programs that have no single trainkit equivalent to hints."""
+"""Hints for keys of other programs that have no single trainkit equivalent, by key."""
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -213,7 +213,7 @@ def times(text: str) -> Iterator[str]:
 
 
 def _time_range(text: str) -> tuple[str, str] | None:
-    """Return the two ends of a time range in order, or None if the text is not a time range."""
+    """Return the two bounds of a time range in order, or None if the text is not a time range."""
     found = _TIMES.fullmatch(text.strip().strip(_QUOTES).lower())
     if found is None:
         return None
@@ -228,7 +228,7 @@ def _time_range(text: str) -> tuple[str, str] | None:
 
 
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
-    """Return a hint about how to write the value of a key after the given value was rejected."""
+    """Return a hint about how to write a key's value, given the value that was rejected."""
     value = found.plain()
     # The values of a mapping such as launch.env may contain a literal ${…}.
     is_text_allowed = isinstance(value, dict) and path != WHOLE

@@ -1,4 +1,4 @@
-"""Defines the config sections for the computation: the model, the data, the optimizer and so on."""
+"""Defines the config sections for the computation: model, data, training, optimizer, schedule, precision."""
 
 from typing import Annotated, Literal
 

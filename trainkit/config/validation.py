@@ -43,8 +43,8 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 MAY_BE_SECRET = ("launch.env.", "launch.setup")
 """Prefixes of keys whose values are omitted from error messages, because the values may be secrets and the
-messages are logged. Origins are omitted too, because a flag's origin contains the value as the user typed
-it."""
+messages are logged. The values are also omitted from the origins of problems, because a flag's origin is the
+text that the user typed."""
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -241,7 +241,7 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 _NOT_GROUPS = ("time", "attempt", "source")
-"""Keys in metrics.jsonl records that capture groups of `logging.pattern` must not overwrite."""
+"""Keys of metrics.jsonl records; the capture groups of `logging.pattern` must not overwrite these keys."""
 
 
 def _pattern(config: RunConfig) -> Iterator[KeyProblem]:
@@ -289,7 +289,7 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for each parallel degree that is set but only supported by a trainkit `Model`."""
+    """Yield a problem for each parallel degree that is set but supported only by a trainkit `Model`."""
     does = {"pp": "be split into pipeline stages", "cp": "split a sequence over ranks"}
     for key, what in {} if config.has_decoder else does.items():
         degree = getattr(config.parallel, key)

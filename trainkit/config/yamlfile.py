@@ -90,7 +90,7 @@ class Entry:
     typed: str = ""
     """A scalar's text as the user typed it, such as 007 for the number 7."""
     is_replaced: bool = False
-    """True if `overlay` replaced an earlier value with the value in this entry."""
+    """True if `overlay` set the value to null because the other key in `LENGTHS` is set."""
 
     @property
     def is_mapping(self) -> bool:
@@ -128,7 +128,7 @@ merging."""
 def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
     """Merge two mappings recursively; scalars and lists of `high` replace the values of `low`.
 
-    `path` is the position of both mappings in the config.
+    `path` is the path of both mappings in the config.
     """
     if not (low.is_mapping and high.is_mapping) or path == WHOLE:
         return high
@@ -183,8 +183,8 @@ def _entries(value: Any, origin: str) -> Entry:
 def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
     """Read a YAML file that contains a mapping; `shown` is the file name used in origins.
 
-    Raises ConfigError that lists all syntax errors. If `executes` is True, raises UsageError under the same
-    conditions as `open_trusted`, because a run will execute the file's contents.
+    Raises ConfigError if the file cannot be read or is not a valid mapping. If `executes` is True, raises
+    UsageError under the same conditions as `open_trusted`, because a run will execute the file's contents.
     """
     text = _read_text(path, shown, executes)
     try:
@@ -215,7 +215,7 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
 def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
     """Parse a YAML value on a single line, such as the list in ``--set a.b=[1, 2]``.
 
-    `path` is the path of the key that the value is for. Raises ValueError with a user-facing message.
+    `path` is the path of the key whose value is parsed. Raises ValueError with a user-facing message.
     """
     try:
         node = yaml.compose(text, Loader=Loader)

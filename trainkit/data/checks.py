@@ -79,7 +79,7 @@ def inspect_data(config: DataConfig) -> DataFacts:
 def _inspect_source(
     config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[KeyProblem]
 ) -> tuple[list[KeyProblem], TokenizerIdentity | None]:
-    """Return the problems with one source, and the tokenizer that its tokens come from.
+    """Return the problems with one source, and the tokenizer that produced its tokens.
 
     `tokenizer` is the tokenizer set in the config; if it is None, `unknown` contains the reasons why it is
     unknown.

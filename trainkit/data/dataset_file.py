@@ -212,7 +212,7 @@ def identify(tokenizer: str) -> TokenizerIdentity:
 
 
 def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: TokenizerIdentity) -> None:
-    """Raise UsageError if a prepared dataset uses a different tokenizer than `data.tokenizer`.
+    """Raise UsageError if a prepared dataset was made with a tokenizer other than `data.tokenizer`.
 
     `bytes` is the default of `data.tokenizer`, so it is accepted for datasets with any tokenizer.
     """

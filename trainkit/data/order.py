@@ -7,8 +7,8 @@ memory or communication.
 
 The bijection is a Feistel network over a grid of rows x columns that is slightly larger than the number of
 samples (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each round shifts one coordinate
-by a hash of the other coordinate. Results outside the range of samples are permuted again until they are
-inside it (cycle walking).
+by a hash of the other coordinate. Results outside the range of samples are permuted again until they fall
+within the range (cycle walking).
 
 A mixture assigns each position to one of its sources according to a periodic schedule. Each source in a
 mixture has its own order over the positions assigned to it.
@@ -57,13 +57,13 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
 
 
 class Schedule:
-    """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
+    """Assigns positions to sources in proportion to integer weights, with the sum of the weights as period.
 
     The first n positions include n x weight / sum samples of each source, rounded up or down, for every n. In
     any window of n positions, the number of samples of a source differs from n x weight / sum by less than
     two. The schedule solves the chairman assignment problem (Tijdeman, 1980) with earliest-deadline-first
-    scheduling. Sample j of a source (from 1) can be placed from the first n at which n x weight / sum exceeds
-    j - 1, and must be placed by the first n at which n x weight / sum reaches j.
+    scheduling. Sample j of a source (counted from 1) can be placed from the first n at which n x weight / sum
+    exceeds j - 1, and must be placed by the first n at which n x weight / sum reaches j.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:

@@ -112,7 +112,7 @@ class TokenShards:
 
 
 def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -> npt.NDArray[Any]:
-    """Map a shard's tokens; raise UsageError if it is truncated, which would shift all later tokens."""
+    """Map a shard's tokens; raise UsageError for a truncated shard, which would shift all later tokens."""
     check_shard_size(folder / file, num_tokens * dtype.itemsize)
     return np.memmap(folder / file, dtype=dtype, mode="r")
 
@@ -122,7 +122,7 @@ class TokenMixture:
 
     With `weights`, positions are divided among the datasets in proportion to the weights, and epochs are
     counted separately for each dataset. Without `weights`, samples are ordered as if all datasets were a
-    single one. Raises UsageError if the datasets use different tokenizers.
+    single dataset. Raises UsageError if the datasets use different tokenizers.
     """
 
     def __init__(self, parts: Sequence[TokenShards], weights: Sequence[int] | None) -> None:

@@ -29,7 +29,8 @@ def prepared_folder(config: DataConfig) -> Path | None:
 
 
 MAX_PERIOD = 100_000
-"""Maximum period of the schedule that interleaves a mixture's sources; weights are rounded to fit it."""
+"""Maximum period of the schedule that interleaves a mixture's sources; the weights are rounded
+accordingly."""
 
 
 def is_mixture(config: DataConfig) -> bool:
@@ -42,7 +43,7 @@ def components(config: DataConfig) -> list[DataConfig]:
 
     If `data.val_source` is set, it is prepared together with the first source that is not a prepared dataset,
     and no validation data is split off from any source. The configs of prepared datasets keep
-    `data.val_source`, so that it is rejected, as it is for a single dataset.
+    `data.val_source`, so that the key is rejected, as it is for a single dataset.
     """
     if not isinstance(config.source, Mapping):
         return [config]

@@ -1,1 +1,1 @@
-"""Plans a run's layout, batch, learning rate and model shape, without I/O or torch."""
+"""Plans a run's layout, batch, learning rate and model dimensions, without I/O or torch."""

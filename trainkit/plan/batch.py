@@ -61,7 +61,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # If no number of microbatches works, `microbatch_problems` reports the problem later.
+    # If no number of microbatches is valid, `microbatch_problems` reports the problem later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -82,7 +82,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """Return a sort key preferring the requested global batch, then close ones, then large device batches."""
+    """Return a sort key: first the requested global batch, then close sizes, then large device batches."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:
@@ -137,7 +137,7 @@ LrScale = Literal["none", "linear", "sqrt"]
 
 
 def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str]:
-    """Scale a learning rate from `base` to `dp` data-parallel processes; return it and the reason.
+    """Scale a learning rate from `base` to `dp` data-parallel processes; return the new rate and the reason.
 
     ``linear`` follows Goyal et al. 2017 (arXiv 1706.02677). ``sqrt``, for Adam, follows Malladi et al. 2022
     (arXiv 2205.10287).

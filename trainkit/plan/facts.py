@@ -16,7 +16,7 @@ class Interpreter:
     """The Python interpreter that agents and ranks use."""
 
     argv: tuple[str, ...]
-    """First arguments of a rank's command line, valid inside the container if the run uses one."""
+    """The first arguments of a rank's command line, valid inside the container if the run uses one."""
     host_argv: tuple[str, ...]
     """The first arguments of the supervisor's command line; the supervisor runs outside any container."""
     options: tuple[str, ...] = ("-u",)
@@ -52,8 +52,10 @@ class Facts:
     """The machine on which the trainkit command is executed."""
     target: Target = LOCAL
     data: DataFacts | None = None
-    """Known properties of the data; None if no built-in model is trained, so there is nothing to check."""
+    """Known properties of the data; None if there is nothing to check, because no built-in model is
+    trained."""
     missing: tuple[KeyProblem, ...] = ()
     """Problems with config keys that refer to files or runs that do not exist."""
     environment: Environment | None = None
-    """The environment of the ranks; None if it was not inspected because only the plan's size matters."""
+    """The environment of the ranks; None if it was not inspected because only the size of the plan is
+    needed."""

@@ -44,7 +44,7 @@ class Gpu(NamedTuple):
 
     @property
     def capability(self) -> Version | None:
-        """Return the compute capability if it is below 8.0, where bf16 tensor cores begin; else None."""
+        """Return the compute capability if it is below 8.0, that is, without bf16 tensor cores; else None."""
         return FP16_ONLY.get(self.name.partition(" ")[0])
 
     @property
@@ -54,7 +54,7 @@ class Gpu(NamedTuple):
 
 
 # Each tuple contains the bandwidth per GPU within the node and to other nodes, in GB/s per direction, and the
-# number of GPUs per node. NVLink bandwidths are half the figures in the data sheets, which add both
+# number of GPUs per node. NVLink bandwidths are half the figures in the data sheets, which count both
 # directions. Network bandwidths are for DGX and HGX systems, which have one network port per GPU.
 _NVLINK5_72 = 900, 50, 4
 _NVLINK5 = 900, 50, 8
@@ -120,7 +120,7 @@ def find_gpu(name: str) -> Gpu | None:
         return None
     for row, sizes, links, peak in _ROWS:
         parts = row.upper().split()
-        if set(parts) <= set(words) or "".join(parts) in words:  # the name rtx4090 matches RTX 4090
+        if set(parts) <= set(words) or "".join(parts) in words:  # The name rtx4090 matches RTX 4090.
             # Use the memory size in GB if the name contains one, else the most common size.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
             size = next((size for size in named if size in sizes), None)
@@ -133,7 +133,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Return the names that `find_gpu` recognizes, newer GPUs first."""
+    """Return the names that `find_gpu` recognizes, newest GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
 
 
@@ -185,7 +185,7 @@ def unchecked_memory(names: list[str]) -> str:
 
 
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Yield the reasons why the trainer cannot use its GPUs; none if the GPUs or its torch are unknown.
+    """Yield the reasons why the trainer cannot use its GPUs; none if the GPUs or the torch build is unknown.
 
     `names` is the result of `gpu_names`, and is empty for a run on CPUs.
     """

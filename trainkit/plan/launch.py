@@ -118,14 +118,15 @@ class RequeuePolicy:
     max: int = 100
     max_crashes: int = 3
     total_s: float | None = None
-    """Total seconds of all jobs if the run is divided into consecutive jobs (slices); else None."""
+    """Total duration of all jobs in seconds if the run is divided into consecutive jobs (slices); else
+    None."""
     hang_factor: float | None = 20.0
     hang_min_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """The environment that the worker processes start with."""
+    """The initial environment of the worker processes."""
 
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that every worker gets."""
@@ -188,7 +189,7 @@ class LaunchPlan:
     spare_nodes: int = 0
     """Number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str = "node"
-    """Tells whether one Slurm task runs a single worker (``gpu``) or all workers of a node (``node``)."""
+    """Specifies whether one Slurm task runs a single worker (``gpu``) or all workers of a node (``node``)."""
     workload: Workload = TRAINER
     """The program that the ranks run."""
     slurm: SlurmRequest | None = None

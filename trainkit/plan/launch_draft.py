@@ -43,7 +43,7 @@ class LaunchDraft:
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
-        """Return the plan without checking model and data; raises ConfigError with all problems found."""
+        """Return the plan without checking the model and data; raise ConfigError with all problems found."""
         config, target = self.loaded.config, self.target
         if target is not LOCAL:
             self.reasons["backend"] = target.reason
@@ -76,7 +76,8 @@ class LaunchDraft:
         threads = self.threads_per_worker(world_size)
         lead_s = self.lead_s()
         per = target.per or self.per(workload.launcher)
-        # For a COMMAND, agents send the configured signal to its processes.
+        # For a COMMAND, Slurm signals the agents, which then send the configured signal to the COMMAND's
+        # processes.
         has_agents = workload.is_command or config.requeue.signal == "auto"
         notice = workload.notice if has_agents else config.requeue.signal
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
@@ -109,10 +110,10 @@ class LaunchDraft:
         )
 
     def _without_effect(self, workload: Workload) -> Iterator[str]:
-        """Yield a warning for command-line values that have no effect on the run.
+        """Yield a warning for command-line options that have no effect on the run.
 
-        Values in a config file are not reported, because the file may be shared with runs that use them. For
-        a sweep, such values are reported for each trial instead.
+        Values in a config file are not reported, because the file may be shared with runs where the values
+        have an effect. For a sweep, options without an effect are reported for each trial.
         """
         found = sorted(
             key
@@ -198,7 +199,7 @@ class LaunchDraft:
         return requested
 
     def detected_gpus(self) -> int:
-        """Return the detected number of GPUs per node, used if the config does not set it."""
+        """Return the detected number of GPUs per node, used if the config does not specify one."""
         nodes, num_gpus = self.loaded.config.resources.most_nodes, self.machine.num_gpus
         if 0 < num_gpus < nodes:
             message = (
@@ -254,7 +255,7 @@ class LaunchDraft:
         return threads
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        """Return the number of threads per worker and the reason, used if the config does not set it."""
+        """Return the default number of threads per worker, and the reason for this number."""
         num_cpus = self.machine.num_cpus
         threads = max(1, num_cpus // world_size)
         return threads, f"{threads}: {num_cpus} CPU cores for {plural(world_size, 'worker')}"

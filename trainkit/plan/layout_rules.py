@@ -1,4 +1,4 @@
-"""Checks parallelism degrees for the number of processes, the model and the batch, and names layouts."""
+"""Checks parallelism degrees against the number of processes, the model and the batch, and names layouts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
     """Return whether transformer blocks are compiled on a device type, ``cpu`` or ``cuda``.
 
-    By default, blocks are not compiled on CPUs, where compilation takes longer than a short run, or if the
-    pipeline schedule splits the backward pass.
+    By default, blocks are not compiled if the pipeline schedule splits the backward pass, nor on CPUs, where
+    compilation takes longer than a short run.
     """
     if parallel.compile is not None:
         return parallel.compile
@@ -191,8 +191,8 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 def parse_layout(text: str) -> dict[str, object]:
     """Parse ``--layout tp=2,dp_shard=2`` into keys of the config section `parallel`.
 
-    Degrees that are not given are 1, except for `dp_shard`, which is derived unless `dp_replicate` is. Raises
-    UsageError for an invalid layout.
+    Degrees that are not given are 1, except for `dp_shard`, which is derived unless `dp_replicate` is -1.
+    Raises UsageError for an invalid layout.
     """
     origin = f"--layout {text}"
     values: dict[str, object] = {}

@@ -80,7 +80,7 @@ def _problem(found: KeyProblem) -> Problem:
 
 
 def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
-    """Return every problem that a config has on the given machine, data and environment."""
+    """Return every problem that a config has with the given machine, data and environment."""
     try:
         make_plan(loaded, facts, workload)
     except ConfigError as error:
@@ -136,7 +136,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     value = str(config.precision.float8).lower()
     if plan.device == "cpu":
-        if config.device != "cpu":  # The check of the config has already reported float8 with `device: cpu`.
+        if config.device != "cpu":  # Config validation has already rejected float8 with `device: cpu`.
             message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
@@ -153,7 +153,7 @@ def _check_model(
 ) -> tuple[LaunchPlan, list[Problem]]:
     """Return the plan with a memory estimate added, and all problems that prevent training the model."""
     if config.model.architecture != DECODER:
-        # The memory use and the other rules of a custom architecture are unknown.
+        # For a custom architecture, the memory use and the other layout rules are unknown.
         return plan, [*batch_problems(work)]
     if found := [*layout_problems(work)]:
         return plan, found
@@ -195,7 +195,7 @@ def _host_problems(
     """Yield a problem if the run's processes on this machine need more memory than the machine has.
 
     Only weights, gradients and optimizer state are counted, because every run needs them. Exhausting the
-    memory could also make the kernel kill unrelated processes.
+    memory could make the kernel kill unrelated processes.
     """
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:

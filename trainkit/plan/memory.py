@@ -7,7 +7,7 @@ total determines the peak. Activations follow "Reducing Activation Recomputation
 to blocks of RMSNorm, grouped-query attention without stored scores, and SwiGLU.
 
 The estimate is meant for comparing layouts, so it omits small terms such as statistics, masks and the padding
-of shards. Unlike the estimate, the simulation of a rank counts every tensor. None of the functions have side
+of shards. Unlike the estimate, the simulation of a rank counts every tensor. The functions have no side
 effects.
 """
 
@@ -37,8 +37,8 @@ from trainkit.plan.step_work import (
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
 """Number of copies of a block's activations in memory if weight gradients are deferred and activations are
-recomputed, because torch recomputes them for each weight gradient and frees no copy. Measured values range
-from 5.5 to 6.4."""
+recomputed. For each weight gradient, torch recomputes the activations, and frees no copy. Measured values
+range from 5.5 to 6.4."""
 
 
 class RankParams(NamedTuple):
@@ -65,7 +65,7 @@ class RankParams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
-    """Return the parameter counts of one rank; the first stage has the embedding, the last one the head."""
+    """Return the parameter counts of one rank; the first stage has the embedding, and the last the head."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
     block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
@@ -202,7 +202,7 @@ def memory_of(work: StepWork) -> Memory:
 
 
 def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """Return a sentence about GPU memory use, and a problem if the run definitely does not fit.
+    """Return a sentence about GPU memory use, and a problem if the run certainly does not fit in memory.
 
     If several GPU variants share a name, the variant with the most memory is assumed.
     """
@@ -228,14 +228,14 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
 
 
 def extreme_ranks(work: StepWork) -> list[int]:
-    """Return the pipeline ranks that may need most memory: both ends, and the first with most layers."""
+    """Return the ranks that may need the most memory: first, last, and the one with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [rank_params(work.shape, work.layout, schedule, rank).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: StepWork, pp_rank: int) -> Memory:
-    """Return the memory of one pipeline rank, which is the same for ranks with equal stages."""
+    """Return the memory of one pipeline rank; ranks with equal stages need the same amount of memory."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
     on_device = 0 if work.parallel.offload else params.whole // work.shards
     # A model that is not wrapped also keeps a copy of its weights in the compute dtype.
@@ -256,15 +256,15 @@ Phase = tuple[str, int, int, int, int]
 
 
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
-    """Yield the phases of a step without a pipeline, where gradients are reduced when they are ready."""
+    """Yield the phases of a step without a pipeline, where gradients are reduced once they are ready."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
     waiting = 0  # Bytes of gradients accumulated in earlier passes.
     if work.accumulation_steps > 1:
-        # With offloading, a single process, or shards without replicas, move gradients to the host after
-        # every pass.
+        # With offloading, gradients move to the host after every pass if there is only one process, or if
+        # there are shards without replicas.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
     whole = item * params.whole
@@ -330,7 +330,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
 
 
 def _head_bytes(work: StepWork) -> int:
-    """Return the bytes per pass that the final norm and the head's input take."""
+    """Return the bytes per pass that the final norm and the head's input occupy."""
     return work.tokens_per_pass * (_norm_bytes(work) + work.itemsize * work.shape.dim)
 
 
@@ -352,5 +352,5 @@ def checkpoint_bytes(work: StepWork) -> int:
 
 
 def state_bytes(work: StepWork) -> int:
-    """Return the unsharded bytes of a model's weights and gradients (float32) and its optimizer state."""
+    """Return the bytes of a model's unsharded float32 weights and gradients, and of its optimizer state."""
     return checkpoint_bytes(work) + FLOAT32 * num_params(work.shape)

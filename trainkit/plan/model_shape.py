@@ -1,4 +1,4 @@
-"""Resolves a model's shape from its preset and config, and counts the model's parameters and FLOPs."""
+"""Resolves a model's dimensions from its preset and config, and counts its parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Preset:
     rope_theta: float = 10_000.0
 
 
-# 60m, 125m, 350m: the Llama shapes of GaLore (arXiv 2403.03507). 1b, 3b: Llama 3.2. 8b: Llama 3 8B.
+# 60m, 125m, 350m: the Llama configurations of GaLore (arXiv 2403.03507). 1b, 3b: Llama 3.2. 8b: Llama 3 8B.
 # 7b, 13b, 70b: Llama 2 (arXiv 2307.09288).
 PRESETS: dict[str, Preset] = {
     "nano": Preset(64, 2, 4, 2, 192),
@@ -83,7 +83,7 @@ SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "norm_eps"
 
 
 def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
-    """Return a sentence if the vocabulary sizes of the preset and the tokenizer differ, else None."""
+    """Return a note if the preset's and the tokenizer's vocabulary sizes differ, else None."""
     preset = PRESETS[model.preset].vocab_size
     padded = _padded(tokenizer_vocab_size)
     if model.vocab_size is not None or preset is None or preset == padded:
@@ -99,7 +99,7 @@ def _padded(tokenizer_vocab_size: int) -> int:
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """Return the model shape for a config: its preset with the config's overrides.
+    """Return a model's dimensions: the dimensions of its preset, with the overrides in its config applied.
 
     Raises ConfigError that lists all incompatible sizes.
     """
@@ -170,8 +170,8 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
     """Return the training FLOPs per token, without recomputation.
 
-    The formula is ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N includes the blocks and the
-    output projection (even if tied), but not the embedding, which is only a lookup.
+    The formula is ``6 N + 12 L H Q T`` from PaLM, appendix B (arXiv 2204.02311). N includes the blocks and
+    the output projection (even if tied), but not the embedding, which is only a lookup.
     """
     matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
     attention = 12 * shape.num_layers * shape.dim * seq_len

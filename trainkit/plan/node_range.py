@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # Runs on this machine do not need cluster information.
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
 MOST_SIZES = 1000
-"""Maximum number of node counts to plan, which takes less than a second."""
+"""Maximum number of node counts to plan; planning all of them takes less than a second."""
 
 
 def plan_nodes(
@@ -84,14 +84,14 @@ def plan_nodes(
 
 
 def _given(plan: LaunchPlan) -> list[object]:
-    """Return the batch sizes and learning rate that are passed to the command."""
+    """Return the values passed to the command that must be equal for every number of nodes."""
     return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
     first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], cluster: Cluster
 ) -> LaunchPlan:
-    """Return the first plan with the values that differ for the other node counts."""
+    """Return the first plan, extended with the values that differ for other node counts."""
     sizes = spans([plan.num_nodes for plan in reversed(plans)])
     note = f"{sizes}: as many nodes as Slurm can allocate{_not_possible(refused)}"
     if len(plans) == 1:

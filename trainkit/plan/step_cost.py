@@ -1,7 +1,7 @@
 """Estimates the step time of a layout, and how much data its GPUs exchange.
 
-The times are accurate enough to rank layouts, but not to predict the actual step time. None of the functions
-have side effects.
+The times are accurate enough to rank layouts, but not to predict the actual step time. The functions have no
+side effects.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Flow:
     """The data that one GPU sends in one optimizer step for one kind of communication."""
 
     kind: Kind
-    """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients over shards,
-    and ``reduce`` the all-reduce of gradients over replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
+    """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients across shards,
+    and ``reduce`` the all-reduce of gradients across replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
     activations and their gradients."""
     num_bytes: int
     calls: int
@@ -40,7 +40,7 @@ class Flow:
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """Return how many of the process group's ranks are on one node and share its links to other nodes."""
+        """Return how many of the process group's ranks are on one node and share its external links."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 
@@ -51,7 +51,7 @@ def traffic(work: StepWork) -> list[Flow]:
 
 
 def _weights(work: StepWork) -> Iterator[Flow]:
-    """Yield the all-gathers of parameters, and the gradient reductions over shards and over replicas.
+    """Yield the all-gathers of parameters, and the gradient reductions across shards and across replicas.
 
     Parameters are gathered, and gradients reduced, once per pass or, in a pipeline, once per step. ZeRO-3
     gathers parameters for the forward pass and again for the backward pass, but the head only once. ZeRO-2
@@ -77,7 +77,7 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     stream = work.tokens_per_pass * work.itemsize * shape.dim
     # Attention and feed-forward each gather their input and reduce their output, in both the forward and the
     # backward pass. Recomputation gathers the inputs of attention and feed-forward again. Reduced outputs are
-    # saved, so recomputation does not reduce them, except for the attention output with `full`.
+    # saved, so recomputation does not reduce them again, except for the attention output with `full`.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
@@ -94,7 +94,7 @@ def _params(work: StepWork, pp_rank: int) -> RankParams:
 
 EFFICIENCY = 0.6
 """Fraction of a GPU's peak FLOP/s that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to
-43 % overall; single GPUs reach 58 % including overhead."""
+43 % for training as a whole; single GPUs reach 58 %, including overhead."""
 FILL = 128
 """Matrix size at which efficiency is halved, which is about a kernel's tile size."""
 FLOAT32_SHARE = 1 / 16
@@ -161,7 +161,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
         # All-gathers overlap with a whole pass, reduce-scatters with the backward pass, and the all-reduce
-        # over replicas only with the last backward pass.
+        # across replicas only with the last backward pass.
         passes, passes_s = work.passes_per_step, compute_s + recompute_s
         backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
         exposed["dp"] = _exposed(seconds["gather"], passes_s)

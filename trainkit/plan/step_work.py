@@ -1,6 +1,6 @@
 """Describes the work of a training step, and pipeline schedules, for estimating memory and time.
 
-None of the functions have side effects.
+The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
 
 
 def stage_layers(num_layers: int, stages: int) -> list[range]:
-    """Split layers over stages as evenly as possible.
+    """Split layers across stages as evenly as possible.
 
     The middle stages get the remaining layers, because the first stage also has the embedding and the last
     stage the head.
@@ -85,8 +85,8 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The type of device, ``cpu`` or ``cuda``. CPU kernels save more activations than GPU kernels, which a
-    memory tracker on a machine without a GPU counts too."""
+    """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
+    more activations than GPU kernels."""
     document_mask: bool = False
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
@@ -148,12 +148,12 @@ class StepWork:
 
     @property
     def loss_chunks(self) -> int:
-        """Return the number of chunks that the loss of a pass is computed in."""
+        """Return the number of chunks used to compute the loss of a pass."""
         return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the total number of tokens per optimizer step over all ranks."""
+        """Return the total number of tokens per optimizer step across all ranks."""
         return self.samples_per_step * self.seq_len
 
     @property
@@ -166,12 +166,12 @@ class StepWork:
 
 
 MAX_CHUNK_LOGITS = 2**28
-"""Maximum number of logits per chunk; this many take 1 GiB in float32. Smaller chunks would be slower,
+"""Maximum number of logits per chunk, equivalent to 1 GiB in float32. Smaller chunks would be slower,
 because each chunk reads and writes the gradient of the head's weight."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Return the number of chunks that the loss of a pass is computed in; 1 means all tokens at once.
+    """Return the number of chunks used to compute the loss of a pass; 1 means all tokens at once.
 
     With several chunks, the logits of a whole pass are never in memory at the same time. The loss is compiled
     for each chunk length, so chunks have equal lengths unless this requires at least twice the minimum number
@@ -189,7 +189,7 @@ MAX_BLOCK = 256
 
 
 def row_blocks(row_size: int) -> tuple[int, int]:
-    """Return the number of elements per chunk of a matrix row, and of blocks per chunk, for adamw_8bit.
+    """Return the numbers of elements and of blocks in each chunk of a matrix row, for adamw_8bit.
 
     Both numbers depend only on the row size, so that checkpoints do not depend on the layout.
     """
@@ -210,7 +210,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """Return the work of a config on a layout; `batch` determines the number of microbatches."""
+    """Return the work of a step with the given config and layout; `batch` sets the number of microbatches."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
@@ -251,7 +251,7 @@ class InFlight(NamedTuple):
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """Return the fraction of a step when a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """Return the idle fraction of a rank's step: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)
@@ -301,7 +301,7 @@ def worst_in_flight(
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:
         # With few microbatches, a rank finishes all its forward passes before the first of its two stages has
-        # weight gradients.
+        # accumulated weight gradients.
         settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
         summed = stages if num_microbatches >= settled else 1
         if schedule == "interleaved_zero_bubble":

@@ -15,8 +15,8 @@ from trainkit.errors import UsageError
 from trainkit.formats import shown_value
 
 MAX_TRIALS = 100_000
-"""Maximum number of trials; more are treated as a typo, because no known Slurm cluster accepts larger
-arrays."""
+"""Maximum number of trials; a larger number is treated as a typo, because no known Slurm cluster accepts
+larger arrays."""
 NOT_SWEPT = {
     "name": "all trials share the name of their group",
     "config_version": "the key specifies the version of the config format",
@@ -37,7 +37,7 @@ MAX_LISTED = 20
 
 
 def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
-    """Convert a value in another tool's syntax to comma-separated values; return None if it is unknown."""
+    """Return a value in another tool's syntax as comma-separated values; None for any other value."""
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:

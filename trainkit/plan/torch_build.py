@@ -16,7 +16,7 @@ _CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")
 
 
 def _version(text: str | None) -> Version | None:
-    """Return the first two numbers of a version, or None if it has none, as in a build from source."""
+    """Return the first two numbers of a version, or None if there are none, as in a build from source."""
     found = re.match(r"(\d+)\.(\d+)", text or "")
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -27,7 +27,7 @@ def _dotted(version: Version) -> str:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The torch that an interpreter imports, and the hardware it was built for."""
+    """The torch build that an interpreter imports, and the hardware it was built for."""
 
     python: str
     version: str = ""
@@ -37,7 +37,7 @@ class TorchBuild:
     hip: str | None = None
     """ROCm version; None for a build without ROCm."""
     oldest: Version | None = None
-    """The lowest compute capability that has kernels; None if only the CUDA version is known."""
+    """Lowest compute capability supported by the build's kernels; None if only the CUDA version is known."""
 
     @classmethod
     def read(cls, python: str, file: str | None) -> TorchBuild:
@@ -85,7 +85,7 @@ ELSEWHERE = "set launch.venv, conda, modules or container to an environment with
 
 
 def release_problem(version: str) -> tuple[str, str] | None:
-    """Return why the trainer does not support a torch version, and a hint; None if it supports it.
+    """Return why the trainer does not support a torch version, and a hint; None for a supported version.
 
     Versions without a release number, such as builds from source, are accepted.
     """

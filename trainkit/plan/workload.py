@@ -1,6 +1,6 @@
 """Describes the program that a run's ranks execute, and how trainkit expects the program to behave.
 
-None of the functions have side effects.
+The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ WRAPPERS = (
 )
 """Programs that run the program given in their arguments, with the same standard input."""
 STARTERS = (*WRAPPERS, "su", "script", "make", "gmake", "ninja", "just", "task", "xargs", "parallel")
-"""Programs that start the training program but do not train; stop signals are meant for that program."""
+"""Programs that start a training program but do not train; stop signals are meant for the training
+program."""
 _INTERPRETER = re.compile(
     rf"(?:python|pypy)[\d.]*|{'|'.join(SHELLS)}|fish|perl|ruby|node|julia|R|lua[\d.]*|php|cat"
 )
@@ -84,7 +85,7 @@ class Workload:
     launcher: str = "python"
     """How a command is started: once per rank for ``python`` and ``lightning``, else once per node."""
     signal: str = "auto"
-    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles.
+    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for whichever it handles.
     """
 
     @property
@@ -152,13 +153,13 @@ class Workload:
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
 
     def uses(self, key: str) -> bool:
-        """Return whether a config key affects the workload itself, apart from the options of its launcher."""
+        """Return whether a config key affects the workload, ignoring keys that a capability passes to it."""
         if not self.is_command:
             return True
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
-        """Return whether ranks get a stop signal unchanged, instead of the signal that they handle."""
+        """Return whether ranks receive a stop signal unchanged, instead of the signal that they handle."""
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
@@ -210,7 +211,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name_of(argv: Sequence[str]) -> str | None:
-    """Return the name of a command's script or program without its suffix, or None if it is not a valid name.
+    """Return the name of a command's script or program without its suffix; None if that is not a valid name.
 
     The name is ``train`` for ``python -u src/train.py --lr 0.1``, ``python -m mine.train`` and
     ``./train.sh``.

@@ -73,7 +73,7 @@ class RankFailure:
     def was_signalled(self) -> bool:
         """Return whether a signal from another process killed the rank; ignores SIGABRT.
 
-        SIGABRT is ignored because a process that aborts sends it to itself.
+        SIGABRT is ignored because a process that aborts sends SIGABRT to itself.
         """
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
@@ -82,7 +82,7 @@ class RankFailure:
     def died_of_stop_signal(self) -> bool:
         """Return whether one of `ENDING_SIGNALS` killed the process.
 
-        torchrun raises SignalException when it receives one of these signals.
+        torchrun raises SignalException if it receives a signal in `ENDING_SIGNALS`.
         """
         number = (self.exit_code or 0) - SIGNALLED
         return number in ENDING_SIGNALS or str(self.type).endswith("SignalException")
@@ -118,9 +118,9 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Additional number of seconds to `NOTICED_S` if the rank was killed by one of `ENDING_SIGNALS`. The agent
-waits before it records a kill by one of these signals as a failure: if the agent also receives the stop
-signal, the kill was part of a normal stop."""
+"""Number of seconds added to `NOTICED_S` if the rank was killed by one of `ENDING_SIGNALS`. Before recording
+a kill by a stop signal as a failure, the agent waits: if the agent also receives the stop signal, the kill
+was part of a normal stop."""
 NOTICED_S = 2.5
 """Maximum number of seconds between the first error of a killed rank's peers and the agent's record of the
 kill."""
@@ -129,9 +129,9 @@ kill."""
 def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] | None:
     """Return the first failure in `records`, which must be ordered by time; None if `records` is empty.
 
-    A killed rank takes precedence over exceptions in other ranks, because they may notice closed connections
-    before the agent of the killed rank can record the kill. A rank that was killed much later than the first
-    failure is ignored, because it was killed when the step was stopped.
+    A killed rank takes precedence over exceptions in other ranks, because the other ranks may notice closed
+    connections before the killed rank's agent can record the kill. A rank that was killed much later than the
+    first failure is ignored, because it was killed when the step was stopped.
     """
     for path, item in records:
         # A failure without a time is treated as simultaneous with the first failure.
@@ -207,13 +207,13 @@ def read_end(attempt: AttemptDir) -> AttemptEnd | None:
 
 
 def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
-    """Return the parsed end.json of the newest attempt in a run folder; None while it is running."""
+    """Return the parsed end.json of the newest attempt in a run folder; None while the attempt is running."""
     # Open the file by its path, because some copy tools replace the link `latest` with a copy of the folder.
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
 def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
-    """Parse the content of an end.json; return None for {}, which means a missing file."""
+    """Parse the content of an end.json; return None for {}, which represents a missing file."""
     return read_record(AttemptEnd, content) if content else None
 
 
@@ -224,9 +224,9 @@ def is_over(attempt: AttemptDir) -> bool:
 
 
 def end_line(attempt: int, action: str, reason: str) -> str:
-    """Return the line that an attempt writes to its log last.
+    """Return the last line that an attempt writes to its log.
 
-    Output of Slurm below this line belongs to a later attempt.
+    Slurm output below this line belongs to a later attempt.
     """
     return f"attempt {attempt}: {action}: {reason}"
 

@@ -1,4 +1,4 @@
-"""Read and write events.jsonl (events of a run) and metrics.jsonl (its logged steps)."""
+"""Read and write events.jsonl (the events of a run) and metrics.jsonl (the logged steps of a run)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_FINITE = (None, math.inf, -math.inf)
 """Values in metrics.jsonl that represent a non-finite loss. NaN is written as null; Infinity is written as
 1e999, which JSON parsers read as infinity."""
 MAX_WITHOUT = 200
-"""Stop the search for a metric after this many consecutive records without it."""
+"""Stop the search for a metric after this many consecutive records without the metric."""
 MAX_OTHERS = 100 * MAX_WITHOUT
 """Stop the search for a metric after this many events of other kinds, such as saves."""
 FAILED_SAVES = 2
@@ -46,7 +46,7 @@ class Entry(Record):
 
     @property
     def attempt(self) -> int | None:
-        """Return the attempt number; None if a COMMAND wrote the line without one."""
+        """Return the attempt number; None if a COMMAND wrote the line without a number."""
         return self.count("attempt")
 
 
@@ -115,11 +115,11 @@ MAX_EDGES = 100
 
 
 def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """Yield complete lines of `events.jsonl` between two offsets; leave the stream after the last line.
+    """Yield complete lines of `events.jsonl` between two offsets; leave the stream positioned after them.
 
     If the range is larger than `WHOLE_BYTES`, yield only the lines around the start and end of each attempt,
-    and those in the last `LAST_BYTES`. Most omitted lines are events that are logged at every step: reading
-    them would take minutes, and they are rarely needed.
+    and the lines in the last `LAST_BYTES`. Most omitted lines are events that are logged at every step:
+    reading them would take minutes, and they are rarely needed.
     """
     spans = [(begin, end)]
     if end - begin > WHOLE_BYTES:
@@ -143,7 +143,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
-    """Return the offset of the last `LAST_BYTES`, ignoring lines that are too long for a record."""
+    """Return the offset of the last `LAST_BYTES` bytes, ignoring lines that are too long for a record."""
     start, num_bytes = end, 0
     for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
         start -= len(line)
@@ -256,10 +256,11 @@ def read_metrics(run: RunDir) -> list[dict[str, object]]:
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """Return the step since which all losses of a run are non-finite; None if the newest loss is finite.
+    """Return the step at which a run's losses became non-finite; None if the newest loss is finite.
 
-    If the training losses are finite, checks the validation losses. With `attempt`, also returns None if the
-    newest losses belong to another attempt. Without `attempt`, ignores steps that a later attempt recomputes.
+    If the training losses are finite, the validation losses are checked. With `attempt`, the function also
+    returns None if the newest losses belong to another attempt. Without `attempt`, the function ignores steps
+    that a later attempt recomputes.
     """
     since = _diverged_since(run, attempt)
     if since is None or attempt is not None:
@@ -276,10 +277,10 @@ def _diverged_since(run: RunDir, attempt: int | None, begins: Mapping[int, int] 
 def diverged_in(
     file: str | Path, metric: str, attempt: int | None = None, begins: Mapping[int, int] = {}
 ) -> int | None:
-    """Return the step since which all values of a metric in a file are non-finite; else None.
+    """Return the step at which a metric in a file became non-finite; None if the newest value is finite.
 
-    With `attempt`, also returns None if the newest value belongs to another attempt. `begins` is the result
-    of `first_steps`; it excludes steps that a later attempt recomputes.
+    With `attempt`, the function also returns None if the newest value belongs to another attempt. `begins` is
+    the result of `first_steps`; it excludes steps that a later attempt recomputes.
     """
     since: int | None = None
     num_without = num_others = 0
@@ -302,7 +303,7 @@ def diverged_in(
 
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
-    """Append the step `since` to the reason for a run's state; return None if both arguments are None."""
+    """Append to a run's reason that its loss is non-finite since a step; return None if both are None."""
     if since is None:
         return reason
     said = f"diverged since step {since}"
@@ -316,7 +317,8 @@ BEGINNINGS = ("training", "resumed", "first_step")
 def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
     """Return the first step that each attempt computes, by attempt number, as found in `BEGINNINGS` events.
 
-    A COMMAND logs none of these events, so the first step of its newest attempt is read from metrics.jsonl.
+    A COMMAND logs none of the `BEGINNINGS` events, so the first step of its newest attempt is read from
+    metrics.jsonl.
     """
     found: dict[int, int] = {}
     for event in events:
@@ -370,7 +372,7 @@ def best_result(run: RunDir) -> Best | None:
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
-    """Return the best result of a run; None if the run has diverged.
+    """Return the lowest validation loss of a run, or else its newest training loss; None if it has neither.
 
     `events` must include all ``evaluated`` events.
     """

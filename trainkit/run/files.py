@@ -1,7 +1,7 @@
 """Read and write the files of a run, in JSON and JSON Lines, and format times for them.
 
 Each file is either replaced atomically or only appended to, in complete lines. Readers therefore never see
-partial content, except for a line that a crash truncated, which they skip.
+partial content, except for a line truncated by a crash, which readers skip.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a run's file for reading; raise OSError for a pipe or device, because reading it may never end."""
+    """Open a run's file for reading; raise OSError for a pipe or device, which could block forever."""
     return open_regular(path)
 
 
@@ -190,7 +190,7 @@ def wait_for_json(
     appears within `timeout_s`.
 
     With `creates`, creates a missing file as an empty file; the other host then writes into this file.
-    Creating the file avoids a delay: an NFS client may cache for up to a minute that a file is missing, but
+    Creating the file avoids a delay: an NFS client may cache the absence of a file for up to a minute, but
     revalidates an existing file whenever it is opened.
     """
     deadline_s, pause_s = time.monotonic() + timeout_s, WAIT_POLL_S
@@ -256,8 +256,8 @@ def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterato
     """Yield the records in a file; skip lines that a crash truncated.
 
     A missing file is treated as an empty file. With `words`, parses only lines that contain one of the words
-    as a JSON key or string value, because parsing is the slowest part. With `every`, reads only lines 1, 1 +
-    `every`, 1 + 2 * `every` and so on.
+    as a JSON key or string value, because most of the time is spent on parsing. With `every`, reads only
+    lines 1, 1 + `every`, 1 + 2 * `every` and so on.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -278,7 +278,7 @@ MAX_SAMPLE_BYTES = 2**16
 def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
     """Yield the records in the last `SEARCHED_BYTES` of a file, in reverse order.
 
-    The file is read lazily, only as far as the caller iterates. `words` selects lines as for `read_jsonl`.
+    The file is read lazily, only as far as the caller iterates. `words` selects lines as in `read_jsonl`.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -298,7 +298,7 @@ def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator[bytes]:
-    """Yield the lines after the stream's position; lines longer than `longest` bytes come in chunks."""
+    """Yield the lines after the stream's position; those over `longest` bytes are split into chunks."""
     return iter(partial(stream.readline, longest), b"")
 
 
@@ -375,7 +375,7 @@ class Tail:
             yield line.removesuffix(b"\n").decode(errors="replace")
 
     def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-        """Yield the records added since the last call; `words` selects lines as for `read_jsonl`."""
+        """Yield the records added since the last call; `words` selects lines as in `read_jsonl`."""
         return _parsed(self.lines(), words)
 
 
@@ -384,7 +384,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO | None]:
-    """Open a regular file; yield None for a pipe or device, because reading it may never end."""
+    """Open a regular file; yield None for a pipe or device, which could block forever."""
     stream = None
     try:
         stream = open_file(path)
@@ -424,7 +424,7 @@ LARGEST = sys.float_info.max
 
 
 def _is_finite(value: object) -> bool:
-    """Return whether a value fits in a finite float; False also for a very large integer."""
+    """Return False for NaN, infinity and an integer too large for a float; True for any other value."""
     return type(value) not in (int, float) or abs(cast(float, value)) <= LARGEST
 
 
@@ -502,13 +502,13 @@ class _Shape:
     choices: tuple[str, ...] = ()
     """The allowed strings of a Literal type."""
     record: type | None = None
-    """The dataclass that a JSON object is converted to."""
+    """The dataclass to create from a JSON object."""
     values: _Shape | None = None
     """The shape of the values in a JSON object that is converted to a plain dictionary."""
     items: _Shape | None = None
     """The shape of the items in a list."""
     sequence: type = list
-    """The Python type that a JSON list is converted to: list or tuple."""
+    """The Python type to create from a JSON list: list or tuple."""
 
 
 def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = False) -> T:
@@ -545,7 +545,7 @@ def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = Fa
 
 
 def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
-    """Convert a value to a shape; raise a TypeError that contains `name` if the value has another type."""
+    """Convert a value as `shape` specifies; raise TypeError, with `name`, if the value has the wrong type."""
     kind = type(value)
     if kind is dict and shape.record is not None:
         return read_record(shape.record, value, strict=strict)
@@ -600,10 +600,10 @@ _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value for JSON: dataclasses and records become objects, and times become ISO 8601 texts.
+    """Convert a value for JSON: dataclasses and records become objects, and times become ISO 8601 strings.
 
-    Respects the field metadata `LEFT_OUT`, `OPTIONAL`, `INLINE` and `UNLIMITED`. Also writes the values in
-    the field `more`, which are unknown or damaged, except for names that another field already has.
+    Respects the field metadata `LEFT_OUT`, `OPTIONAL`, `INLINE` and `UNLIMITED`. Also writes the unknown or
+    damaged values in the field `more`, unless another field has the same name.
     """
     if type(value) in _PLAIN:
         return value

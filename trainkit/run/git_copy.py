@@ -179,7 +179,8 @@ def repositories_below(root: Path) -> list[Path]:
 def carry_repository(source: Path, target: Path) -> None:
     """Copy the Git repository of `source` to `target`, a copy of its files; both share the Git objects.
 
-    `target` may later be renamed within its parent folder, or moved together with `source`. Raises OSError.
+    `target` may later be renamed within its parent folder, or moved together with `source`. Raises OSError if
+    the repository cannot be read or copied.
     """
     old, new = source / GIT, target / GIT
     for name in (".", "objects", "objects/info"):

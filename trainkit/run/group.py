@@ -105,7 +105,7 @@ class GroupRecord(HasCluster):
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """The path of the group's folder when the group was created. A difference in this path or in `inode`
-    shows that the folder was moved or copied since then."""
+    shows that the folder was moved or copied after the group was created."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
     """Values in sweep.json that are unknown to this trainkit version."""
@@ -130,14 +130,14 @@ class RunGroup(RunFolder):
     code_dir = Child("code")
     """The code snapshot of the group; the runs have symlinks to this folder."""
     logs_dir = Child("logs")
-    """The logs of the array tasks. Each log contains all output of a run's first attempt, and the run's
-    folder has a symlink to it."""
+    """The logs of the array tasks. Each log contains all output of a run's first attempt, whose
+    `supervisor.log` is a symlink to the log."""
     supervisor_lock_file = Child(".supervisor.lock")
     """A file that is locked by the process that starts the runs on this machine; unused on Slurm."""
     process_log = Child("logs/group.log")
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
-        """Return the log path of an array task; in the index ``%a``, Slurm inserts the task id.
+        """Return the log path of an array task; if the index is ``%a``, Slurm inserts the task id.
 
         `offset` is the `Chunk.offset` of the task's array.
         """
@@ -166,7 +166,7 @@ class RunGroup(RunFolder):
 
     @property
     def record(self) -> GroupRecord:
-        """Return the content of `sweep.json`; it is cached on first access.
+        """Return the content of `sweep.json`; the content is cached on first access.
 
         Raises UsageError if the file cannot be read or was written by a newer trainkit version.
         """
@@ -174,7 +174,7 @@ class RunGroup(RunFolder):
 
     @property
     def trials(self) -> dict[int, Trial]:
-        """Return the trials by index; raises UsageError for the same reasons as `record`."""
+        """Return the trials by index; raise UsageError for the same reasons as `record`."""
         return self._content[1]
 
     @cached_property
@@ -220,7 +220,7 @@ class RunGroup(RunFolder):
 
     @property
     def original(self) -> RunGroup | None:
-        """Return the original group if this folder is a copy; None if this folder is the original.
+        """Return the original group if this folder is a copy of an existing group; otherwise None.
 
         The job ids in the sweep.json of a copy belong to the original group.
         """
@@ -273,7 +273,7 @@ class RunGroup(RunFolder):
 
     @property
     def unsubmitted(self) -> list[int]:
-        """Return the indices of trials that wait for submission because of Slurm's limit of jobs per user."""
+        """Return the indices of trials that wait for submission because of Slurm's limit on jobs per user."""
         last = self.parts[-1].last if self.parts else -1
         return sorted(index for index in self.trials if index > last)
 

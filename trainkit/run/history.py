@@ -55,7 +55,7 @@ SAMPLED_BYTES = 2 * 2**20
 bytes, only `MAX_POINTS` evenly spaced lines and the newest lines are read."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
 MAX_CURVES = 40
-"""Maximum number of metrics that have a curve; the metrics that occur first in the file are used. All other
+"""Maximum number of metrics that have a curve; the metrics that occur first in the file are used. Any further
 metrics are ignored, except for the metrics in `CURVES`."""
 NOT_CURVES = frozenset(
     {
@@ -74,7 +74,8 @@ NOT_CURVES = frozenset(
         "other_ranks_s",
     }
 )
-"""Numbers that get no curve, because they identify a record or are shown elsewhere by `trainkit watch`."""
+"""Numbers that are not shown as curves, because they identify a record or are shown elsewhere by `trainkit
+watch`."""
 
 
 @dataclass
@@ -88,14 +89,14 @@ class Attempt:
     """The time when the training loop started."""
     first_step: float | None = None
     ended: float | None = None
-    """The time when the attempt ended; for a running attempt, the time at which the run is evaluated."""
+    """The time when the attempt ended; for a running attempt, the current time."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
     """The last action that the supervisor chose; the supervisor may choose again if an action turns out to be
     impossible."""
     start_step: int = 0
-    """The step from the checkpoint that the attempt resumed from; 0 if it started from scratch."""
+    """The step of the checkpoint that the attempt resumed from; 0 if it started from scratch."""
     kept_step: float = field(default=math.inf, metadata=UNLIMITED)
     """The last step of this attempt that is part of the run's result; a later attempt recomputed all later
     steps."""
@@ -113,7 +114,7 @@ class Attempt:
     is_paused: bool = field(default=False, metadata=LEFT_OUT)
     """True if the ranks are suspended by Ctrl-Z."""
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
-    """The resources that an attempt on this machine waits for before it starts."""
+    """What an attempt on this machine waits for before it starts; None if it does not wait."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
     """The time when the newest checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
@@ -259,7 +260,7 @@ def _idle_s(attempt: Attempt, following: Attempt) -> float:
 
 
 def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
-    """Return the hours that the ranks' resources were allocated, summed over all ranks; None if unknown.
+    """Return the hours that the ranks' resources were allocated, summed across all ranks; None if unknown.
 
     `world_size` is used for attempts that did not record their number of ranks; the number may differ between
     attempts.
@@ -341,7 +342,7 @@ def timestamp(text: object) -> float | None:
 
 
 class OwnedEvents:
-    """Collects events that belong to capabilities, and tracks which are still in effect; see `owner_of`."""
+    """Collects events that belong to capabilities, and tracks which of them are in effect; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []
@@ -368,7 +369,7 @@ class OwnedEvents:
 class EventHistory:
     """Summarizes the events of a run, and reads new events incrementally.
 
-    If the file is large, reads only the lines that `event_lines` yields.
+    If events.jsonl is large, reads only the lines that `event_lines` yields.
     """
 
     def __init__(self, path: Path) -> None:
@@ -437,7 +438,7 @@ class EventHistory:
             del self.val_losses[step]
 
     def _evaluated(self, event: Event) -> None:
-        # The attempt number may change here too, because a COMMAND does not have to log the start of an
+        # The attempt number may also change at this event, because a COMMAND need not log the start of an
         # attempt.
         if event.attempt != self._evaluated_in and event.step is not None:
             self._evaluated_in = event.attempt

@@ -61,8 +61,8 @@ class Manifest:
     """Maps each file name to the file's ``bytes`` and ``sha256``."""
     task: str | None = None
     optimizer: str = "adamw"
-    """The name of the optimizer; the default applies to manifests from older trainkit versions, which have no
-    name."""
+    """The name of the optimizer; the default applies to manifests from older trainkit versions, which do not
+    contain the name."""
     data: dict[str, object] = field(default_factory=dict)
     """Values that determine, together with the position in the data, which samples come next."""
     val_fingerprint: str | None = None
@@ -151,7 +151,7 @@ def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
 
 
 def unreadable(error: OSError) -> str:
-    """Return the message for a file that cannot be read at the moment."""
+    """Return the message for a file that currently cannot be read."""
     return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
 
 
@@ -160,7 +160,7 @@ def plain_damage(checkpoint: Checkpoint) -> str:
 
     Raises OSError if a file cannot be read, because the cause may be this host instead of the checkpoint.
     Also raises OSError if a file seems to be missing but is listed in its folder, because an NFS client may
-    cache for up to a minute that a new file is missing.
+    cache the absence of a new file for up to a minute.
     """
     try:
         if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
@@ -230,7 +230,7 @@ def seal(manifest: Mapping[str, object]) -> str:
 
 
 def is_newer(checkpoint: Checkpoint) -> bool:
-    """Return whether a newer trainkit version wrote the checkpoint; this version cannot verify it then."""
+    """Return whether a newer trainkit version wrote the checkpoint, so that this version cannot verify it."""
     try:
         version = checkpoint.content().get("version")
     except (OSError, ValueError):
@@ -287,7 +287,7 @@ def obsolete(
 
 
 def point_best_at(checkpoint: Checkpoint) -> None:
-    """Point the link `best` to a checkpoint."""
+    """Point the symlink `best` at a checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")
     staged.unlink(missing_ok=True)
@@ -296,7 +296,7 @@ def point_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """Return the step of the checkpoint that the link `best` points to, or None if there is no link."""
+    """Return the step of the checkpoint that the symlink `best` points to, or None if there is no symlink."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None
@@ -353,8 +353,8 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     found = read_object(path / MANIFEST_NAME)
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
-    # A checkpoint that was validated only after a resume is not marked as the best in its own manifest. In
-    # this case, only the `best_step` in the manifests of later checkpoints identifies the best checkpoint.
+    # A checkpoint that was validated only after a resume is not marked as the best in its own manifest. Such
+    # a checkpoint is identified as the best only by the `best_step` in the manifests of later checkpoints.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

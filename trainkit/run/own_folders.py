@@ -1,4 +1,4 @@
-"""Choose folders for temporary and compiled files such that no other user can plant files there.
+"""Choose folders for temporary and compiled files so that no other user can plant files there.
 
 torch and other libraries execute or unpickle files with predictable names below ``$TMPDIR``:
 ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
@@ -45,7 +45,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
     TMPDIR is not changed if only this user can create files in it. With `keeps`, TMPDIR is not changed even
     if other users can create files in it. TMPDIR is always replaced if another user owns, or can write to,
-    torch's default cache folder. Raises OSError.
+    torch's default cache folder. Raises OSError if a folder cannot be created.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())
@@ -64,7 +64,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environ` with private folders for temporary and compiled files. Raises OSError."""
+    """Return `environ` with private folders for temporary and compiled files; raise OSError on failure."""
     folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
     if folders.note:
         print_note(folders.note)

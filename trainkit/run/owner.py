@@ -108,7 +108,7 @@ def cannot_create(place: Path, reason: str, option: str) -> UsageError:
 def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> None:
     """Raise UsageError if the folder of a new run or group cannot be created; writes nothing.
 
-    This is the case if `run_dir` is not empty, the folder is not writable, another user could replace the
+    Creation is refused if `run_dir` is not empty, the folder is not writable, another user could replace the
     folder, or the name of the run folder or the current folder is not UTF-8.
     """
     for path in map(os.fsencode, (Path.cwd(), run_dir or "")):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm and users send to stop processes. If a process is killed by one of these signals, the
-host is not considered faulty."""
+"""Signals that Slurm and users send to stop processes. If one of `ENDING_SIGNALS` kills a process, the host
+is not considered faulty."""
 
 
 class ProcessStat(NamedTuple):
@@ -117,7 +117,7 @@ class ProcessId:
 
 
 def boot_id() -> str:
-    """Return the boot id of this machine, which containers on it share; "" if it cannot be read."""
+    """Return the boot id of this machine, which its containers share; "" if it cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -34,7 +34,7 @@ AUTO_RESTART = "restart"
 
 
 def submitit_pickle(run: RunDir, job_id: str) -> Path:
-    """Return the path where submitit looks for the pickle of a job; only jobs of submitit have a pickle."""
+    """Return the path where submitit looks for the pickle of a job; only submitit jobs have one."""
     return run.path / "submitit" / f"{job_id}_submitted.pkl"
 
 
@@ -89,7 +89,7 @@ class AttemptRecord(HasCluster):
     requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """The path of the run folder when this record was written. A difference in this path or in `inode` shows
-    that the folder was moved or copied since then."""
+    that the folder was moved or copied after the record was written."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
     """Values of the attempt that are unknown to this trainkit version."""
@@ -159,9 +159,9 @@ class CodeCopy:
     """Folders in the copy that are added to PYTHONPATH, so that modules are imported from the copy instead of
     the source."""
     notes: list[str] = field(default_factory=list)
-    """Notes about the copy for the user."""
+    """Notes about the copy, shown to the user."""
     workdir: str = ""
-    """The working directory in the copy."""
+    """The run's working directory in the copy."""
     has_repository: bool | None = None
     """True if the copy contains a Git repository; None if an older trainkit version made the copy."""
     more: dict[str, object] = field(default_factory=dict)
@@ -175,12 +175,12 @@ class JobRecord:
     backend: str | None = None
     name: str = ""
     cwd: str | None = None
-    """The working directory at submission."""
+    """The working directory when the run was submitted."""
     code: CodeCopy | None = None
     """The code copy; None if the run uses the original files."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
-    """The job ids of the chained jobs, in the order that they continue the run."""
+    """The job ids of the chained jobs, in execution order."""
     more: dict[str, object] = field(default_factory=dict)
     """Values in job.json that are unknown to this trainkit version."""
 
@@ -192,7 +192,7 @@ class JobRecord:
     def waiting(self) -> list[str]:
         """Return the chained jobs that have not started an attempt, in the format of `AttemptRecord.job`.
 
-        All chained jobs run on the cluster of the newest attempt. Some of these jobs may no longer be in the
+        All chained jobs run on the cluster of the newest attempt. Some chained jobs may no longer be in the
         queue.
         """
         if self.newest is None or not self.follow_ups:
@@ -382,7 +382,7 @@ def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
     """Record that the user cancelled the newest attempt, and return its record.
 
-    `now` means that the attempt was cancelled without saving a checkpoint.
+    Set `now` if the attempt was cancelled without saving a checkpoint.
     """
     return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
@@ -471,7 +471,7 @@ def copied_folder(run: RunDir) -> Path:
 
 
 def _snapshot(run: RunDir) -> tuple[str, CodeCopy | None]:
-    """Return the working directory at submission, and the run's code snapshot or None.
+    """Return the working directory at submission, and the run's code snapshot (None if there is none).
 
     Raises ValueError if job.json is damaged, because the ranks could otherwise execute the wrong code.
     """

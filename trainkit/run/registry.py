@@ -5,7 +5,7 @@ accept the name of any run. A run in a group can also be specified as `GROUP/IND
 such as `123_4`. A job id may include the cluster, as in `123;east`.
 
 Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that commands find the run
-from any working directory. Runs in ./runs are found even if they are not listed in this file.
+from any working directory. Runs in ./runs are found even if they are not listed in runs.jsonl.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class UnknownRun(UsageError):
 
 
 def _path_hint(path: Path) -> str:
-    """Return a hint for the user with the run that contains a path, or with a run that has a similar name."""
+    """Return a hint that names the run that contains a path, or a run with a similar name."""
     inside = next((one for one in path.parents if RunDir(one).exists() or RunGroup(one).exists()), None)
     if inside is not None:
         return f"did you mean {RunDir(inside).shown}?"
@@ -310,7 +310,7 @@ def _path_hint(path: Path) -> str:
 
 
 def _name_hint(text: str, known: Sequence[str]) -> str:
-    """Return a hint with the run that the user probably meant.
+    """Return a hint that names the run that the user probably meant.
 
     ``sweep_1`` and ``sweep[1]`` are interpreted as trial 1 of the group `sweep`.
     """

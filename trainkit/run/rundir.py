@@ -139,7 +139,7 @@ class RunDir(RunFolder):
     lock_file = Child(LOCK_NAME)
     """Locked by a command while it changes the next action of the run."""
     supervisor_lock_file = Child(".supervisor.lock")
-    """Locked by the run's supervisor for as long as it runs."""
+    """Locked by the run's supervisor as long as the supervisor is running."""
 
     _held: int | None = None
     _inode = 0
@@ -153,7 +153,7 @@ class RunDir(RunFolder):
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:
-        """Keep the folder open, so that `follow` can find it after a move; raise OSError if that fails."""
+        """Keep the folder open, so that `follow` can find it after a move; raise OSError on failure."""
         if self._held is not None:
             return
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -251,8 +251,8 @@ class AttemptDir:
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
     batch_host_log = Child("logs/batch-host.log")
-    """The log of the host that runs the batch script. This log is separate from the supervisor's
-    log, where the task numbers in srun's messages are ranks."""
+    """The log of the host that runs the batch script. This log is separate from the supervisor's log, where
+    the task numbers in srun's messages denote ranks."""
     errors_dir = Child("errors")
     hangs_dir = Child("hangs")
     """A folder for stack traces, created by the first rank that hangs."""
@@ -262,13 +262,13 @@ class AttemptDir:
     profile_dir = Child("profile")
     done_file = Child("done")
     """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means that
-    the COMMAND has finished if this file exists, or that it was interrupted otherwise."""
+    the COMMAND has finished if this file exists; otherwise, the COMMAND was interrupted."""
     rendezvous_file = Child("rendezvous.json")
     """The address where the ranks on several hosts connect; empty until the first task has published it."""
     store_file = Child("store")
     """The file for torch's `FileStore`, through which the ranks on a single machine connect."""
     script_file = Child("submit.sbatch")
-    """The batch script that this attempt was submitted with."""
+    """The batch script used to submit this attempt."""
     end_file = Child("end.json")
     """Describes how the attempt ended; missing while the attempt is running, or if its supervisor was
     killed."""
@@ -325,7 +325,7 @@ class AttemptDir:
             raise
 
     def make_latest(self) -> None:
-        """Point the symlink ``attempts/latest`` to this attempt."""
+        """Point the symlink ``attempts/latest`` at this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
         staged.unlink(missing_ok=True)  # A killed command may have left this temporary link behind.
@@ -371,7 +371,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
 def refuse_missing(run: RunDir) -> None:
     """Raise UsageError if the run folder no longer exists.
 
-    Without this check, a start could write to another folder that now has the same path.
+    Without this check, starting the run could write to another folder that now has the same path.
     """
     if not run.exists():
         raise UsageError(
@@ -383,7 +383,8 @@ def refuse_missing(run: RunDir) -> None:
 def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
     """Acquire the supervisor lock of the run until this process exits; raise RunLocked if it stays locked.
 
-    Two supervisors would corrupt the run. job.json cannot prevent this, because it may be lost or edited.
+    Two supervisors would corrupt the run. A check of job.json cannot prevent a second supervisor, because the
+    file may be lost or edited.
     """
     try:
         acquire_lock(run.supervisor_lock_file, timeout_s)  # The lock is released when this process exits.

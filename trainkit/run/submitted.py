@@ -55,7 +55,7 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
     Raises LookupError, TypeError or AttributeError if `plan` is not a valid plan.json.
     """
     plans = plans_by_size(plan)
-    if plan.get("fills_nodes"):  # The number of threads then depends on the allocated CPUs.
+    if plan.get("fills_nodes"):  # With `fills_nodes`, the number of threads depends on the allocated CPUs.
         plans = {size: {**one, "threads_per_worker": None} for size, one in plans.items()}
     return f"{_hash(config_text)}:{_hash(plans)}"
 
@@ -63,7 +63,7 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
 def submitted_group_hash(
     config: Mapping[str, object], plan: Mapping[str, object], trials: Iterable[Trial]
 ) -> str:
-    """Return a hash of the values that a group's runs are created from."""
+    """Return a hash of the values used to create the runs of a group."""
     return _hash([config, plan, to_json(list(trials))])
 
 

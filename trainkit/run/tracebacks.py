@@ -105,7 +105,7 @@ class Raised:
 
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
-    """Return the exception if a program's output ends with its traceback; otherwise None."""
+    """Return the exception if a program's output ends with a traceback; otherwise None."""
     found = _without_margins(
         [(index, _RANK_PREFIX.sub("", line, count=1)) for index, line in enumerate(lines)]
     )

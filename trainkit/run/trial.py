@@ -112,14 +112,14 @@ def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the arguments by name; replace a `SweeperTrial` by its values."""
+    """Yield the arguments by name; replace a `SweeperTrial` with its values."""
     for name, value in arguments.items():
         params = _params(value)
         yield from [(name, value)] if params is None else params.items()
 
 
 def _params(value: object) -> Mapping[str, object] | None:
-    """Return the values of a `SweeperTrial`; None for any other object, even if it has a `params`."""
+    """Return the values of a `SweeperTrial`; None for any other object, even one with `params`."""
     try:
         params = value.params if isinstance(value, SweeperTrial) else None
         return dict(params) if isinstance(params, Mapping) else None
@@ -180,14 +180,14 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
 
 def _text(key: str, value: object) -> str:
     try:
-        name = getattr(value, "__qualname__", None)  # Functions and classes have this attribute.
+        name = getattr(value, "__qualname__", None)  # Functions and classes have `__qualname__`.
     except Exception:  # The user's object may raise any exception.
         name = None
     return _masked(key, _ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
 
 
 def _masked(key: str, text: str) -> str:
-    """Mask secrets in a text, also if its key looks like a secret's name, and then truncate the text."""
+    """Mask secrets in a text, or the whole text if its key looks like a secret's name; then truncate it."""
     before = f"{key}: "
     text = mask_secrets(before + text[:MAX_MASKED]).removeprefix(before)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

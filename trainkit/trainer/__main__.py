@@ -1,4 +1,4 @@
-"""Run one worker of a run: ``python -m trainkit.trainer RUN_DIR``."""
+"""Run one worker process of a training run: ``python -m trainkit.trainer RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog
 
 @whole_paths()
 def main() -> None:
-    """Run one worker and end the process with its exit code."""
+    """Run one worker and exit with its exit code."""
     # Garbage collection would add 20 % to the import time of torch without finding anything to free.
     gc.disable()
     # Install the signal handlers before importing torch, which takes seconds, so that no signal is lost.
@@ -50,7 +50,8 @@ def main() -> None:
         on_error = guard.each(lambda one: one.in_trainer(plan, unwatched))
         import torch
 
-        if (problem := release_problem(torch.__version__)) is not None:  # the trainer's imports would fail
+        # With an unsupported torch release, the trainer's imports would fail.
+        if (problem := release_problem(torch.__version__)) is not None:
             raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
         worker = worker_of(plan.parts) or "trainkit.trainer.worker"
         work = importlib.import_module(worker).run_worker
@@ -63,14 +64,14 @@ def main() -> None:
         code = record_failure(attempt, rank_info, error, progress.current)
     watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:
-        sys.exit(code)  # torch is missing or broken, so the next import would fail too
+        sys.exit(code)  # torch is missing or broken, so importing `distributed` would fail too
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
 
 
 def set_up_logging(rank: int) -> None:
-    """Log to standard output: everything on rank 0, only warnings with the rank as prefix on other ranks."""
+    """Log to standard output: rank 0 logs everything, other ranks only warnings, prefixed with the rank."""
     replace_unencodable()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     logging.basicConfig(
@@ -109,22 +110,22 @@ def record_failure(
     try:
         if "gloo" in message:
             # Write the flight record before the error record, because the supervisor kills all ranks once it
-            # reads the error record. The flight record shows which rank called a different collective than
-            # the other ranks.
+            # reads the error record. The flight record shows which rank, if any, called a different
+            # collective from the other ranks.
             write_flight_record(attempt, rank_info.rank, "cpu")
         write_json(attempt.rank_error(rank_info.rank), record)
     except OSError as unwritable:
         shown += f"\ncannot write the error record: {unwritable}"
-    # On a full disk, printing fails too, but the exit code still reports the failure.
+    # On a full disk, printing the error fails too, but the exit code still reports the failure.
     with contextlib.suppress(OSError):
         print(shown, file=sys.stderr, flush=True)
     return code
 
 
 def exit_code_of(error: BaseException, current: CurrentPhase) -> int:
-    """Return the exit code for an error; 78 if a restart would fail too, as for a missing module."""
+    """Return the exit code for an error: 78 if a restart would fail too, as when a module is missing."""
     if isinstance(error, UsageError):
-        # A disk error may no longer occur at the next start.
+        # An I/O error may be temporary, so a restart may succeed.
         return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART
     if isinstance(error, TrainkitError):
         return error.exit_code

@@ -1,7 +1,8 @@
-"""Build the model of a task, transforming it for training in the only order that works for every layout.
+"""Build the model of a task, applying all transformations in the only order that works for every layout.
 
-The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
-data parallelism. Memory is allocated and initialized last, so that no rank allocates more than its own shard.
+The order is: pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
+data parallelism. Parameters are allocated and initialized last, so that no rank allocates more than its own
+shard.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ AnyTask = CausalLM | UserTask
 
 
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
-    """Return the task of a config; in a run, load the user's code from the run's code snapshot.
+    """Return the task that a config specifies; if `run` is given, load user code from its code snapshot.
 
     If `checks_data`, check the size of every data shard; pass True on only one rank per job.
     """
@@ -105,9 +106,9 @@ def recompute_and_compile(
     """Replace each block's forward method with a checkpointed and, if `compiled`, compiled version.
 
     The mode `full` recomputes the whole block. The mode `selective` saves the outputs of attention, of every
-    second matmul and of reductions over tensor-parallel ranks, and recomputes everything else. Parameter
+    second matmul and of reductions across tensor-parallel ranks, and recomputes everything else. Parameter
     names do not change. In trainkit's models, dropout depends only on the sample, so recomputation draws the
-    same mask. Modules that use random numbers in any other way need `preserve_rng_state`.
+    same mask. Modules that use torch's global random number generators need `preserve_rng_state`.
     """
     for block in blocks:
         if mode == "full":
@@ -121,7 +122,7 @@ def recompute_and_compile(
         if mode == "selective":
             block.forward = _selectively(block.forward, preserve_rng_state)
         if compiled:
-            # Do not use `block.compile()`, which would try to compile the FSDP hooks too and fail.
+            # Do not use `block.compile()`, which would also try to compile the FSDP hooks, and fail.
             block.forward = torch.compile(block.forward)
 
 
@@ -159,14 +160,14 @@ class CompileCache:
             log.error(f"cannot save the compiled code to {self._run.compiled_file} ({error})")
 
     def source(self) -> str:
-        """Return the cache that was used, ``run`` or ``host``, or ``cold`` if any code was newly compiled."""
+        """Return which cache was used, ``run`` or ``host``, or ``cold`` if any code was newly compiled."""
         if compiled_anew():
             return "cold"
         return "run" if self._loaded else "host"
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
-    """Return a closure of `inner` with selective checkpointing; torch.compile cannot trace a `partial`."""
+    """Return a closure that checkpoints `inner` selectively; torch.compile cannot trace a `partial`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
@@ -182,7 +183,7 @@ def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callabl
 
 
 def _selective_contexts() -> Any:
-    """Return checkpoint contexts with a new policy, so that matmuls are counted separately in each block."""
+    """Return checkpoint contexts with a new policy, so that each block's matmuls are counted separately."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -206,7 +207,8 @@ class BuiltModel:
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None
-    """Buffers to save in checkpoints; None for a `Model`, whose buffers are computed from its shape."""
+    """Buffers to save in checkpoints; None for a `Model`, whose buffers are computed from its
+    configuration."""
     read_weight: ReadWeight | None = None
     """Reads the initial value of a weight whose `is_read` is set."""
     sum_tied_gradients: Callable[[], None] = lambda: None
@@ -224,7 +226,7 @@ def build(
 ) -> BuiltModel:
     """Return this rank's part of the model on its device, in training mode, with its initial values.
 
-    Weights with `is_read` have no values yet, because these are read from files later.
+    Weights with `is_read` set are still uninitialized: their values are later read from files.
     """
     if isinstance(task, UserTask):
         return build_for_task(task, world, progress, local_gradient)
@@ -245,7 +247,7 @@ def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Mo
     pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
     if pp == 1:
         return [_build_part(task, plan, world, None)]
-    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late because it is slow
+    from trainkit.trainer.parallel.pipeline import stage_specs  # slow to import, so imported only when needed
 
     stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
     return [_build_part(task, plan, world, stage) for stage in stages]
@@ -302,7 +304,7 @@ def assemble(
 def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
-    """Enable float8 gathering of sharded weights if configured; return a function to update the scales."""
+    """Enable float8 gathering of sharded weights if configured; return a function that updates the scales."""
     if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
         return lambda: None
     assert world.mesh is not None

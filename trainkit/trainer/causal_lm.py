@@ -1,8 +1,8 @@
 """Define the built-in task: next-token prediction on token shards, with batches prefetched by threads.
 
 Each step consumes samples at consecutive global positions. Microbatch m of data-parallel rank r contains the
-`device_batch_size` samples from position ``start + (m x dp + r) x device_batch_size`` on. The samples of a
-step therefore depend only on the step's start position, not on the number of ranks.
+`device_batch_size` samples starting at position ``start + (m x dp + r) x device_batch_size``. The samples of
+a step therefore depend only on the step's start position, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class StepBatch:
     num_tokens: int | None
     """Number of valid labels on this rank; None for a user's task, whose loss returns its divisor instead."""
     num_samples: int
-    """Number of valid samples, summed over all ranks."""
+    """Number of valid samples, summed across all ranks."""
     stream: StreamState | None = None
     """Position in a user's data stream after the step; set only on rank 0."""
 
@@ -107,7 +107,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Reads the batches of steps from any position; stateless, so that threads can share the source."""
+    """Reads the batches of steps, starting at any position; stateless, so that threads can share it."""
 
     dataset: TokenShards | TokenMixture
     batch: Batch
@@ -124,7 +124,7 @@ class BatchSource:
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
-        if self.end_position is not None:  # the data may end within a step
+        if self.end_position is not None:  # the data may end in the middle of a step
             stops = np.minimum(stops, self.end_position)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]
@@ -149,13 +149,13 @@ class BatchSource:
         ]
 
     def _positions(self, starts: IntArray) -> IntArray:
-        """Return the positions of the samples that this rank reads, int64 [steps, microbatches, B]."""
+        """Return the positions of the samples that this rank reads, as int64 [steps, microbatches, B]."""
         micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
         offsets = micro[:, None] * self.batch.device_batch_size
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
 
     def _sample_keys(self, positions: Tensor) -> Tensor:
-        """Return an int32 dropout key for each sample, derived from its position in the order of training."""
+        """Return an int32 dropout key for each sample, derived from its position in the training order."""
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -163,10 +163,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over the steps of a source from `position` on, prefetched by `num_workers` threads.
+    """Iterates over the steps of a source from `position`; `num_workers` threads prefetch the batches.
 
-    Threads suffice, because copying tokens from a memory map releases the GIL. Processes would have to be
-    forked, and cleaned up after a crash. Small steps are read in groups to reduce the overhead.
+    Threads suffice, because copying tokens from a memory map releases the GIL. Worker processes would have to
+    be forked, and cleaned up after a crash. Small steps are read in groups to reduce the overhead.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -180,7 +180,7 @@ class PrefetchedBatches:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Restart at the first step, even if an earlier iteration has advanced."""
+        """Iterate from the first step, regardless of earlier iterations."""
         self._steps = self._read()
         return self
 
@@ -265,7 +265,7 @@ class CausalLM:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """Return this rank's batches in a split, from the position in `state` to the position `end` if given.
+        """Return this rank's batches of a split, from the position in `state` up to `end`, if given.
 
         The result can be iterated over several times.
         """

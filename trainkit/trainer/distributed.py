@@ -1,11 +1,11 @@
 """Set up a rank's device, process groups and device mesh, after a startup barrier for all ranks.
 
 torch's rendezvous blocks in C++ until the last rank has arrived. While torch's rendezvous blocks, missing
-ranks cannot be reported, and a rank that gets a stop signal either hangs or makes the others hang. Therefore,
-each rank first registers in the rendezvous store for trainkit's own barrier, and then polls the key
-`verdict`, which tells all ranks how to proceed. The last rank to arrive sets `verdict` to "go", a rank with a
-stop signal sets it to "stop", and after the timeout, rank 0 sets it to the list of missing ranks. If several
-ranks set `verdict`, the first value counts.
+ranks cannot be reported, and a rank that receives a stop signal either hangs or makes other ranks hang.
+Therefore, each rank first registers in the rendezvous store for trainkit's own barrier, and then polls the
+key `verdict`, which tells all ranks how to proceed. The last rank to arrive sets `verdict` to "go", a rank
+with a stop signal sets it to "stop", and after the timeout, rank 0 sets it to the list of missing ranks. If
+several ranks set `verdict`, the first value is used.
 
 All ranks poll the same server, so the polling interval grows with the number of ranks. The store's blocking
 wait would need only one request, but a stop signal cannot interrupt that wait.
@@ -82,9 +82,9 @@ class World:
     """The device mesh; None for a single process, unless ``parallel.mesh_of_one`` or ``parallel.offload`` is
     set.
 
-    The mesh has the dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if their size is
-    larger than 1. ``dp_shard`` includes the context-parallel ranks, because parameters are sharded across
-    them as well.
+    The mesh always has the dimension ``dp_shard``, and has ``dp_replicate``, ``pp`` and ``tp`` only if their
+    size is larger than 1. ``dp_shard`` includes the context-parallel ranks, because parameters are sharded
+    across them as well.
     """
     checkpoint_group: dist.ProcessGroup | None
     """A separate gloo process group for checkpoints, because asynchronous saves run collectives in another
@@ -113,7 +113,10 @@ class World:
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether this rank reports its sample count; of ranks that share samples, only one does."""
+        """Return whether this rank reports its sample count.
+
+        If several ranks process the same samples, only one of them reports the count.
+        """
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
@@ -326,7 +329,7 @@ def broadcast_from_main(value: T, world: World) -> T:
 
 
 def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather the values of all ranks and return them on all ranks; sent as JSON, so tuples become lists.
+    """Gather the values of all ranks on all ranks; tuples become lists, because values are sent as JSON.
 
     `group` must use the gloo backend; the default is the checkpoint group. Raises TrainkitError if a process
     outside this attempt sent one of the values.
@@ -361,7 +364,7 @@ def unseal(nonce: str, sealed: bytes) -> bytes:
 
 
 def _digest_of(nonce: str, value: bytes) -> bytes:
-    # Use a different key than for the digests in the rendezvous store, because anyone can read the store.
+    # Digests in the rendezvous store use a different key, because anyone can read the store.
     return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 
@@ -394,8 +397,8 @@ def group_ender() -> Callable[[], None]:
 def exit_process(exit_code: int) -> None:
     """Flush stdout and stderr and exit immediately, skipping the interpreter's shutdown.
 
-    While gloo threads are running, a normal exit occasionally ends in SIGABRT, and a completed job would look
-    like a crash.
+    While gloo threads are running, a normal exit occasionally ends in SIGABRT, which would make a completed
+    job appear to have crashed.
     """
     if dist.is_initialized() and exit_code == 0:
         group_ender()()
@@ -420,7 +423,8 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 LOOPBACK = "127.0.0.1"
 IDENTITY_TIMEOUT = timedelta(seconds=60)
-"""Timeout for reading the attempt's identity, which rank 0 writes to the store as soon as it listens."""
+"""Timeout for reading the attempt's identity, which rank 0 writes to the store as soon as it starts
+listening."""
 STOP_GRACE_S = 20.0
 """Seconds for which a rank with a stop signal tries to notify the other ranks."""
 
@@ -478,7 +482,7 @@ def startup_barrier(
 
 
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
-    """Raise FatalError if a lower rank on this node has registered with the same GPU."""
+    """Raise FatalError if a lower-numbered rank on this node has registered with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
             raise FatalError(
@@ -505,7 +509,7 @@ def _decide(env: RankEnv, store: Store, verdict: str) -> None:
 
 
 def _digest(env: RankEnv, text: str) -> str:
-    """Return a keyed digest of `text`, which hides the nonce and which only this attempt can compute."""
+    """Return a keyed digest of `text` that only this attempt can compute and that hides the nonce."""
     return hmac.new(env.nonce.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 

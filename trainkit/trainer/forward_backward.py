@@ -48,15 +48,15 @@ class ForwardBackward(Protocol[M]):
         return ()
 
     def begin_step(self, step: int) -> None:
-        """Set the step number for the passes that follow."""
+        """Set the step number for all passes until the next call."""
         return None
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
-        """Add the gradient of the summed loss times `scale`, a 0-dim float32 tensor on the device.
+        """Accumulate the gradient of the summed loss times `scale`, a 0-dim float32 tensor on the device.
 
-        `on_loss` receives this rank's sums. For a `Model`, there is only one sum: the negative
-        log-likelihood, a 0-dim float32 tensor. For a user's task, the sums are the loss and its divisor,
-        followed by a value and a divisor for each metric, float64 [2 + 2 x metrics].
+        `on_loss` receives sums over this rank's microbatches. For a `Model`, `on_loss` receives only the
+        negative log-likelihood, a 0-dim float32 tensor. For a user's task, `on_loss` receives the loss and
+        its divisor, followed by a value and a divisor for each metric, as float64 [2 + 2 x metrics].
         """
         ...
 
@@ -97,8 +97,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     Only one chunk's logits exist at a time, and no logits are computed twice. The weight gradient is
     accumulated over the chunks in float32. With a `scale` (0-dim, float32), the forward pass computes the
-    gradients of loss x `scale`. The backward pass then divides these gradients by `scale` and multiplies them
-    by the incoming gradient, which usually equals `scale`.
+    gradients of loss x `scale`. The backward pass then divides the precomputed gradients by `scale` and
+    multiplies them by the incoming gradient, which usually equals `scale`.
     """
 
     @staticmethod
@@ -142,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 matrix; on a GPU, in one kernel and without rounding the product."""
+    """Add left @ right to a float32 matrix; on a GPU, one kernel does this without rounding the product."""
     if total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -180,7 +180,7 @@ class OneByOne(ForwardBackward[M]):
 
     @abstractmethod
     def _forward(self, micro: M, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the loss (0-dim, float32) with its gradient, and this rank's sums in `on_loss` format.
+        """Return the differentiable loss (0-dim, float32), and this rank's sums in `on_loss` format.
 
         The caller multiplies the loss by `scale`. `scale` is passed because a loss may compute its gradients
         in the forward pass.
@@ -189,12 +189,12 @@ class OneByOne(ForwardBackward[M]):
 
 @dataclass
 class SequentialForwardBackward(OneByOne[Microbatch]):
-    """Runs the passes of a `Model` without pipeline stages."""
+    """Runs the forward and backward passes of a `Model` without pipeline stages."""
 
     model: nn.Module
     context: ForwardContext
     loss_chunks: int = 1
-    """Number of token chunks for which the loss is computed one after another; 1 disables chunking."""
+    """Number of chunks of tokens whose losses are computed one after another; 1 disables chunking."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
@@ -212,8 +212,8 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # a parameter's `requires_grad` is True even in `no_grad`
-            # Without the scale, fp16 gradients would underflow; in other dtypes, scaling would only add
+                weight = weight.detach()  # A parameter's `requires_grad` is True even under `no_grad`.
+            # Without the scale, fp16 gradients would underflow. In other dtypes, scaling would only add
             # rounding errors.
             early = scale if x.dtype == torch.float16 else None
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early
@@ -250,7 +250,7 @@ class LossModule(nn.Module):
 
 @dataclass
 class TaskForwardBackward(OneByOne[TaskBatch]):
-    """Runs the passes of a user's task."""
+    """Runs the forward and backward passes of a user's task."""
 
     module: LossModule
     config: RunConfig
@@ -368,7 +368,7 @@ of two ranks.
 def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise TaskError if the gradient of an unsplit parameter differs between tensor-parallel ranks.
 
-    Such gradients differ if the module's input is split, because each rank then computes only part of the
+    The gradients differ if the module's input is split, because each rank then computes only part of the
     gradient.
     """
     samples: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Run an attempt's training loop, including validation, logging and saves."""
+"""Run an attempt's training loop, including validation, logging and checkpointing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
-        """Return the validation loss and metrics over all ranks, or None if any rank got a stop signal."""
+        """Return the validation loss and metrics across all ranks, or None if any rank got a stop signal."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
@@ -149,7 +149,8 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # check the checkpoint before the build, which may take a long time
+        # Check the checkpoint before building the model, which may take a long time.
+        with progress.within("load"):
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
@@ -160,7 +161,7 @@ class Trainer:
         compiled = config.parallel.compile is True or by_default
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
-            self.compile_cache.load()  # load the compile cache before the first collective
+            self.compile_cache.load()  # the other ranks wait in the first collective
         own = make_own_optimizers(task, self.built.weights, layout)
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
@@ -217,8 +218,8 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # This attempt resumed from a checkpoint with the same state, so only mark that checkpoint as
-            # best.
+            # The checkpoint that this attempt resumed from already contains the current state, so only mark
+            # it as best.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step
@@ -234,7 +235,7 @@ class Trainer:
         return self._end()
 
     def step(self) -> int | None:
-        """Train one step; validate, log and save if due; return an exit code, or None to continue."""
+        """Train one step; validate, log and save if due. Return an exit code, or None to continue."""
         report, lr = self._optimizer_step()
         if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self._log_step(report, lr, None)
@@ -286,7 +287,7 @@ class Trainer:
     def _compute_gradient(self, batch: Any, turn: str, data_wait_s: float) -> tuple[Tensor, Tensor]:
         """Compute the gradient of one optimizer turn (see `Task.turns`), divided by the loss's nominal count.
 
-        Returns the values of `pack_report` summed over all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
+        Returns the values of `pack_report` summed across all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
         and the gradient's sum of squares, a 0-dim float64 tensor. At the end of a step window, the summed
         values also contain the times of each rank.
         """
@@ -331,7 +332,7 @@ class Trainer:
     def _apply_gradient(
         self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
     ) -> StepReport:
-        """Clip and apply an optimizer turn's gradient; skip the update on all ranks if it is not finite."""
+        """Clip and apply an optimizer turn's gradient; if it is not finite, skip the update on all ranks."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -561,7 +562,7 @@ class Trainer:
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:
-        """Save the current step if necessary; return 0, or 75 if training stops early for a `reason`.
+        """Save the current state if necessary; return 0, or 75 if training stops early for a `reason`.
 
         Raises DivergedError if training is complete but no step has changed the weights. Raises
         CheckpointError if the save fails, because exit codes 0 and 75 both guarantee a saved state.

@@ -93,7 +93,7 @@ class TensorBoardLog:
         written first."""
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Add the scalars of one step, skipping those that are None."""
+        """Add the scalars of one step, skipping None values."""
 
         def add(writer: SummaryWriter) -> None:
             for name, value in scalars.items():
@@ -165,7 +165,7 @@ class TensorBoardLog:
 
             folder = self._run.tensorboard_dir
             # SummaryWriter would also create missing parent folders. If the run folder was moved, fail here
-            # instead.
+            # instead of recreating it at the old path.
             ensure_folder(folder)
             # `purge_step` tells TensorBoard to discard the steps that an earlier attempt trained after its
             # last checkpoint.
@@ -285,7 +285,7 @@ class Metrics:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
         # Expand `values` twice: the first expansion puts the trainer's keys first, and the second restores
-        # its values if a capability uses the same name.
+        # the trainer's values if a capability uses the same name.
         self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))
@@ -327,7 +327,7 @@ def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return only the finite metrics, because JSON cannot represent the others."""
+    """Return only the finite metrics, because JSON cannot represent NaN and infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -343,10 +343,10 @@ MAX_BYTES = 2**20
 MAX_PENDING = 10_000
 FLUSH_S = 60.0
 SPIKE_RATIO = 3.0
-"""Increase of the gradient norm, relative to the last record, above which records are written at once, in
-case a crash follows."""
+"""Ratio of the gradient norm to the last recorded norm above which records are written immediately, in case a
+crash follows."""
 CHECKSUM_BITS = 52
-"""Number of bits in the checksum; a float64 can represent such integers exactly."""
+"""Number of bits in the checksum; a float64 represents integers of this size exactly."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -364,7 +364,7 @@ class LocalGradient:
 
     @torch.no_grad()
     def add(self, grads: Sequence[Tensor]) -> None:
-        """Add gradients that are about to be reduced to the checksum."""
+        """Update the checksum with gradients that are about to be reduced."""
         if self.is_due:
             self._sums += [
                 grad.detach().view(_WORDS[grad.element_size()]).sum(dtype=torch.int64) for grad in grads
@@ -392,11 +392,11 @@ class RankRecords:
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
         self._last_norms: dict[int, float] = {}
-        """Maps the number of an optimizer turn (0 without turns) to the gradient norm in its newest
+        """Maps the number of an optimizer turn (0 without turns) to the gradient norm in its latest
         record."""
 
     def begin_step(self, *, is_due: bool) -> None:
-        """Begin a step; `is_due` says whether the step will be recorded."""
+        """Begin a step; `is_due` specifies whether the step will be recorded."""
         self.values, self._local_gradient.is_due = [], is_due
 
     def keep_loss(self, sums: Tensor) -> None:
@@ -410,7 +410,7 @@ class RankRecords:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
     def add(self, step: int, grad_norm: float, own: Sequence[float], turn: int = 0, name: str = "") -> None:
-        """Add the record of a step; `own` has the numbers in `values`, or is empty for an unrecorded step.
+        """Add the record of a step; `own` contains the numbers to record, or is empty for an unrecorded step.
 
         If optimizers take turns in a step, each turn has its own record: `turn` counts from 1, and `name` is
         the name of the optimizer.

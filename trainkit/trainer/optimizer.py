@@ -1,4 +1,4 @@
-"""Update parameters with AdamW on local shards, clipping gradients and skipping steps in the same pass.
+"""Update local parameter shards with AdamW, clipping gradients and skipping updates without extra passes.
 
 Optimizers work on plain tensors, never on DTensors: element-wise updates do not depend on the sharding, and
 plain tensors have much less dispatch overhead than DTensors. Only the global gradient norm depends on the
@@ -29,7 +29,7 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
 """Device types on which the optimizer update is compiled. CPU shards are offloaded or belong to short runs,
-where compilation would take longer than it saves."""
+where compilation would take more time than it saves."""
 TINY = 1e-30
 """Replaces 0 where a logarithm is computed, because the logarithm of 0 is not finite."""
 WHOLE_ELEMENTS = 1 << 24
@@ -63,7 +63,7 @@ class ShardedOptimizer(ABC):
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Group parameters by the factor for this rank's squares in the global sum of squares.
+        """Group parameters by the factor applied to this rank's squares in the global sum of squares.
 
         Returns a mapping from factors to parameter indices. If a shard is replicated on n ranks of a pipeline
         stage, the factor is 1 / n on each of these ranks.
@@ -88,12 +88,12 @@ class ShardedOptimizer(ABC):
 
     @torch.no_grad()
     def collect_gradients(self, turn: str = "") -> None:
-        """Pass the gradients to the optimizer, after the last backward pass of an optimizer turn."""
+        """Pass the gradients to the optimizer; called after the last backward pass of an optimizer turn."""
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """Return the gradient's sum of squares, or this rank's share unless `has_whole_gradient` is set."""
+        """Return the gradient's sum of squares, or only this rank's share unless `has_whole_gradient`."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [
@@ -113,7 +113,7 @@ class ShardedOptimizer(ABC):
         """
 
     def end_step(self) -> None:
-        """End a step, after the last optimizer turn has updated its parameters."""
+        """Finish a step, after the last optimizer turn has updated its parameters."""
         return None
 
     def zero_grad(self) -> None:
@@ -331,7 +331,7 @@ def _update(
 
 
 def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
-    """Yield matching views of a shard and other tensors, with up to `PIECE_ELEMENTS` elements or one row."""
+    """Yield matching views of all tensors, with up to `PIECE_ELEMENTS` elements, or one row, per view."""
     if shard.numel() <= PIECE_ELEMENTS:
         yield shard, *others
         return

@@ -123,7 +123,7 @@ class OwnOptimizers(ShardedOptimizer):
         return type(self._task).turns is not Task.turns
 
     def updated_by(self, turns: Collection[str]) -> set[str]:
-        """Return the names of parameters updated in these optimizer turns; "" stands for all parameters."""
+        """Return the names of parameters that the optimizers in `turns` update; "" means all optimizers."""
         chosen = self._optimizers.keys() if "" in turns else turns
         return {weight.name for name in chosen for weight, _ in self._owned(self._optimizers[name])}
 
@@ -281,7 +281,7 @@ class OwnOptimizers(ShardedOptimizer):
         return values, tensors
 
     def _values(self, name: str) -> dict[str, object]:
-        """Return the settings of an optimizer's groups and the state of its scheduler."""
+        """Return the settings of an optimizer's parameter groups and the state of its scheduler."""
         groups = [
             {key: _number(value) for key, value in group.items() if key != "params"}
             for group in self._optimizers[name].param_groups
@@ -354,7 +354,7 @@ class OwnOptimizers(ShardedOptimizer):
             self._load_values(name, decode(value.initial, tensors), decode(value.values, tensors))
 
     def _load_values(self, name: str, initial: object, values: object) -> None:
-        """Load an optimizer's values from a checkpoint, except those the user has changed in the task."""
+        """Load an optimizer's settings and scheduler state, except settings that the user has changed."""
         optimizer, changed = self._optimizers[name], list[str]()
         merged = cast(Any, _merged("", self._initial[name], initial, values, changed))
         for group, found in zip(optimizer.param_groups, merged["groups"], strict=True):
@@ -383,7 +383,7 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
     """Return the `saved` value, updated with the user's changes to the task since the run started.
 
     `before` is the value that the task created when the run started, and `now` is the value that the task
-    creates today. If `before` and `now` differ, `now` replaces the saved value, and a line that describes the
+    creates now. If `before` and `now` differ, `now` replaces the saved value, and a line that describes the
     change is appended to `changed`. A changed learning rate is multiplied by the scheduler's current factor.
     """
     if isinstance(now, Counter) and isinstance(before, dict) and isinstance(saved, dict):

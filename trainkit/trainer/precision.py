@@ -38,7 +38,7 @@ def cast_weights(
 
     As with `fully_shard`, the gradients of all passes in a step are summed in float32, here in the ``grad``
     of the master weights. Results are therefore the same with and without sharding. Unlike casts by autocast,
-    these casts are kept until the next optimizer update.
+    the casts in the model are kept until the next optimizer update.
     """
     casts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -127,7 +127,7 @@ def require_float8(device: torch.device) -> None:
 
 
 def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: bool = False) -> None:
-    """Make the linear modules in these layers multiply in float8, with one scale per tensor or per row.
+    """Make the linear modules in the layers multiply in float8, with one scale per tensor or per row.
 
     The dtype of the weights does not change. If `emulate`, float8 is emulated on devices that do not support
     it.

@@ -1,4 +1,4 @@
-"""Profile a window of steps with torch.profiler, and summarize how their time was spent."""
+"""Profile a window of steps with torch.profiler, and summarize how the time was spent."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ KINDS = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|fill_|cat)", re.IGNORECASE)),
     ("elementwise", re.compile(r"")),
 )
-"""Kinds of GPU kernels or CPU operators, each with a pattern for their names; the first matching pattern
-applies."""
+"""Kinds of GPU kernels or CPU operators, each with a pattern for their names; the first matching pattern is
+used."""
 NUM_OPERATORS = 10
 """Number of operators that the summary lists."""
 

@@ -3,8 +3,8 @@
 The training thread writes the step and phase; other threads read them. Each update assigns a single tuple, so
 other threads see either the old or the new tuple without a lock.
 
-The watchdog reads stacks in Python while holding the GIL, so the other threads are paused. By contrast,
-faulthandler's C handler reads the stacks of running threads, and crashed about 1 in 250 times in a busy
+The watchdog reads stacks in Python while holding the GIL, so the other threads are paused. faulthandler's C
+handler, by contrast, reads the stacks of running threads, and crashed in about 1 of 250 attempts in a busy
 process. The C handler is therefore installed only for SIGQUIT, as a last resort for ranks that never release
 the GIL.
 """
@@ -129,20 +129,20 @@ class Progress:
 
     @property
     def median_step_s(self) -> float | None:
-        """Return the median duration of recent steps in seconds, or None before the first step has ended."""
+        """Return the median duration of recent steps in seconds, or None if no step is complete."""
         num_steps = self._num_steps
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Return whether this process has completed this phase before; a phase's first run may take long."""
+        """Return whether this process has completed this phase before; the first time may be slower."""
         return phase in self._completed
 
 
 POLL_S = 1.0
 EXIT_AFTER_S = 60.0
-"""A hung rank exits by itself after this many seconds if the supervisor has not killed it."""
+"""A hung rank exits after this many seconds unless the supervisor kills it first."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
-"""Minimum time limit in seconds for slow phases: saves, and the first run of each phase, which may
+"""Minimum time limit in seconds for slow phases: saves, and the first execution of each phase, which may
 compile."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
@@ -151,8 +151,8 @@ timeout."""
 CONNECT_LIMIT_S = 240.0
 """Time limit of phase `connect` in seconds; `requeue.hang_min_s` can raise the limit."""
 SUSPENDED_S = 10.0
-"""If the time between two checks exceeds this many seconds, the process was suspended, and the gap does not
-count as waiting."""
+"""If the time between two checks exceeds this many seconds, the process is assumed to have been suspended,
+and the gap is not counted as waiting time."""
 NUM_COLLECTIVES = 200
 
 
@@ -186,7 +186,7 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Map each thread except this one to its stack frames, innermost first; starts with the main thread."""
+    """Return the stack frames (innermost first) of all other threads; the main thread comes first."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
@@ -215,7 +215,7 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
 
 
 class Watchdog:
-    """Answers `trainkit stacks`, and kills this rank if the rank hangs or misses its deadline.
+    """Answers `trainkit stacks`, and terminates this rank if the rank hangs or misses its deadline.
 
     The watchdog reports a hang in the attempt's folder, and the supervisor then kills all ranks. If the
     supervisor does not kill a hung rank, the rank's watchdog exits with code 70.
@@ -227,7 +227,7 @@ class Watchdog:
         self._attempt, self._rank_info = attempt, rank_info
         self._progress, self._stop = progress, stop
         self._file = attempt.rank_stacks(rank_info.rank)
-        """File for the stacks of this rank."""
+        """File for the stack traces of this rank."""
         self._checked_s = self._resumed_s = time.monotonic()
 
     def listen(self) -> None:
@@ -241,7 +241,7 @@ class Watchdog:
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start watching the deadline after a stop signal; unless disabled, also detect hangs."""
+        """Start watching for hangs (unless disabled) and for the deadline after a stop signal."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()
@@ -271,7 +271,7 @@ class Watchdog:
                 log.error(f"cannot answer the request for stacks ({error})")
 
     def _reply(self) -> None:
-        """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
+        """Answer the stack requests in the attempt's folder, in the format of `job.failure.stacks`."""
         rank = self._rank_info.rank
         for request in sorted((self._file.parent / "requests").glob("*.json")):
             reply = request.with_suffix("") / f"rank-{rank:04d}.json"
@@ -285,8 +285,8 @@ class Watchdog:
     def _watch_deadline(self, plan: LaunchPlan) -> None:
         """Exit with code 70 if the rank is still running shortly before the end of the grace period.
 
-        Before exiting, the stacks of all threads are written to the stacks file. A checkpoint that is still
-        being written is not published.
+        Before the rank exits, the stacks of all threads are written to the stacks file. A checkpoint that is
+        still being written when the rank exits is not published.
         """
         allowed_s = max(0.0, plan.grace_s - min(10.0, 0.2 * plan.grace_s))
         self._stop.received.wait()
@@ -328,8 +328,8 @@ class Watchdog:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < policy.hang_min_s / 2:
             return None
-        # If one rank hangs, the supervisor kills all ranks, so ranks with a longer limit report their state
-        # now.
+        # If one rank hangs, the supervisor kills all ranks, so ranks with a longer time limit report their
+        # state now.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:

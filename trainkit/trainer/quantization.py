@@ -32,7 +32,8 @@ SCALE_BLOCK = 256
 
 
 def _bitsandbytes() -> Any:
-    # Silence bitsandbytes' warning that a kernel is missing, because only inference uses the kernel.
+    # Silence bitsandbytes' warning that a kernel is missing, because the missing kernel is used only for
+    # inference.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
@@ -64,7 +65,7 @@ class NF4Linear(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the weight's numbers of rows and columns."""
+        """Return the number of rows and columns of the weight."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
@@ -157,21 +158,21 @@ MIN_ELEMENTS = 4096
 """Minimum number of elements for 8-bit averages: the float32 averages of smaller parameters take little
 memory."""
 MIN_ROW = 64
-"""Minimum row length for 8-bit averages: with shorter rows, the scales would take much memory."""
+"""Minimum row length for 8-bit averages: with shorter rows, the scales would take too much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
 """Smallest representable square, relative to the largest square in its block."""
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Return whether adamw_8bit stores a parameter's averages with 8 bits; does not depend on the layout."""
+    """Return whether adamw_8bit stores a parameter's averages with 8 bits, regardless of the layout."""
     return param.dim() > 1 and param.numel() >= MIN_ELEMENTS and param.shape[1:].numel() >= MIN_ROW
 
 
 def code_values(*, is_signed: bool) -> Tensor:
     """Return the values of the 256 codes, relative to a scale, as float32 [256] in ascending order up to 1.
 
-    The values span seven decades; each decade has twice as many values as the next lower decade.
+    The values span seven decades; each decade has twice as many values as the decade below.
     """
     values = [0.0 if is_signed else SMALLEST_SQUARE, 1.0]
     for decade in range(DECADES):
@@ -225,7 +226,7 @@ class QuantizedAverage:
         ]
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Return views of the codes and scales that have one row for each part of a row; see `of_parts`."""
+        """Return views of the codes and scales where each part of a row is a separate row."""
         return self.codes.view(-1, self.part), self.scales.view(-1, self.num_blocks)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Load an attempt's initial state, from a checkpoint or from initial values, and log what starts."""
+"""Load an attempt's initial state, from a checkpoint or from initial values, and log a summary of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 
 def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise FatalError on each rank whose data differs from the data on rank 0."""
+    """Raise FatalError on each rank whose data differs from rank 0's data."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
         hint = "put the data on a filesystem that all nodes share"
@@ -50,12 +50,13 @@ def val_fingerprint(task: AnyTask) -> str:
 
 
 def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) -> None:
-    """Raise FatalError if a checkpoint was saved with another optimizer or with other training samples."""
+    """Raise FatalError if a checkpoint was saved with a different optimizer or different training samples."""
     name, before, optimizer = checkpoint.path.name, manifest.optimizer, task.config.optimizer.name
     for key, value in task.data_identity().items():
         saved = manifest.data.get(key)
         if saved == value or (saved is None and key == BASE_FINGERPRINT):
-            continue  # older checkpoints contain frozen weights, but no fingerprint of the base model
+            # Checkpoints of older trainkit versions contain frozen weights, but no base model fingerprint.
+            continue
         changed = (
             "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
@@ -180,7 +181,7 @@ def announce(
 
 
 def computed_on(device: torch.device) -> dict[str, str | int | None]:
-    """Return the hardware and library versions, which affect the exact bits of results."""
+    """Return the hardware and library versions on which bit-identical results depend."""
     found: dict[str, str | int | None] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
         name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

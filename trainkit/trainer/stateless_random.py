@@ -1,10 +1,10 @@
-"""Compute random numbers from the place where they are used, without a generator state.
+"""Compute random numbers from where they are used (the layer, the element), without a generator state.
 
 A counter-based generator has no state to save or restore, and yields the same numbers with any number of
 processes. A dropout mask depends on (seed, sample, layer, element). An initial weight depends on (seed,
 parameter name, element), so each rank can fill its own shard, and all layouts start with identical weights.
 
-The hash is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a second key
+The hash is the finalizer of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a second key
 mixed in half-way. The hash is not cryptographically secure.
 """
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 _STRIDE = -1640531527  # 0x9E3779B9 as int32; multiplying by this odd number spreads adjacent counters apart
-_MULTIPLY_1 = -2048144789  # 0x85EBCA6B
-_MULTIPLY_2 = -1028477387  # 0xC2B2AE35
+_MULTIPLY_1 = -2048144789  # 0x85EBCA6B as int32, from MurmurHash3
+_MULTIPLY_2 = -1028477387  # 0xC2B2AE35 as int32, from MurmurHash3
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
-"""Maximum number of elements per chunk; the counters of a chunk take several times the memory of its
+"""Maximum number of elements per chunk; the counters of a chunk take up several times as much memory as its
 elements."""
 
 
@@ -33,12 +33,12 @@ def stable_key(*parts: object) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int32 right logically, that is, without sign extension."""
+    """Shift int32 values right logically, that is, without sign extension."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0) -> Tensor:
-    """Hash int32 counters with int32 keys to uniform int32; counters and keys are broadcast."""
+    """Hash int32 counters and keys to uniformly distributed int32; counters and keys are broadcast."""
     x = counter * _STRIDE + key
     x = (x ^ _shift_right(x, 16)) * _MULTIPLY_1
     x = x ^ second_key
@@ -74,7 +74,7 @@ def dropout(
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill a shard of a tensor from N(0, std²), with the same values as that part of the full tensor.
+    """Fill a shard of a tensor from N(0, std²), with the values that the shard has in the full tensor.
 
     `local` is the shard, `name` is the tensor's key including the seed, `shape` is the full tensor's shape,
     and `offset` is the index in each dimension at which the shard starts.

@@ -1,10 +1,10 @@
 """Measure how long each rank computes before it first has to wait for another rank.
 
-Collectives make every rank as slow as the slowest rank, so step durations do not show which rank is slow. By
-contrast, the time from the last collective of a step to the first collective of the next step shows which
-rank is slow. The measured time includes the optimizer update, the wait for data and, unless parameters are
-sharded, the forward pass. At the end of each window of steps, every rank adds its mean times to the step's
-all-reduce, and capabilities on rank 0 receive the times of all ranks.
+Collectives make every rank as slow as the slowest rank, so step durations do not show which rank is slow. The
+time from the last collective of a step to the first collective of the next step shows which rank is slow. The
+measured time includes the optimizer update, the wait for data and, unless parameters are sharded, the forward
+pass. At the end of each window of steps, every rank adds its mean times to the step's all-reduce, and
+capabilities on rank 0 receive the times of all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_reported(step: int, world: World) -> bool:
 
 
 def typical_times(steps: Sequence[Times]) -> Times:
-    """Return the mean times of the steps, excluding the longest step, which may be due to page faults."""
+    """Return the mean times of the steps, excluding the longest step, which may include page faults."""
     if len(steps) < 2:
         return steps[0] if steps else (0.0, 0.0)
     longest = max(steps, key=sum)
@@ -51,7 +51,7 @@ def typical_times(steps: Sequence[Times]) -> Times:
 
 
 class StepClock:
-    """Measures this rank's times; on a GPU, the times on its stream, without waiting for the device."""
+    """Measures this rank's times; on a GPU, uses events on its stream, without waiting for the device."""
 
     def __init__(self, world: World, layout: Layout) -> None:
         self._world = world
@@ -83,7 +83,7 @@ class StepClock:
             self._past.append((self._data_s, self._marks))
 
     def report(self) -> torch.Tensor:
-        """Return this rank's times since the last report, float64 [ranks x 2], to be summed over the ranks.
+        """Return this rank's times since the last report, float64 [ranks x 2], to be summed across the ranks.
 
         The entries for other ranks are 0; if no step was completed since the last report, all entries are 0.
         """

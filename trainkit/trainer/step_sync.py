@@ -65,7 +65,7 @@ def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
-    """Sum a tensor over all ranks in place."""
+    """Sum a tensor across all ranks in place."""
     if world.distributed:
         dist.all_reduce(values)
     return values
@@ -112,8 +112,8 @@ def pack_report(
 class ReportReadback:
     """Copies the step report to the host without stalling the device.
 
-    Create a `ReportReadback` before the optimizer's kernels are enqueued, and call `finish` afterwards. The
-    host then waits only for the gradients, while the device already computes the update.
+    Create a `ReportReadback` before the optimizer's kernels are enqueued, and call `finish` afterwards. In
+    this order, the host waits only for the gradients, while the device already computes the update.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ReportReadback:
         num_times: int = 0,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """`num_times` is the number of times in `totals`; `own` are this rank's 0-dim float64 values."""
+        """`totals` contains `num_times` time values; `own` contains this rank's 0-dim float64 values."""
         self._world, self._metric_names, self._num_times = world, metric_names, num_times
         self._num_own = len(own)
         self.own: tuple[float, ...] = ()

@@ -121,12 +121,12 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.samples = 0
-        """Number of samples read so far in this epoch."""
+        """Number of samples read so far in the current epoch."""
         self._is_restored = False
         """True if reading started in the middle of an epoch."""
 
     def next(self, position: int) -> Any:
-        """Read the training sample at a position; the position seeds the random generators.
+        """Read the training sample at a position; the position seeds the random number generators.
 
         Raises TaskError if the stream cannot be used for training, and RuntimeError for any other error in
         the user's code.
@@ -178,7 +178,7 @@ class Cursor:
         raise self._refusal(message, hint, "__iter__")
 
     def where(self) -> tuple[int, int, Any]:
-        """Return the epoch, the number of samples read in it, and the stream's ``state_dict()`` as JSON."""
+        """Return the epoch, the number of its samples that were read, and the ``state_dict()`` as JSON."""
         if not self._data.has_state or self.samples == 0:
             return self.epoch, self.samples, None
         with self._errors("state_dict() of the stream failed"):
@@ -218,7 +218,7 @@ class Cursor:
 
     @contextmanager
     def _errors(self, failed: str) -> Iterator[None]:
-        """Convert any error in the stream to a RuntimeError with file and line; a restart may help."""
+        """Convert any error in the stream to a RuntimeError with file and line, so the run can restart."""
         try:
             yield
         except TrainkitError:
@@ -251,7 +251,7 @@ class _Reader(IterableDataset[Any]):
                 position += self.positions.num_samples(position)
         except TaskError as error:
             # Yield the problem instead of raising an error, because a DataLoader would replace the error with
-            # another one.
+            # an error of its own.
             yield error.problem
 
     def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:

@@ -1,8 +1,8 @@
 """Build the batches of a user's task, whose samples are read by the worker processes of a `DataLoader`.
 
 As in `causal_lm.py`, the samples of a step depend only on the position at which the step starts. An item's
-position is the only seed for random generators, so a run that resumes with any number of processes reads the
-same batches.
+position is the only seed for random number generators, so a run that resumes with any number of processes
+reads the same batches.
 """
 
 from __future__ import annotations
@@ -79,19 +79,19 @@ class Positions:
     dp_size: int
     start: int
     end: int | None
-    """Position after the last sample; None if training stops only after a number of steps."""
+    """Position after the last sample; None if only the number of steps limits training."""
 
     def __iter__(self) -> Iterator[_Request]:
         """Iterate over the requests: `DataLoader` uses this object as its sampler."""
         return self.requests(self.start)
 
     def num_samples(self, start: int) -> int:
-        """Return the total number of samples, over all ranks, in the step that begins at `start`."""
+        """Return the total number of samples, across all ranks, in the step that begins at `start`."""
         stop = start + self.batch.global_batch_size
         return (stop if self.end is None else min(stop, self.end)) - start
 
     def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the microbatches of all steps, starting with the step at `start`."""
+        """Yield the positions of this rank's microbatches in all steps, starting with the step at `start`."""
         size = self.batch.device_batch_size
         while self.end is None or start < self.end:
             stop = start + self.num_samples(start)
@@ -139,7 +139,7 @@ def seed_generators(seed: int) -> None:
 class ForkedLoader:
     """A DataLoader with forked workers; if a worker hangs during its fork, all workers are forked again.
 
-    Before Python 3.12, another thread (such as a Gloo thread that finishes a collective) can hold a lock
+    Before Python 3.12, another thread (such as a gloo thread that finishes a collective) can hold a lock
     during the fork. The forked process then waits forever for the lock (python/cpython#112275).
 
     Workers are forked nevertheless, because samples then need not be pickled and exist only once in memory.
@@ -160,7 +160,7 @@ class ForkedLoader:
         self._loader: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate from the first item again, reusing the workers.
+        """Iterate from the first item, reusing the workers of earlier iterations.
 
         Raises RuntimeError if the workers cannot be started.
         """
@@ -225,7 +225,7 @@ def unchanged(batch: Any) -> Any:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of nested values; of a model's parameters, only the first elements are hashed."""
+    """Return a digest of nested values; for a model, only the first elements of each parameter are hashed."""
     digest = hashlib.sha256()
     if isinstance(value, nn.Module):
         value = {
@@ -277,7 +277,7 @@ class TaskBatches:
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Iterate from the first step again, with the same workers."""
+        """Iterate from the first step, reusing the workers of earlier iterations."""
         assert self._loader is not None
         self._at, self._iterator = self._positions.start, iter(self._loader)
         return self

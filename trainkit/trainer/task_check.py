@@ -27,7 +27,7 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """Return the problem of a task, model or architecture that can never be used, or None."""
+    """Return the problem that makes a task, model or architecture unusable on any machine, or None."""
     is_task = config.has_user_task
     try:
         if is_task:

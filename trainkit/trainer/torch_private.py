@@ -1,8 +1,8 @@
 """Wrap every private torch API that trainkit uses.
 
 The docstring of each wrapper states the purpose of the API and what to do if torch removes it. A test checks
-that no other file of trainkit names a private API. Slow imports, such as those for pipelines and the memory
-tracker, are inside the functions that need them.
+that no other file of trainkit refers to a private API. Slow imports, such as those for pipelines and the
+memory tracker, are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from trainkit.formats import JsonObject
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
-except ImportError:  # torch 2.11 and 2.12 name this class differently
+except ImportError:  # torch 2.11 and 2.12 use a different name for this class
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 Tensors = Sequence[Tensor]
 
-# Attention
+# Private APIs for attention
 
 ATTENTION_OPS = frozenset(
     {
@@ -58,8 +58,8 @@ ATTENTION_OPS = frozenset(
 )
 """Attention operations; selective checkpointing saves their results instead of recomputing them.
 
-If torch renames an operation, look up its new name in a profile. If this set lacks the current name,
-attention is recomputed in the backward pass, which is slow.
+If torch renames an operation, look up its new name in a profile. If this set lacks the operation's current
+name, attention is recomputed in the backward pass, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
@@ -88,8 +88,9 @@ def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal flash attention, with the last query aligned to the last key.
 
-    Context parallelism needs this alignment; `F.scaled_dot_product_attention` aligns the first query to the
-    first key. If torch removes the operation, use `torch.nn.attention.bias.causal_lower_right`.
+    Context parallelism needs the last query aligned to the last key, but `F.scaled_dot_product_attention`
+    aligns the first query to the first key. If torch removes the operation, use
+    `torch.nn.attention.bias.causal_lower_right`.
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
@@ -127,7 +128,7 @@ def cudnn_attention_gradients(
     return found
 
 
-# Data
+# Private APIs for data loading
 
 
 def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
@@ -138,7 +139,7 @@ def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
     return [*getattr(items, "_workers", ())]
 
 
-# Parameters, gradients and the optimizer
+# Private APIs for parameters, gradients and the optimizer
 
 
 def shard_offset(param: DTensor) -> Sequence[int]:
@@ -156,10 +157,10 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
     """Return an optimizer state's local shard as a DTensor sharded like `whole`, to save in a checkpoint.
 
-    The DTensor has as many rows as `whole`. The number of columns may differ from `whole`, but must be evenly
-    divisible among the ranks. `DTensor.from_local` is not used, because it would copy an offloaded tensor to
-    the mesh's device. If torch changes the constructor, use `from_local`, and a CPU mesh for offloaded
-    tensors.
+    The DTensor has as many rows as `whole`. The DTensor and `whole` may have different numbers of columns,
+    but both numbers must be evenly divisible among the ranks. `DTensor.from_local` is not used, because it
+    would copy an offloaded tensor to the mesh's device. If torch changes the constructor, use `from_local`,
+    and a CPU mesh for offloaded tensors.
     """
     spec = whole._spec
     if shard.shape[1:] != whole.to_local().shape[1:]:
@@ -181,7 +182,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the current backward pass, for example to wait for gradient reductions.
 
     If torch removes the method, look for the replacement in DDP and FSDP, which use the same method. Until a
-    replacement is found, wait before the optimizer step instead.
+    replacement is found, wait for the reductions right before the optimizer step.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
@@ -200,7 +201,7 @@ If torch removes the function, use `Tensor.copy_`, which launches one kernel per
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """Make the fused kernel divide the gradients by `divisor` in its next step, or do nothing if `skip` is 1.
+    """Make the fused kernel divide the gradients by `divisor` in the next step, or do nothing if `skip` is 1.
 
     The function sets the same optimizer attributes as GradScaler. If torch removes the attributes, divide the
     gradients in a separate pass.
@@ -222,7 +223,7 @@ def any_length(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Communication
+# Private APIs for communication
 
 
 def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -311,7 +312,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
 def connect_stage(stage: Any) -> None:
     """Make a CPU pipeline stage connect to its neighbours lazily, when it first sends to them.
 
-    In torch 2.11, each stage sends to its neighbours before the first step. With gloo, this fails if a
+    In torch 2.11, each stage sends to its neighbours before the first step. With gloo, such a send fails if a
     neighbouring stage is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is
     no longer supported.
     """
@@ -336,9 +337,9 @@ class ModuleStyle(ParallelStyle):
 def flight_record(device_type: str, count: int) -> JsonObject | None:
     """Return this rank's newest `count` collectives and all unfinished ones, for a hang report.
 
-    The result also contains the newest collective of each group, and the member ranks of each group, which
-    gloo does not record. Returns None if torch does not record collectives. If torch removes the functions,
-    return None, because there is no other source; hang reports then contain only stacks.
+    The result also contains each group's newest collective and each group's member ranks, because gloo does
+    not record the members. Returns None if torch does not record collectives. If torch removes the functions,
+    return None: there is no other source, and hang reports then contain only stacks.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.distributed_c10d import _world
@@ -366,7 +367,7 @@ def flight_record(device_type: str, count: int) -> JsonObject | None:
     return {**record, "entries": sorted(kept, key=lambda entry: int(entry["time_created_ns"]))}
 
 
-# Checkpoints
+# Private APIs for checkpoints
 
 PICKLED_IN_METADATA = frozenset(
     {
@@ -403,7 +404,7 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     return stager
 
 
-# GPU memory
+# Private APIs for GPU memory
 
 
 def fix_segments() -> None:
@@ -443,7 +444,7 @@ def dump_memory_history(file: str) -> None:
     torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
 
-# Simulating one rank: tensors have no values, and collectives have no other ranks
+# Private APIs for simulating one rank: tensors have no values, and collectives return immediately
 
 FakeTensors = FakeTensorMode
 """Mode for tensors that have shapes but no values.
@@ -462,7 +463,7 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "a
 
 
 def collective_kind(op: Any) -> str | None:
-    """Return the collective's kind (``all_gather``, ``reduce_scatter`` or ``all_reduce``), or None otherwise.
+    """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
     If torch renames a collective, the test of the collectives per step fails until the new name is added
     here.
@@ -474,7 +475,7 @@ def collective_kind(op: Any) -> str | None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process one rank of a simulated world, where all collectives return at once.
+    """Make this process one rank of a simulated world, where all collectives return immediately.
 
     If torch removes the fake store, keep a copy of its code in trainkit: no public backend can replace it.
     """
@@ -484,7 +485,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
 
 
 class _NoModuleTracker(nullcontext[None]):
-    """Replaces the module tracker inside torch's memory tracker, which installs hooks on modules.
+    """Replaces the module tracker, which installs hooks on modules, inside torch's memory tracker.
 
     The hooks allow only one forward pass per step, and fail if a pipeline schedule splits a backward pass in
     two.
@@ -518,8 +519,8 @@ def shapes_untracked() -> Iterator[None]:
     """Hide DTensor's shape propagation from the memory tracker.
 
     Shape propagation creates fake tensors with the global shape, such as logits over the whole vocabulary,
-    which no rank ever allocates. The tracker would ignore tensors of another fake mode, but a simulated rank
-    has only one fake mode. If torch renames the method, look in `ShardingPropagator` for the method that
+    which no rank ever allocates. The tracker would ignore tensors of a different fake mode, but a simulated
+    rank has only one fake mode. If torch renames the method, look in `ShardingPropagator` for the method that
     enters a fake mode.
     """
     kind: Any = ShardingPropagator

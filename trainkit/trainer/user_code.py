@@ -1,4 +1,4 @@
-"""Import a user's task class, and report why a task cannot be trained, with file and line."""
+"""Import a user's task class, and report, with file and line, why a task cannot be trained."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def errors_of_user(
 
 
 def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
-    """Import a file; with `as_script`, it can import neighbouring files, like a script that Python runs."""
+    """Import a file; with `as_script`, it can import files next to it, like a script run with Python."""
     name = f"trainkit_task_{path.stem}"
     if as_script:
         name = path.stem if path.stem not in sys.modules else name
@@ -112,8 +112,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     """Return the class that ``task`` specifies, as FILE.py:CLASS or MODULE:CLASS.
 
-    In a run, the class is imported from the run's code snapshot, so that later edits have no effect. Raises
-    TaskError if the class cannot be imported, does not implement all of Task, or does not accept
+    If `run` is given, the class is imported from the run's code snapshot, so that later edits have no effect.
+    Raises TaskError if the class cannot be imported, does not implement all of Task, or does not accept
     ``task_args``.
     """
     shipped = TASKS.get(config.task)

@@ -40,7 +40,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user,
 
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the config's task; raise TaskError if the task cannot be imported or created."""
+    """Create the task that a config specifies; raise TaskError if it cannot be imported or created."""
     if config.uses_transformers:
         module, _, name = TRANSFORMERS_TASK.partition(":")
         task: Task = getattr(import_module(module), name)(config)
@@ -78,7 +78,7 @@ class UserTask:
 
     @property
     def flops_per_sample(self) -> float | None:
-        """Return the FLOPs of a training step per sample; call this after the model has been built."""
+        """Return the FLOPs per sample in a training step; call this after the model has been built."""
         with errors_of_user(self.config, "flops_per_sample failed"):
             return self.task.flops_per_sample
 
@@ -88,7 +88,7 @@ class UserTask:
             self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
-        """Return the values that determine the order of samples, which must not change on resume."""
+        """Return the values that determine the order of samples; they must not change on resume."""
         config = self.config
         identity = {
             "fingerprint": self.train_data.fingerprint,
@@ -101,7 +101,7 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """Return this rank's batches of a split, starting at `state` and ending at position `end`, if given.
+        """Return this rank's batches of a split, from the position in `state` up to `end`, if given.
 
         The validation batches can be iterated over repeatedly.
         """
@@ -203,8 +203,8 @@ class _Data:
     def _fingerprint(self, method: str, config: RunConfig) -> str:
         """Return a digest of the dataset's length and some of its items.
 
-        The items are read in a separate process. If the dataset opens a file to read the first item, worker
-        processes forked afterwards would share the file's position.
+        The items are read in a separate process. If the dataset opened a file to read the first item, worker
+        processes forked afterwards would share the file offset.
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())

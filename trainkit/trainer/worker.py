@@ -85,9 +85,9 @@ def join_and_build(
 
 
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
-    """Run `work` in a thread on a device; return its result, or None as soon as a stop signal arrives.
+    """Run `work` in a thread that uses `device`; return its result, or None once a stop signal arrives.
 
-    Exceptions raised by `work` are raised again in the calling thread. If a stop signal arrives, `work`
+    Exceptions raised by `work` are re-raised in the calling thread. If a stop signal arrives, `work`
     continues in its thread until the process exits.
     """
     # A new thread uses the first GPU unless a device is set.
@@ -102,9 +102,10 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     """Select kernels without benchmarking; with `deterministic`, select only deterministic kernels.
 
-    Two identical runs on GPUs then differ only by rounding, because sums may be computed in a different
-    order. With `deterministic`, identical runs have bit-identical results. Call this function before anything
-    is compiled and before the first collective. Environment variables that are already set keep their values.
+    Without `deterministic`, two identical runs on GPUs may differ by rounding, because sums may be computed
+    in a different order. With `deterministic`, identical runs have bit-identical results. Call this function
+    before anything is compiled and before the first collective. Environment variables that are already set
+    keep their values.
     """
     if plan.device == "cuda":
         # Without this variable, Inductor benchmarks several kernels for large reductions and could choose a
@@ -116,7 +117,7 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     # Do not fill new memory: filling would expose reads of uninitialized memory, but would also write to
     # every buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for determinism
     if plan.world_size > 1:
         # With a ring, NCCL adds values in rank order, and ranks are numbered host by host. NVLS would add
         # values in an arbitrary order.

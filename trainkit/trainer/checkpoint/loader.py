@@ -47,15 +47,16 @@ RETRY_S = 1.0
 
 
 def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Manifest] | None:
-    """Return the newest intact published checkpoint and its manifest, or None if none was ever published.
+    """Return the newest intact published checkpoint and its manifest, or None if there never was one.
 
-    Rank 0 proposes a checkpoint, and each rank verifies a part of its files. If any rank finds damage, the
-    checkpoint is considered damaged. A damaged checkpoint is logged and renamed, and the next older
-    checkpoint is tried.
+    Rank 0 proposes a checkpoint, and each rank verifies some of the checkpoint's files. If any rank finds
+    damage, the checkpoint is considered damaged. A damaged checkpoint is logged and renamed, and the next
+    older checkpoint is tried.
 
-    Raises CheckpointError if a checkpoint cannot be read at the moment, was written by a newer trainkit
-    version, or if all checkpoints are missing or damaged. The exit code is 78 if a newer trainkit version is
-    needed or no intact checkpoint is left, because only the user may decide to start over at step 0.
+    Raises CheckpointError if a checkpoint is temporarily unreadable or was written by a newer trainkit
+    version, and if all checkpoints are missing or damaged. The error's exit code is 78 if a newer trainkit
+    version is needed or no intact checkpoint is left, because only the user may decide to start over at step
+    0.
     """
     run = attempt.run
     listed: list[tuple[str, int]] = []
@@ -92,7 +93,7 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """Return the published checkpoints, oldest first, after waiting for a checkpoint that is not visible yet.
+    """Return the published checkpoints, oldest first, after waiting for the newest one to become visible.
 
     On a network filesystem, a host may see a stale listing of a folder for a while. Without waiting, the run
     could resume from an older checkpoint and later publish a step that already exists.
@@ -102,8 +103,8 @@ def list_published(run: RunDir) -> list[Checkpoint]:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # Also accept a newer checkpoint, because the process that wrote it may have been killed before it
-        # recorded the event.
+        # Also accept a checkpoint newer than the recorded one, because its writer may have been killed before
+        # recording the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed
@@ -117,7 +118,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
 
 
 def _newest_committed_step(run: RunDir) -> int | None:
-    """Return the newest step recorded in events.jsonl as published and not as rejected, or None."""
+    """Return the newest step that events.jsonl records as published and not as rejected, or None."""
     newest: list[int] = []
     for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
         if event.name == "checkpoint_rejected":
@@ -151,7 +152,7 @@ def _describe_lost(run: RunDir) -> str:
 
 
 def _restore_best_link(checkpoint: Checkpoint) -> None:
-    """Point `best` at the manifest's best step; a crash may have prevented the save from doing so."""
+    """Point the symlink `best` at the manifest's best step, in case a crash kept the save from doing so."""
     step = checkpoint.manifest().progress.get("best_step")
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
@@ -165,8 +166,8 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
     """Verify a checkpoint on all ranks together; return a description of the damage, or "" if it is intact.
 
     Retries for up to `SETTLE_S` seconds until all ranks agree. Raises CheckpointError if a rank cannot read
-    the checkpoint or sees different files than rank 0, so that one bad node cannot make the run reject an
-    intact checkpoint.
+    the checkpoint or sees different files from rank 0. A single faulty node therefore cannot make the run
+    reject an intact checkpoint.
     """
     deadline_s = time.monotonic() + SETTLE_S
     while True:
@@ -188,9 +189,9 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return the damage found without hashing, the hash mismatch in this rank's share, and the read error.
+    """Return damage to the manifest or file sizes, hash mismatches in this rank's share, and a read error.
 
-    Each of the three is "" if there is none.
+    Each result is a description, or "" if there is no such problem.
     """
     try:
         plain = plain_damage(candidate)
@@ -202,7 +203,7 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
     """Fill the tensors in place from a checkpoint, which may have been saved with a different layout.
 
-    Raises FatalError if the names or shapes of the tensors differ from the names or shapes in the checkpoint.
+    Raises FatalError if the names or shapes of the tensors do not match the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
@@ -242,10 +243,10 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
 def load_initial_weights(
     tensors: Mapping[str, Tensor], config: ModelConfig, world: World, base: object = None
 ) -> None:
-    """Fill the weights and buffers that match `model.init_include`, in place, from another run's checkpoint.
+    """Load the weights and buffers that match `model.init_include` from another run's checkpoint, in place.
 
     `base` is the fingerprint of the model files that provide the initial weights. Raises FatalError if one of
-    the selected tensors is missing in the checkpoint or has a different shape. A tensor may be missing only
+    the selected tensors is missing from the checkpoint or has a different shape. A tensor may be missing only
     if it was frozen in a run with the same `base`, because the model files still contain its value. Without
     `init_include`, the checkpoint must not contain any other tensors.
     """
@@ -284,7 +285,7 @@ def load_initial_weights(
 
 
 def _find(path: Path) -> tuple[str, int] | None:
-    """Return the path and step of the checkpoint at a path; for a run folder, of its best or newest one."""
+    """Return the path and step of a checkpoint; in a run folder, find the best or newest checkpoint."""
     if (path / MANIFEST_NAME).is_file():
         try:
             step = Checkpoint(path, 0).manifest().step
@@ -315,7 +316,7 @@ def _saved_shapes(reader: SafeReader) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes on all ranks; a pipeline rank has only the tensors of its own stages."""
+    """Return the tensor shapes of all ranks, because a pipeline rank has only the tensors of its stages."""
     found: dict[str, tuple[int, ...]] = {}
     for part in gather_from_all({name: list(tensor.shape) for name, tensor in tensors.items()}, world):
         found |= {name: tuple(shape) for name, shape in part.items()}
@@ -325,7 +326,7 @@ def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[st
 def _problem(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool = False
 ) -> str:
-    """Return why the tensors do not match the checkpoint, or ""; `is_part` allows extra saved tensors."""
+    """Describe how tensors and checkpoint differ, or return ""; `is_part` permits extra saved tensors."""
     wrong = [
         f"{name} {saved[name]} -> {own[name]}" for name in own if saved.get(name, own[name]) != own[name]
     ]

@@ -1,4 +1,4 @@
-"""Save checkpoints: stage tensors in memory, write files in the background, and publish by renaming."""
+"""Save checkpoints: stage tensors in memory, write files in the background, and publish with a rename."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class CheckpointSaver:
         self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
-        """Step of the newest checkpoint known to be published; None if no checkpoint is."""
+        """Step of the newest checkpoint known to be published; None if there is none."""
         self._problem = ""
-        """Why the newest save failed; empty if the save succeeded."""
+        """Why the latest save failed; empty if it succeeded."""
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as later ones."""
@@ -137,7 +137,7 @@ class CheckpointSaver:
     def _publish(
         self, request: SaveRequest, unfinished: Path, target: Path, files: Mapping[str, FileSum]
     ) -> None:
-        """Publish a checkpoint: write the manifest with the files of all ranks, then rename the folder.
+        """Publish a checkpoint: write the manifest, which lists all ranks' files, then rename the folder.
 
         The coordinator publishes in the thread that writes the files, so that training does not wait.
         """
@@ -165,7 +165,7 @@ class CheckpointSaver:
 
     @property
     def is_staging(self) -> bool:
-        """Return whether the state may still be being copied; equal on all ranks before a step."""
+        """Return whether a save may still copy the state; before a step, all ranks return the same value."""
         return self._staging is not None
 
     def wait_until_staged(self) -> None:
@@ -215,7 +215,7 @@ class CheckpointSaver:
             )
 
     def mark_best(self) -> None:
-        """Point `best` at the newest published checkpoint."""
+        """Point the symlink `best` at the newest published checkpoint."""
         assert self.last_step is not None
         if not self._world.is_main:
             return
@@ -225,7 +225,7 @@ class CheckpointSaver:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
     def close(self) -> None:
-        """Release the staging buffers and stop the staging thread, after the last save has finished."""
+        """Release the staging buffers and stop the staging thread; call this after the last save finishes."""
         if "stager" in vars(self):
             self.stager.close()
 
@@ -259,7 +259,7 @@ class CheckpointSaver:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the error of the lowest failed rank as a single line."""
+    """Return the error of the lowest-numbered failed rank as a single line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())

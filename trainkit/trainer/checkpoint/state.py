@@ -1,4 +1,4 @@
-"""Define a checkpoint's state: tensors with layout-independent names, counters and the state of objects."""
+"""Define the contents of a checkpoint: tensors with layout-independent names, counters and object states."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Restore replaced buffers, keeping their new values, and copy rank 0's values to all ranks."""
+        """Restore the original buffer objects, with new values, and copy rank 0's values to all ranks."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:
@@ -78,7 +78,7 @@ class StateBuffers:
 
 @dataclass(frozen=True)
 class StreamState:
-    """The position of a stream before the last sample of a step, and a digest of that sample.
+    """The position of a data stream before the last sample of a step, and a digest of that sample.
 
     A resumed run rereads the sample to check that the stream is at the right position.
     """
@@ -94,7 +94,7 @@ class StreamState:
 
 @dataclass
 class TrainingState:
-    """The counters of a training run, equal on all ranks; a manifest contains them under `progress`."""
+    """The counters of a training run, equal on all ranks; stored in manifests under the key `progress`."""
 
     step: int = 0
     samples_seen: int = 0
@@ -120,7 +120,7 @@ class TrainingState:
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Convert a state to JSON, adding its tensors to `tensors` and replacing each by its path.
+    """Convert a state to JSON, adding its tensors to `tensors` and replacing each with its path.
 
     Raises FatalError if the state contains a value that JSON cannot represent.
     """

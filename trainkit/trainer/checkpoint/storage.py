@@ -1,4 +1,4 @@
-"""Read checkpoint files, unpickling only metadata, and write them, hashing the data."""
+"""Read checkpoint files, unpickling only their metadata, and write checkpoint files, hashing the data."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class HashingWriter(FileSystemWriter):
         if self._is_coordinator:
             return super().prepare_local_plan(plan)
         # In torch's implementation, every rank looks up the metadata file, which the coordinator writes only
-        # later. The host's NFS client would then cache the failed lookup for up to a minute.
+        # later. The host's NFS client would cache the failed lookup for up to a minute.
         self.fs.mkdir(self.path)
         return plan
 

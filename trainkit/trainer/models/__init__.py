@@ -23,8 +23,9 @@ ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     """Return the class that `model.architecture` specifies, either as a built-in name or as FILE.py:CLASS.
 
-    In a run, the file is loaded from the run's code snapshot, so that later edits have no effect. Raises
-    TaskError if the file or class does not exist, or if the class is not a complete subclass of `Model`.
+    If `run` is given, the file is loaded from the run's code snapshot, so that later edits have no effect.
+    Raises TaskError if the file or class does not exist, or if the class is not a complete subclass of
+    `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]

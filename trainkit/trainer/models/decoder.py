@@ -70,8 +70,8 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
     """Return the mask [B, 1, T, T] for causal attention within each document of tokens [B, T].
 
     The token `eos_id` ends a document. The mask is 0 where a position may attend to another, and -inf
-    elsewhere. PyTorch would convert a boolean mask to this form in every layer, and keep each converted mask
-    for the backward pass.
+    elsewhere. PyTorch would convert a boolean mask to a floating-point mask in every layer, and keep each
+    converted mask for the backward pass.
     """
     documents = _documents(tokens, eos_id)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()
@@ -82,7 +82,7 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
 def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
     """Return the mask of `document_mask` as a BlockMask for `block_attention`.
 
-    The attention kernel computes the BlockMask on the fly and skips blocks that contain only other documents.
+    The attention kernel computes the mask on the fly and skips blocks that contain only other documents.
     Document indices increase with the position, so the first and last index in each block determine which
     blocks can be skipped.
     """
@@ -105,12 +105,12 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Compute attention with a BlockMask; unless compiled, attention materializes all scores."""
+    """Compute attention with a BlockMask; unless compiled, the computation materializes all scores."""
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def _documents(tokens: Tensor, eos_id: int) -> Tensor:
-    """Return the document index of each token, int64 [B, T]; an end token belongs to the document it ends."""
+    """Return the document index of each token, int64 [B, T]; an `eos_id` belongs to the document it ends."""
     is_end = tokens == eos_id
     return is_end.cumsum(1) - is_end.long()
 
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         """Function that computes the attention; replaced, for example, for context parallelism."""
 
     def forward(self, x: Tensor, rope: Tensor, mask: Mask | None = None) -> Tensor:
-        # Infer the number of heads, because with tensor parallelism a rank has only some of them.
+        # With tensor parallelism, a rank has only some of the heads, so infer their number.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
         v = self.wv(x).view(heads)
@@ -279,7 +279,7 @@ class Decoder(Model):
         return rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def make_site_keys(self) -> Tensor:
-        """Return an int32 key [1 + 2 x layers] for each place in the model that applies dropout.
+        """Return int32 keys [1 + 2 x layers], one for each place in the model that applies dropout.
 
         The keys are tensor elements, because torch.compile would specialize each block on Python integers.
         """

@@ -1,4 +1,4 @@
-"""Define the interface that lets any layout split a model, and access parameters by name.
+"""Define the interface through which any layout can split a model and access its parameters by name.
 
 An architecture is a single file that defines a subclass of `Model`.
 """
@@ -107,7 +107,7 @@ class Model(nn.Module):
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules before and after the `layers`; large modules are sharded as separate units.
 
-        Modules in neither list are gathered and reduced together with the root module.
+        Modules that are in neither of the returned lists are sharded together with the root module.
         """
         return [], []
 
@@ -167,13 +167,13 @@ class Weight:
     is_read: bool = False
     """True if `BuiltModel.read_weight` reads the parameter's initial value from files."""
     is_reread: bool = False
-    """True if the parameter has the same initial value at every start."""
+    """True if the parameter has the same initial value at every start of the run."""
     is_changed: bool = False
     """True if code other than the optimizer may change the parameter."""
 
     @property
     def is_saved(self) -> bool:
-        """Return whether checkpoints contain the parameter; fixed parameters need not be saved."""
+        """Return whether checkpoints contain the parameter; constants that can be reread are omitted."""
         may_change = self.param.requires_grad or self.is_changed
         return may_change or not (self.is_read or self.is_reread)
 

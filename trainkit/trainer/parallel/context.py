@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a slice of the sequence and gathers the keys and values of all ranks.
 
-Llama 3 (arXiv 2407.21783) was trained with the same scheme. With few key/value heads, the all-gather is cheap
-compared with the attention, and any attention kernel can be used. Each rank gets one chunk from the front and
-one from the back of the sequence, which balances the work for causal attention.
+Llama 3 (arXiv 2407.21783) was trained with this kind of context parallelism. With few key/value heads, the
+all-gather is cheap compared with the attention, and any attention kernel can be used. Each rank gets one
+chunk from the front and one from the back of the sequence, which balances the work for causal attention.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def all_gather_attention(
 ) -> Tensor:
     """Compute causal attention between this rank's queries [B, H, T, C] and the keys and values of all ranks.
 
-    `k` and `v` are this rank's keys and values [B, K, T, C]. `to_last` computes causal attention if the
-    queries are at the last positions of the keys.
+    `k` and `v` are this rank's keys and values [B, K, T, C]. `to_last` computes causal attention for queries
+    at the last key positions.
     """
     cp, cp_rank = group.size(), group.rank()
     keys, values = _gather(torch.stack((k, v)), group, cp)
@@ -141,10 +141,11 @@ def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def repeat_kv_heads(attentions: list[nn.Module]) -> None:
-    """Make attention modules repeat keys and values, so that each query head has its own.
+    """Make attention modules repeat keys and values, so that each query head has its own copy.
 
     Use repeated keys and values where flash attention does not support the device or the mask. With
-    grouped-query attention, torch would then choose a kernel that materializes all scores [B, H, T, S].
+    grouped-query attention and without flash attention, torch would choose a kernel that materializes all
+    scores [B, H, T, S].
     """
     for attention in attentions:
         attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]

@@ -30,7 +30,7 @@ from trainkit.trainer.torch_private import after_backward, replicate
 # With tensor parallelism, a block's output is a view of a DTensor. torch's warning about such a view is
 # harmless, because no code modifies the output in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-# Newer torch releases have renamed the collectives that FSDP calls, and warn on each rank about the old
+# Recent torch releases have renamed the collectives that FSDP calls, and warn on each rank about the old
 # names.
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
@@ -38,7 +38,8 @@ warnings.filterwarnings(
 
 T = TypeVar("T")
 MIN_UNIT_BYTES = 25 * 2**20
-"""Minimum size of a sharding unit in bytes; for smaller units, latency costs more than overlap gains."""
+"""Minimum size of a sharding unit in bytes; for smaller units, the added latency outweighs the gain from
+overlapping communication."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
@@ -66,10 +67,10 @@ def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -
 
 
 def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules in the model's `ends` to shard as separate units, without small and tied ones.
+    """Return the modules in the model's `ends` to shard as separate units, excluding small and tied modules.
 
-    With an embedding in its own unit, its parameters need not stay gathered while the blocks compute. With a
-    head in its own unit, its gradient is reduced during the backward pass of the blocks.
+    If an embedding is a unit of its own, its parameters need not stay gathered while the blocks compute. If a
+    head is a unit of its own, its gradient is reduced during the backward pass of the blocks.
     """
     params = [param for modules in model.ends for module in modules for param in module.parameters()]
     if len(params) != len(set(params)):
@@ -85,7 +86,8 @@ def _num_bytes(module: nn.Module) -> int:
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return a policy that computes in `dtype` and reduces gradients in float32.
 
-    The policy casts no inputs, because activations already have this dtype and RoPE tables must stay float32.
+    The policy casts no inputs, because activations already have the compute dtype and RoPE tables must stay
+    float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -103,12 +105,12 @@ def apply_data_parallel(
     zero: int = 3,
     offload: bool = False,
 ) -> None:
-    """Wrap the model in place, so that gradients are averaged over data-parallel ranks.
+    """Wrap the model in place, so that gradients are averaged across data-parallel ranks.
 
-    The average includes context-parallel ranks, because each has only the gradient for its slice of the
-    sequence. Even a model on a single rank is wrapped, because the wrapper also casts the parameters.
-    `layers` are grouped into sharding units; by default, these are a `Model`'s layers and ends. Modules in
-    `float32` are not cast.
+    The average includes context-parallel ranks, because each of these ranks has only the gradient for its
+    slice of the sequence. Even a model on a single rank is wrapped, because the wrapper also casts the
+    parameters. `layers` are grouped into sharding units; the default is the `layers` and `ends` of a `Model`.
+    Modules in `float32` are not cast.
     """
     policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
     first: list[nn.Module] = []
@@ -142,8 +144,8 @@ def apply_data_parallel(
         shard(module, mp_policy=whole)
     for unit in [first, *units] if first else units:
         shard(unit)
-    # Keep the head's and the root's parameters gathered, because the backward pass needs them right after the
-    # forward pass.
+    # Keep the parameters of the head and of the root module gathered, because the backward pass needs them
+    # right after the forward pass.
     if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
@@ -171,8 +173,8 @@ def gradient_switch(
     """Return a callable that enables or disables gradient reduction; without FSDP, install `HostReduction`.
 
     `masters` maps every parameter to its float32 master weight if the model computes in another dtype.
-    `local_gradient` receives this rank's gradients, except gradients that `replicate` reduces. A single
-    process with CPU offloading moves its gradients to the host after every microbatch.
+    `local_gradient` receives this rank's gradients, except gradients that `replicate` reduces. With CPU
+    offloading, a single process moves its gradients to the host after every microbatch.
     """
     if world.mesh is None:
         return lambda enabled: None
@@ -290,7 +292,7 @@ class HostReduction:
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # This rank has no gradient for some of these parameters, but other ranks may have one.
+            # This rank has no gradient for some parameters in this bucket, but other ranks may have one.
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:

@@ -56,8 +56,8 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
         self._shapes: dict[int, Tensor] = {}
-        """Maps each stage that sends to this rank in validation to a meta tensor with the stage's output
-        shape."""
+        """Meta tensors with the output shapes of stages that send to this rank in validation, keyed by
+        stage."""
         self._announced: set[int] = set()
         """Stages that have already sent the dtype and shape of their output to the receiving rank."""
         stages = [
@@ -104,7 +104,7 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return self._share(losses)
 
     def _join(self, microbatches: Sequence[Microbatch]) -> Microbatch:
-        """Join a step's microbatches into one batch on the device, which the schedule splits again."""
+        """Join a step's microbatches into one batch on the device; the schedule splits the batch again."""
         # Copy the microbatches one by one from pinned memory, because a batch joined on the host would not be
         # pinned.
         local = [self._context.local_batch(micro) for micro in microbatches]
@@ -121,10 +121,10 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last stage's output for each input, without gradient, or [] on ranks of other stages.
+        """Return the last stage's output for each input, without gradients; [] on ranks of other stages.
 
-        torch's schedules are not used here, because they support passes without gradient only with one stage
-        per rank.
+        torch's schedules are not used here, because only the single-stage schedules support passes without
+        gradients.
         """
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):

@@ -1,8 +1,8 @@
-"""Tensor parallelism: split a model's matrices over ranks, according to a plan.
+"""Tensor parallelism: split a model's matrices across ranks, according to a plan.
 
 The plan is `Model.TENSOR_PLAN` or `Task.tensor_plan`. In Megatron's scheme (arXiv 1909.08053, 2205.05198), a
 column-wise matrix followed by a row-wise matrix needs only one reduction. With sequence parallelism, each
-rank has only a slice of the residual stream between such pairs of matrices.
+rank has only a slice of the residual stream outside the split matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SEQUENCE_DIM = 1
 class VocabularyParallel(ModuleStyle):
     """Splits an embedding by rows (the vocabulary), so that a tied head can use the same shards.
 
-    Each rank looks up the tokens that are in its own rows, and the sum over the ranks is the embedding.
+    Each rank looks up the tokens in its own rows, and the results are summed across the ranks.
     """
 
     def __init__(self, output: Placement) -> None:
@@ -97,7 +97,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
 
 
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise FatalError if a module with parameters is missing in the plan.
+    """Raise FatalError if a module with parameters is missing from the plan.
 
     Without a role, a module's gradients would silently cover only one rank's slice of the sequence.
     """
@@ -122,7 +122,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 class SumsGradients(ModuleStyle):
-    """Sums the gradients of a module's parameters over tensor-parallel ranks."""
+    """Sums the gradients of a module's parameters across tensor-parallel ranks."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False)):
@@ -144,7 +144,7 @@ class _WholeInput(ModuleStyle):
     """Gathers a module's first argument on every rank and passes other arguments unchanged.
 
     The argument stays a DTensor, so that the gradients from several matrices are first added locally and then
-    reduced over the ranks only once.
+    reduced across the ranks only once.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -242,10 +242,10 @@ def _shown(value: object) -> str:
 def split_model(
     config: RunConfig, model: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh
 ) -> dict[str, Tensor]:
-    """Split a model over the ranks of `mesh`, leaving its parameters on the meta device.
+    """Split a model across the ranks of `mesh`, leaving its parameters on the meta device.
 
     Returns the full (unsharded) tensors, by name, of parameters that were not on the meta device.
-    `fill_shards` then copies only a slice of each tensor, so that no device receives more than its shard.
+    `fill_shards` later copies only a slice of each tensor, so that no device receives more than its shard.
     Raises TaskError if a shared parameter would be split in two different ways.
     """
     values = {path: param.detach() for path, param in model.named_parameters() if not param.is_meta}
