@@ -27,8 +27,8 @@ RESTART_SIGNAL = "SIGUSR2"
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes of a restart that are not considered a lack of progress. Causes defined by capabilities are not
-considered failures either."""
+"""Causes of a restart that `_makes_no_progress` ignores, in addition to the causes defined by
+capabilities."""
 MAX_ENDS_AT_STEP = 3
 """Number of consecutive attempts that may end at the same step without a new checkpoint before the run
 fails."""
@@ -45,8 +45,8 @@ OWN_ERRORS = (
     "ZeroDivisionError",
     "NotImplementedError",
 )
-"""Suffixes of exception types that the same code would raise again; excludes errors caused by files, peers
-and GPUs."""
+"""Suffixes of the names of exceptions that the same code would raise again; excludes errors caused by files,
+peers and GPUs."""
 _BY_CHANCE = re.compile(
     r"connect|time[d ]? ?out|temporar|unavailable|unreachable|reset|network|socket|http|NCCL|CUDA|gloo",
     re.IGNORECASE,
@@ -93,7 +93,7 @@ class Observed:
     step_may_still_run: bool = False
     """True if srun had to be killed; Slurm may then still consider the step running."""
     moved_to: str | None = None
-    """The new path of the run folder if it was moved, which ends the run; else None."""
+    """The run folder's new path if the folder was moved, else None. Moving the folder ends the run."""
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Outcome:
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     moved_to: str | None = None
-    """The new path of the run folder if it was moved, which ends the run; else None."""
+    """The run folder's new path if the folder was moved, else None. Moving the folder ends the run."""
     launch_error: str | None = None
     """The error message of srun if Slurm could not start the step, else None."""
     lost_nodes: tuple[str, ...] = ()
@@ -169,7 +169,8 @@ class Standing:
     workload: Workload = TRAINER
     """The kind of program run by the workers."""
     attended_in: str | None = None
-    """The capability through which a user may have controlled a rank in a terminal, or None."""
+    """The capability, such as the debugger, that may have given a user control of a rank in a terminal, or
+    None."""
     is_done: bool = False
     """True if a command has reported that it is done, so that exit code 0 after a stop signal means
     "finished"."""
@@ -177,7 +178,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The currently available ways to restart the run."""
+    """The ways in which the run can currently be restarted."""
 
     restart: bool = False
     requeue: bool = False
@@ -236,7 +237,8 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     # A command may exit with any code if the stop signal killed one of its ranks.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    # Otherwise, every worker must have saved, been killed by the signal, or exited because it was stuck.
+    # Without such an excuse, every worker must have saved, been killed by the signal, or exited because it
+    # was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_stop_signal(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
@@ -252,9 +254,10 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
 def decide_no_start(
     summary: str, code: int, starts: Sequence[AttemptEnd], options: RestartOptions, *, in_place: bool
 ) -> Decision:
-    """Decide on a retry of a job or step that could not start: up to `MAX_STARTS`, with growing delays.
+    """Decide whether to retry a job or step that could not start.
 
-    `in_place` means that the retry happens in the current allocation.
+    There are up to `MAX_STARTS` tries, with increasing delays. `in_place` means that the retry happens in the
+    current allocation.
 
     `starts` contains the previous attempts, including attempts that could not start.
     """
@@ -266,14 +269,17 @@ def decide_no_start(
 
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
-    """Return the decision to start another attempt at a user's request, which no restart limit prevents."""
+    """Return the decision to start another attempt at a user's request.
+
+    No restart limit prevents this attempt.
+    """
     summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
     return replace(found, hint=end.hint)
 
 
 def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
-    """Return the final decision for a `decision` that could not be carried out because of `problem`."""
+    """Return the final decision after `decision` could not be carried out because of `problem`."""
     ended = replace(decision, action="stopped", details=not_again(problem))
     if decision.cause not in FAILURES:
         return ended
@@ -339,7 +345,7 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # After a stop signal, a job leaves its allocation. There are two exceptions: the stop was only meant to
+    # After a stop signal, a job leaves its allocation. There are two exceptions: the stop only serves to
     # exclude one host, or a user requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
@@ -378,7 +384,10 @@ def _failure_code(result: Outcome) -> int:
 
 
 def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: RequeuePolicy) -> str | None:
-    """Return the reason not to restart after a failure; "" if obvious, None if restarts are allowed."""
+    """Return why a run is not restarted after a failure, or None if a restart is allowed.
+
+    The result is "" if the reason is obvious.
+    """
     failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
         return ""  # a user requested that the run end
@@ -494,7 +503,7 @@ def _resume(
     in_place: bool,
     delay_s: float = 0.0,
 ) -> Decision:
-    """Return the decision to resume the run in the cheapest available way.
+    """Return the decision to resume the run with the first available action in `RESUME_ACTIONS`.
 
     `in_place` allows a restart in the current allocation.
     """

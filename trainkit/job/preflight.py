@@ -71,7 +71,7 @@ def require_gpus(
     is_task: bool = False,
     torch: TorchBuild | None = None,
 ) -> None:
-    """Raise PreflightFailed if a rank's GPU is missing, lost, needs a reset, or cannot run this `torch`.
+    """Raise PreflightFailed if a rank's GPU is missing, broken, or not supported by the build `torch`.
 
     `is_task` has the same meaning as in `gpu_index`.
     """
@@ -84,7 +84,7 @@ def require_gpus(
         if name is None or (name.isdigit() and int(name) >= count):
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
-            continue  # NVML may not find an abbreviated UUID, and has no error counters for MIG devices
+            continue  # NVML may not find an abbreviated UUID, and counts no errors of MIG devices
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
@@ -116,7 +116,7 @@ def _missing_gpu(
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
-        # The node may be fine: if a cgroup restricts a task to one GPU, that GPU has index 0.
+        # The node may be healthy: if a cgroup restricts a task to one GPU, that GPU has index 0.
         hint = (
             "run `nvidia-smi` on the host, and find out what sets CUDA_VISIBLE_DEVICES: "
             "a single visible GPU has index 0"
@@ -226,7 +226,7 @@ def require_node(
                     "node of the job sees",
                     hint="the run folder must be on a filesystem that all nodes share",
                 )
-            # If the supervisor's clock differs from the file server's clock too, the file server's clock is
+            # If the supervisor's clock also differs from the file server's clock, the file server's clock is
             # wrong.
             if abs(float(supervisor_offset_s)) <= MAX_CLOCK_OFFSET_S:
                 _require(f"the clock of {socket.gethostname()} is", check_clock(offset_s))
@@ -243,7 +243,7 @@ def require_node(
 
 
 def plan_digest(attempt: AttemptDir) -> str:
-    """Return a digest of plan.json, for checking that two hosts see the same file."""
+    """Return a digest of plan.json, used to check that two hosts see the same file."""
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 

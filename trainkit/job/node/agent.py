@@ -1,4 +1,4 @@
-"""The agent of a node or task: starts workers, forwards signals to the workers and returns their exit code.
+"""The agent of a node or task starts workers, forwards signals to them and combines their exit codes.
 
 On a single machine, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
 --master-port P``. In a Slurm step, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR`` and takes
@@ -363,7 +363,7 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
     codes = agent.codes
     if EXIT_STOPPED in codes:
         # If some workers saved, ignore the exit codes of workers that did not handle the stop signal and were
-        # killed by it.
+        # killed by that signal.
         codes = [code for code in codes if not agent.died_of_stop_signal(code)]
     return combine_exit_codes(codes)
 
@@ -414,14 +414,17 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
 
 
 def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
-    """Return the stop signal that `received` represents; AGENT_SIGNAL means SIGTERM for a cancelled run."""
+    """Return the stop signal that `received` stands for.
+
+    AGENT_SIGNAL stands for SIGTERM in a cancelled run, and for SIGUSR2 in any other run.
+    """
     if received != AGENT_SIGNAL:
         return received
     return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
-    """Record the failure of a rank that cannot start, for example because its command was not found."""
+    """Record the failure of a rank that cannot start, for example because there is no such command."""
     refusal = error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
     print(refusal.render(), flush=True)
     record_refusal(attempt, rank, node_rank, refusal)

@@ -98,7 +98,7 @@ class Listener(Protocol):
 
 
 class Task(ABC):
-    """The role of an agent: a task of a scheduler's step, or a rank started by a launcher."""
+    """What an agent runs as: a task of a scheduler's step, or a rank started by a launcher."""
 
     has_scheduler = True
     """True if `key` is unique to this start of the step and signals reach all tasks."""
@@ -131,7 +131,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def first(self) -> str:
-        """The name, in messages, of the first task, which announces the run."""
+        """The name of the first task in messages; the first task announces the run."""
 
     @property
     @abstractmethod
@@ -168,7 +168,7 @@ class Rendezvous:
     """A random value by which ranks recognize rank 0 of their own attempt, in case another job uses the same
     address."""
     task: Task | None = None
-    """The role of the agent; None in a local run, where the supervisor starts and signals all agents."""
+    """The agent's task; None in a local run, where the supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
@@ -226,7 +226,7 @@ def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: 
 
 
 class PauseUntilFailure:
-    """Pauses while this task waits for other tasks, which may fail in the meantime.
+    """Pauses while this task waits for other tasks, any of which may fail in the meantime.
 
     Raises TrainkitError if another task has failed, and StopSignalReceived if any task received a stop
     signal.

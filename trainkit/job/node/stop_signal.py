@@ -105,7 +105,7 @@ def _is_starter(pid: int) -> bool:
 
 
 def _only_waits(pid: int) -> bool:
-    """Return whether a process is a shell or only waits for a child, unlike any training process."""
+    """Return whether a process is a shell or only waits for a child, which a training process never does."""
     return is_shell(pid) or processes.proc_file(pid, "wchan").startswith(b"do_wait")
 
 
@@ -125,7 +125,7 @@ def was_signalled(pid: int) -> bool:
 
 @dataclass
 class _Relay:
-    """A process that received the stop signal, and the processes below, to which it may forward the signal.
+    """A process that received the stop signal, and the processes below it that are still stopped.
 
     The processes below are stopped (SIGSTOP) until the signal has been forwarded.
     """
@@ -213,8 +213,8 @@ class CommandStopSignal:
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
-            # If Slurm killed a shell in the meantime, Slurm has also signalled the processes that the shell
-            # left behind.
+            # If Slurm killed a shell in the meantime, the processes that the shell left behind have also
+            # received Slurm's signal.
             kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
@@ -272,7 +272,7 @@ class CommandStopSignal:
         return processes.ranks_below(member) or processes.descendants(member)[:1]
 
     def _is_notice_for(self, pid: int, heard: signal.Signals) -> bool:
-        """Return whether a process that Slurm sent the signal `heard` needs no further signal."""
+        """Return whether a process to which Slurm sent the signal `heard` needs no further signal."""
         if self.configured == "auto":
             # The process may have had a handler that restored the signal's default action.
             return heard != signal.SIGUSR2 or not processes.ignores(pid, heard)
@@ -292,10 +292,10 @@ class CommandStopSignal:
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         """Return whether Slurm's signal may be the reason that a member failed.
 
-        Slurm's signal may have killed the member itself, or the member is a shell or one of `STARTERS` and
-        left saving processes behind. For example, make exits with 2 if a signal kills its recipe, and a shell
-        with a trap may exit with any code. A crash of any other program is reported immediately, even if the
-        program leaves processes behind.
+        Slurm's signal may have killed the member itself. If the member is a shell or one of `STARTERS`, the
+        signal may have killed its children and left saving processes behind. For example, make exits with 2
+        if a signal kills its recipe, and a shell with a trap may exit with any code. A crash of any other
+        program is reported immediately, even if the program leaves processes behind.
         """
         if was_signalled(member.pid):
             return True
