@@ -432,12 +432,12 @@ class ProcessGroup:
         self.deadline_s: float | None = None
         """The monotonic time at which the remaining members are killed, or None."""
         self.received_at = ""
-        """The time of the latest stop signal, recorded before the signal is forwarded, because it may kill a
-        member."""
+        """The time of the latest stop signal, recorded before the signal is forwarded, because the signal may
+        kill a member."""
         self._poll_error = ""
         self.attended: int | None = None
-        """The member that a user controls in a terminal, or None; while it runs, failures of other members do
-        not stop it."""
+        """The member that a user controls in a terminal, or None. Failures of other members do not stop this
+        member."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
@@ -457,7 +457,7 @@ class ProcessGroup:
         raise NotImplementedError
 
     def died_of_stop_signal(self, code: int) -> bool:
-        """Return whether the forwarded signal killed a member, so that the others keep their grace time."""
+        """Return whether the forwarded signal killed a member; if so, other members keep their grace time."""
         return False
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:

@@ -12,7 +12,7 @@ returns the same value as without the filter. A process that installs its own ha
 blocks and waits for the signal, receives it unfiltered.
 
 This module imports only the standard library, because `trainkit.job.startup` loads it in the interpreter of
-any script. This module keeps its imports few, because every Python interpreter in a job loads it.
+any script. This module has few imports, because every Python interpreter in a job loads it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _register() -> None:
 
 
 def _block() -> None:
-    """Block stop signals before a fork, because they would kill the child before it is protected."""
+    """Block stop signals before a fork, so that they cannot kill the child before it is protected."""
     # Create the filter before the fork, because another thread may hold an import lock during the fork.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
@@ -172,7 +172,7 @@ def _filter_before_torch(module: Any) -> None:
 
 @lru_cache(None)
 def _new_filter() -> Filter | None:
-    """Return a filter for this process, or None if that fails, which is reported once per rank."""
+    """Return a filter for this process, or None on failure. A failure is reported once per rank."""
     agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
     try:
         return Filter(_ancestors(int(agent)))

@@ -234,7 +234,10 @@ class Supervisor:
             return Decision("failed", f"the run could not be restarted: {error}", EXIT_FAILED, decision.cause)
 
     def _leave(self, attempt: Attempt, decision: Decision) -> int:
-        """Leave the allocation; the run continues in another one. Return the supervisor's exit code."""
+        """Leave the allocation; the run continues in another allocation.
+
+        Return the supervisor's exit code.
+        """
         self.conclude(attempt, decision)
         try:
             retry_on_disk_error(lambda: attempt.plan)
@@ -302,7 +305,7 @@ class Supervisor:
         return self._capabilities[attempt.number]
 
     def _report_end(self, attempt: Attempt, end: AttemptEnd) -> None:
-        """Notify the capabilities of an attempt that its end was recorded."""
+        """Notify an attempt's capabilities that the end of the attempt was recorded."""
         try:
             self._capabilities_of(attempt).end(end)
         except (OSError, TrainkitError) as error:

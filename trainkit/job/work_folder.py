@@ -1,7 +1,7 @@
 """The working directory of a command, which contains a copy of the run's code and the command's output files.
 
 The code snapshot in ``code/`` never changes and is shared by all trials of a sweep. A command that writes to
-``out/`` must not change the snapshot or find files there from another run.
+``out/`` must neither change the snapshot nor find files of another run in ``out/``.
 """
 
 from __future__ import annotations

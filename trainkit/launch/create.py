@@ -1,4 +1,4 @@
-"""Create the folder of a run or group where no other user can change it, and start its job."""
+"""Create the folder of a run or group, protected from changes by other users, and start the job."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def create_submission(
 ) -> CreatedRun:
     """Create the folder of a run or group without starting its job.
 
-    `option` is the command-line option for `run_dir`, which is shown in errors. Raises UsageError if
+    `option` is the name, shown in errors, of the command-line option for `run_dir`. Raises UsageError if
     `run_dir` is not empty or not writable, or if a secret would be written to a file.
     """
     config, plan = submission.trials[0].config, submission.trials[0].plan
@@ -118,7 +118,7 @@ def start_submission(
     """Start a created submission; return its job id and, for a single run, the attempt number.
 
     For a single run, `now` is passed to `NewAttempt`. If Slurm rejects the job, removes the folder and raises
-    SlurmRefused. If the job may exist, keeps the folder and raises SlurmUnreachable.
+    SlurmRefused. If it is unknown whether the job exists, keeps the folder and raises SlurmUnreachable.
     """
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
@@ -130,8 +130,8 @@ def start_submission(
 def start_group(group: RunGroup) -> str:
     """Start a group and return its job id.
 
-    If Slurm rejects the job, removes the group and raises SlurmRefused. If the job may exist, keeps the group
-    and raises SlurmUnreachable.
+    If Slurm rejects the job, removes the group and raises SlurmRefused. If it is unknown whether the job
+    exists, keeps the group and raises SlurmUnreachable.
     """
     with defer_sigint():  # Ctrl-C must not leave a started group that is not recorded.
         job_id = backend_named(group.record.backend).start_group(group)
@@ -245,8 +245,8 @@ def defer_sigint() -> Iterator[None]:
 def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
     """Create a new folder for a run or group, and yield (folder, name).
 
-    If the block raises an exception, the folder is removed. `option` is the command-line option for
-    `run_dir`, which is shown in errors. Raises UsageError for the same reasons as `refuse_place`.
+    If the block raises an exception, the folder is removed. `option` is the name, shown in errors, of the
+    command-line option for `run_dir`. Raises UsageError for the same reasons as `refuse_place`.
     """
     refuse_place(name, run_dir, option)
     folder = None

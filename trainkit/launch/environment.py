@@ -24,7 +24,7 @@ _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 def find_interpreter(
     launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """Return the Python interpreter for a launch section, and the problems found in the section.
+    """Return the Python interpreter for the section `launch`, and the problems found in the section.
 
     The default is the interpreter of this process. Relative folders in the section are resolved against
     `cwd`.
@@ -212,7 +212,7 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _options(program: str) -> tuple[str, ...]:
-    """Return the options for an interpreter; its version is derived from its resolved file name."""
+    """Return the options for an interpreter, whose version is derived from its resolved file name."""
     if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))
@@ -259,7 +259,10 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
 
 
 def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:
-    """Yield problems in the container settings; image paths are relative to `cwd`, which is mounted."""
+    """Yield problems in the container settings.
+
+    Image paths are relative to `cwd`, which the container mounts.
+    """
     image = launch.container
     if image is None:
         if launch.container_mounts:
@@ -294,8 +297,8 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
 
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""Affected Slurm versions (first inclusive, second exclusive), where srun ignores the --cpus-per-task of
-sbatch."""
+"""The range of Slurm versions (first inclusive, second exclusive) where srun ignores sbatch's
+--cpus-per-task."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, in
 
 
 def finish_repository(tree: SourceTree, prefix: str, stage: str, index: Path, hash_size: int) -> None:
-    """Write the copied repository's index after the files are copied; raises OSError and ValueError."""
+    """Write the copied repository's index after the files are copied. Raises OSError and ValueError."""
     if index.exists():
         write_index(Path(tree.root, prefix), Path(stage, prefix), index, hash_size)
 
@@ -149,7 +149,7 @@ def _escaped(text: str) -> str:
 
 
 def without_credentials(value: str) -> str:
-    """Return a Git config value; if it is a URL, remove its password, token and query.
+    """Return a Git config value without the password, token and query of a URL.
 
     Returns "" for a URL for which Git would start a transport program.
     """

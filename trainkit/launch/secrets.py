@@ -151,7 +151,7 @@ def _masked_assignment(match: re.Match[str]) -> str:
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError if `text` contains the value of an environment variable in `names`.
 
-    `where` is the file that the text will be written to, for example ``submit.sbatch``. The error message
+    `where` is the file to which the text will be written, for example ``submit.sbatch``. The error message
     contains the name of the variable, but not its value.
     """
     if (name := leaked(text, names, environ)) is not None:
@@ -188,6 +188,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # as bash escapes it in single quotes
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # as bash escapes it in $'…' quotes
+    yield value.replace("'", "'\"'\"'")  # the value in bash's single quotes
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # the value in bash's $'…' quotes
     yield url_quote(value, safe="")

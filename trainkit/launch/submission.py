@@ -71,7 +71,7 @@ class Submission:
 
     @cached_property
     def plan(self) -> LaunchPlan:
-        """Return the plan of the first trial with the warnings of all trials.
+        """Return the plan of the first trial, combined with the warnings of all trials.
 
         If a reason differs between trials, its text mentions this.
         """
@@ -109,7 +109,7 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
-        """Yield the runs with their folders; of several runs with identical plan files, only the first."""
+        """Yield the runs with their folders, but only the first of several runs with identical plan files."""
         seen: list[Mapping[str, str]] = []
         for trial in self.trials:
             if trial.plan.files not in seen:
@@ -309,10 +309,10 @@ def disk_forecast(
 def checked(
     planned: list[PlannedTrial], refused: Sequence[LoadedTrial], array: ArraySpec | None
 ) -> Submission:
-    """Return a submission of the planned trials after checking that they have plans and fit into one array.
+    """Return a submission of the planned trials after checking that all can be planned and share an array.
 
     Raises a ConfigError that lists the problems of all trials, each labelled with the first trial that has
-    it. Raises UsageError if the trials need jobs with different Slurm options.
+    the problem. Raises UsageError if the trials need jobs with different Slurm options.
     """
     if refused:
         raise ConfigError(list(_with_trials(refused, len(planned) + len(refused))))

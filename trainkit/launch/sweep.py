@@ -108,7 +108,7 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """Yield the config for each trial of a sweep; trials that differ only in the seed share a single load."""
+    """Yield the config for each trial of a sweep. Trials that differ only in the seed are loaded once."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)

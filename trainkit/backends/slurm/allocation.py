@@ -94,8 +94,8 @@ REQUEUE_PATIENCE_S = 600.0
 """Seconds for which a requeue is retried while the controller is unavailable; giving up would leave the saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""Seconds for which an ending job retries submitting further trials of its group if Slurm accepts no more
-jobs."""
+"""Seconds for which a job that is about to exit retries submitting further trials of its group if Slurm
+accepts no more jobs."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
@@ -121,7 +121,7 @@ class SlurmAllocation(Allocation):
         """The step's command line, as in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: set[str] = set()
-        """Hosts where no more steps are started, because the hosts are lost, slow or have failed."""
+        """Hosts where no more steps are started, because the hosts are lost or slow, or have failed."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         """How many times the job had been restarted when this start began (SLURM_RESTART_COUNT)."""
         self.step_may_still_run = False
@@ -132,14 +132,14 @@ class SlurmAllocation(Allocation):
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Remove the record of this start: because its supervisor has begun, the start has not failed."""
+        """Remove the failure record of this start, which has not failed, because its supervisor has begun."""
         try:
             forget_start(self.run, self.job_id)
         except OSError as error:
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit more trials of this run's group if Slurm accepted no more jobs before."""
+        """Submit more trials of this run's group if Slurm's job limits prevented this before."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].unsubmitted:
@@ -189,7 +189,7 @@ class SlurmAllocation(Allocation):
     def fitted(self, attempt: Attempt) -> LaunchPlan:
         plan = attempt.plan
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
-        # The format of the value is 64(x2),128.
+        # The value has a format such as 64(x2),128.
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         threads = min(map(int, counts), default=0) // plan.workers_per_node
         if (
@@ -339,7 +339,7 @@ class SlurmAllocation(Allocation):
         return found, False
 
     def _drained_host(self) -> str | None:
-        """Return a host of the running job that is being drained, or None if no host is."""
+        """Return a host of the running job that is being drained, or None if no host is being drained."""
         if self.job is None or is_taken(self.job, self.restarts):
             return None
         try:
@@ -385,7 +385,7 @@ class SlurmAllocation(Allocation):
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
         """Stop using the host that probably caused a failure, and record it so that later jobs exclude it.
 
-        If a host's ranks were only killed or hung, keep using the host until this happens a second time.
+        A host whose ranks were only killed or hung is used until this happens a second time.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
@@ -418,8 +418,8 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            # Slurm sends the warning signal before the time limit only once, so a step that starts afterwards
-            # would not get it.
+            # Slurm sends the warning signal before the time limit only once, so a step that starts after the
+            # signal would not receive it.
             restart=is_ours
             and len(self.good_hosts) >= plan.fewest_nodes
             and not is_nearly_over(job, plan.grace_s),
@@ -430,8 +430,8 @@ class SlurmAllocation(Allocation):
         )
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        # Either Slurm is terminating the allocation, or a user cancelled the job; the job's state tells
-        # which.
+        # Either Slurm is terminating the allocation, or a user cancelled the job; the job's state shows which
+        # is the case.
         observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
         attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
         attempt.update()
@@ -505,7 +505,7 @@ class SlurmAllocation(Allocation):
             except SlurmUnreachable:
                 if time.monotonic() > give_up_s:
                     raise
-                # Slurm may have requeued the job although its answer was lost
+                # Slurm may have requeued the job even if its answer was lost
                 self.job = query_job(self.job_id) or self.job
 
     def _refuse_unwanted(self, attempt: Attempt) -> None:
@@ -530,7 +530,7 @@ class SlurmAllocation(Allocation):
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Return whether a user has cancelled the job since the last query; a requeue would undo that."""
+        """Return whether a user has cancelled the job since the last query, so that it must not be requeued."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)

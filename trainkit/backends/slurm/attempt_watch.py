@@ -65,7 +65,7 @@ class SlurmAttemptWatch(AttemptWatch):
     ) -> None:
         super().__init__(live)
         self._until_s = time.monotonic() + remaining_s
-        """The monotonic time when the run will have used up its total time; the ranks must save then.
+        """The monotonic time at which the run will have used up its total time, so that the ranks must save.
         """
         self.step = step
         self.supervisor_view = supervisor_view
@@ -157,7 +157,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to the ranks if the stop signal reached only this shell, or came before the step."""
+        """Send SIGUSR2 to the ranks if the stop signal reached only this shell, or arrived before the step."""
         if self._unconfirmed_since_s is None:
             if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
@@ -311,12 +311,12 @@ def termination_cause(
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Return whether Slurm is terminating this start of a job, or is about to."""
+    """Return whether Slurm is terminating this start of a job, or is about to terminate it."""
     return is_taken(job, restarts) or is_nearly_over(job, grace_s)
 
 
 def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Return whether Slurm is terminating this start: preempted, cancelled, out of time or requeued."""
+    """Return whether Slurm is terminating this start (preempted, cancelled, out of time or requeued)."""
     if job is None:
         return False
     return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted

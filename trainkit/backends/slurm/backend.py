@@ -340,7 +340,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 def removed_unless_submitted(
     remove: Callable[[], None], token: str, clusters: Sequence[str]
 ) -> Iterator[None]:
-    """Call `remove` if the `with` block raises and its job certainly does not exist."""
+    """Call `remove` if the `with` block raises and the job is known not to exist."""
     began = time.time()
     try:
         yield
@@ -369,7 +369,7 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
 def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
     """Submit an attempt's script `count` more times as chained jobs that continue `job`; return their ids.
 
-    The caller must hold the run's lock. If Slurm rejects a chained job, only print a note, because the run
+    The caller must hold the run's lock. If Slurm rejects a chained job, only prints a note, because the run
     itself has been submitted.
     """
     run = attempt.run

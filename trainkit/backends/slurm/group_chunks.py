@@ -36,7 +36,8 @@ TASK = "${SLURM_ARRAY_TASK_ID:?}"
 """The placeholder for the name of the trial's folder in a group's batch script."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
-"""Matches sbatch messages that a user, an account or the cluster has reached its maximum number of jobs."""
+"""Matches sbatch's error messages about a user, an account or the cluster having reached its maximum number
+of jobs."""
 
 
 def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
@@ -63,8 +64,8 @@ def submit_chunks(
     the others exit, which frees room for new jobs. Does nothing while another process submits trials, or if
     the group has been cancelled.
 
-    If a submission fails, raises TrainkitError if the group has no job yet; otherwise, calls `notify` with
-    the error message.
+    If a submission fails and the group has no job yet, raises TrainkitError. If the group has a job, `notify`
+    is called with the error message, and the trials stay unsubmitted.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
@@ -158,7 +159,10 @@ def _sbatch(group: RunGroup, part: Chunk, indices: Sequence[int], notify: Callab
 
 
 def clusters_of(group: RunGroup) -> Sequence[str]:
-    """Return the clusters to which a group's next array may go; all arrays go to the first one's cluster."""
+    """Return the clusters to which a group's next array may go.
+
+    All arrays go to the cluster of the first array.
+    """
     if group.job_id is None:
         return PlanRecord(group.record.plan).record("slurm").texts("clusters")
     return (group.record.other_cluster,) if group.record.other_cluster else ()

@@ -95,7 +95,7 @@ _OWN_SRUN = (
 )
 
 _REQUEUED_BY_SLURM = ("preempted", "node_fail")
-"""The causes of a job's end after which Slurm itself requeues a job that has --requeue."""
+"""The causes for which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass
@@ -111,8 +111,8 @@ class SlurmDraft(LaunchDraft):
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])
         self.partitions = [item for item in named if item.name not in refused] or named
-        """The requested partitions, or else the default one; partitions that would reject the job are omitted
-        unless all would."""
+        """The requested partitions or, if none is requested, the default partition. Partitions that would
+        reject the job are omitted, unless all partitions would."""
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
@@ -167,7 +167,10 @@ class SlurmDraft(LaunchDraft):
         return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
 
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
-        """Return the most GPUs per node that enough nodes have; if no number suffices, return the maximum."""
+        """Return the largest number of GPUs per node that enough nodes have.
+
+        If no number is available on enough nodes, returns the maximum.
+        """
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)
         for count in filter(None, counts):
