@@ -140,7 +140,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def is_independent(lora: JsonObject) -> bool:
-    """Return whether the initial adapters do not depend on the weights of the model."""
+    """Return whether the initial adapters are independent of the weights of the model."""
     return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
 
 

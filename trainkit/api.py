@@ -79,12 +79,12 @@ After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
 """Runs and groups, given by name, folder or object, that must finish before a new run starts."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
-"""Seconds of waiting for a run after which the reason is printed to stderr."""
+"""Seconds of waiting for a run after which the reason for the wait is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
 """Seconds between two Slurm queries about the same group."""
 MAX_SHOWN_BYTES = 2**20
-"""Size in bytes of the largest result file that is loaded to show the result in a notebook table."""
+"""Maximum size, in bytes, of a result file that is loaded to show the result in a notebook table."""
 
 
 class RunError(TrainkitError):
@@ -302,7 +302,7 @@ class Run(Generic[Value]):
         return self
 
     def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
-        """Yield the seconds until each next poll until the run has ended; `ask` queries the run's group."""
+        """Until the run has ended, yield the seconds before each poll; `ask` queries the run's group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
         while (trial := self._trial(ask)) is not None:
@@ -801,7 +801,7 @@ def _is_known(name: str) -> bool:
 def _flags(
     config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
-    """Map dotted config keys to their values and where these come from; options override sections.
+    """Map dotted config keys to their values and the origins of these values; options override sections.
 
     `arguments` are the function's arguments, or None if the run has no function.
     """
@@ -848,7 +848,8 @@ _OF_OTHERS = {
         "only `submit` accepts it; to sweep a command, use `trainkit submit --sweep` in a shell",
     ),
 }
-"""Maps each argument that only some API functions accept to a hint, shown if other functions get it."""
+"""Maps each argument that only some API functions accept to a hint, shown if another function receives the
+argument."""
 
 
 def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
@@ -899,7 +900,10 @@ def _call(function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[
 
 
 def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
-    """Load the config; a function uses the interpreter set in `launch`, by default the current one."""
+    """Load the config.
+
+    A function uses the interpreter set in `launch`, which defaults to the current interpreter.
+    """
     from trainkit.launch.environment import find_interpreter
 
     loaded = given.request.load_to_plan(given.workload)
@@ -912,7 +916,7 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
-    """Start a group of calls; `values` describe each call in tables of the group."""
+    """Start a group of calls. `values` contains each call's arguments for display in tables of the group."""
     from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
@@ -929,7 +933,10 @@ def _start(
     calls: Mapping[int, Call] = {},
     values: Sequence[dict[str, object]] = (),
 ) -> Path:
-    """Start a run or a group and return its folder; `values` are each call's arguments, for display only."""
+    """Start a run or a group and return its folder.
+
+    `values` contains each call's arguments, for display only.
+    """
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission, submission_warnings
 

@@ -1,4 +1,4 @@
-"""Checks arguments of `trainkit.submit` that are meant for the function or for submitit, not config keys."""
+"""Checks arguments of `trainkit.submit` that are not config keys, but meant for the function or submitit."""
 
 from __future__ import annotations
 
@@ -81,10 +81,11 @@ class Arguments:
             return {*self.call.kwargs}
 
     def means(self, name: str, *, is_used: bool) -> bool:
-        """Return whether an option is meant for the function; `is_used` means that it affects the run.
+        """Return whether an option is meant for the function.
 
-        The same name, for example `name`, can be both an option of the run and a parameter of the function.
-        Such a name is considered an option of the run if the parameter already has an argument.
+        `is_used` means that the option affects the run. The same name, for example `name`, can be both an
+        option of the run and a parameter of the function. Such a name is considered an option of the run if
+        the parameter already has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # types from higher layers, which only type checkers import
     from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
-"""Seconds that a supervisor may take to exit after it has recorded its job's end."""
+"""Seconds that a supervisor may take to exit after it has recorded the end of its job."""
 
 
 class ScriptParts(NamedTuple):
@@ -90,7 +90,8 @@ class JobStatus(NamedTuple):
     """The status of a run's newest job, as seen from this host."""
 
     alive: bool | None
-    """True if the job is pending or running, False if it has ended, or None if this host cannot tell."""
+    """True if the job is pending or running, False if it has ended, or None if its state cannot be determined
+    on this host."""
     job: JobInfo | None = None
     """Slurm's data about the job, or None if the run is local or Slurm cannot be queried."""
 
@@ -191,7 +192,7 @@ class Backend(ABC):
     def start_group(self, group: RunGroup) -> str:
         """Start a group and return its job id; `array_problem` must have returned None.
 
-        If the group certainly did not start, its folder is removed.
+        If it is known that the group did not start, its folder is removed.
         """
         raise NotImplementedError
 
@@ -226,24 +227,25 @@ class Backend(ABC):
 
     @abstractmethod
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
-        """Return whether an attempt's job is pending or running, or None if this host cannot tell."""
+        """Return whether an attempt's job is pending or running, or None if unknown on this host."""
 
     @abstractmethod
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        """Return the status of a run; `entry` is its newest attempt, `waiting` lists its chained jobs' ids.
+        """Return the status of a run.
 
-        `jobs` is Slurm's answer, or None if Slurm did not answer. If a cluster does not answer, its jobs are
-        missing from `jobs`.
+        `entry` is the run's newest attempt, and `waiting` lists the ids of its chained jobs. `jobs` is
+        Slurm's answer, or None if Slurm did not answer. If a cluster does not answer, its jobs are missing
+        from `jobs`.
         """
 
     @abstractmethod
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """Return the newest attempt with its live job, or None if the job has ended or is about to.
+        """Return the newest attempt with its live job, or None if the job has ended or is about to end.
 
-        `job` must contain at least one attempt. Raises UsageError if this host cannot tell whether the job is
-        alive; the hint suggests running the subcommand `command` elsewhere.
+        `job` must contain at least one attempt. Raises UsageError if this host cannot determine whether the
+        job is alive; the hint suggests running the subcommand `command` elsewhere.
         """
 
     @abstractmethod
@@ -300,14 +302,17 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """Return the task in a scheduler's step that this process is; raise NotATask if it is not a task."""
+    """Return this process as a task in a scheduler's step; raise NotATask if it is not such a task."""
     # Do not import the backend's class here, because that would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 
 
 def is_known(entry: AttemptRecord) -> bool:
-    """Return whether this trainkit version has an attempt's backend; local attempts record no backend."""
+    """Return whether this trainkit version provides an attempt's backend.
+
+    Local attempts record no backend.
+    """
     return entry.backend is None or entry.backend in _CLASSES
 
 

@@ -1,4 +1,4 @@
-"""Defines the interface of capabilities: features that only some runs need and the core never names.
+"""Defines the interface of capabilities, which are features that only some runs need.
 
 A capability is either a folder of `trainkit/capabilities/` with an entry in `shipped.py`, or a class that
 another package declares in the entry-point group `trainkit.capabilities`. A capability is imported only if a
@@ -41,7 +41,7 @@ class Part:
 
     Subclasses are frozen dataclasses. A field `files` in a subclass maps file names to text; the files are
     written next to plan.json, and compared with the plan when the job starts. A field `keys` in a subclass
-    lists the config keys that the user set, which are copied to the config of a run that repeats this one.
+    lists the config keys that the user set, which are copied to the config of a run that repeats this run.
     """
 
     CAPABILITY: ClassVar[str] = ""
@@ -52,7 +52,8 @@ class Planned(NamedTuple):
     """The result of `Capability.plan` or `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
-    """None if the run does not use the capability, so that the job does not import the capability's code."""
+    """The part; None if the run does not use the capability, so that the job does not import the capability's
+    code."""
     reasons: Mapping[str, str] = {}
     """Maps each derived value to the reason for the value, as printed by a dry run."""
     warnings: tuple[str, ...] = ()
@@ -90,10 +91,16 @@ class Companion:
     """A helper that runs alongside the ranks of a node, in a separate thread or process."""
 
     def poll(self) -> None:
-        """Do a short piece of work; the agent calls this every few seconds and waits for it to return."""
+        """Do a short piece of work.
+
+        The agent calls this method every few seconds and waits until it returns.
+        """
 
     def end(self, *, is_finished: bool) -> None:
-        """Stop the companion, without delay unless all ranks of the agent have finished (`is_finished`)."""
+        """Stop the companion.
+
+        Unless all ranks of the agent have finished (`is_finished`), stop it without delay.
+        """
 
 
 class Hosts(NamedTuple):

@@ -127,7 +127,7 @@ class ResourceRequest:
         return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
 
     def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """Return the request, adding the workers per node from a plan, and the GPUs and CPUs they need."""
+        """Return the request with a plan's workers per node, and the GPUs and CPUs that these workers need."""
         # If the plan does not set the number of threads, each task still gets one CPU.
         each = 1 if threads is None and per == "gpu" else threads
         return replace(
@@ -154,7 +154,7 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in request.partitions]
-    # If several partitions are requested, the request is valid if one of them can start the job.
+    # A request for several partitions is valid if the job can start in at least one of them.
     if found and all(found):
         yield from found[0]
 
@@ -176,7 +176,7 @@ def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, KeyProblem]:
-    """Return the first problem in each requested partition that can never start the job."""
+    """Return the first problem for each requested partition where the job can never start."""
     found = {item.name: next(partition_problems(request, cluster, item), None) for item in request.partitions}
     return {name: problem for name, problem in found.items() if problem is not None}
 
@@ -193,7 +193,7 @@ def spare_capacity(request: ResourceRequest) -> int | None:
 
 
 def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable[NodeKind]) -> int:
-    """Return how many nodes have enough GPUs, CPUs and memory; unknown amounts are considered enough."""
+    """Return how many nodes have enough GPUs, CPUs and memory; unknown amounts are considered sufficient."""
     gpus, cpus, mem_mib = request.gpus_per_node or 0, request.cpus_per_node or 0, request.mem_mib or 0
     return sum(
         kind.count
@@ -281,7 +281,7 @@ def _is_in(name: str, names: Iterable[str] | None) -> bool:
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """Return the account that the job is charged to, or None if unknown."""
+    """Return the account to which the job is charged, or None if unknown."""
     return next(
         (
             item
@@ -324,7 +324,7 @@ def partition_problems(
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """Return the requested QOS; if the QOS is unknown, return one that may override any limit."""
+    """Return the requested QOS; if it is unknown, return a QOS that may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)

@@ -167,7 +167,7 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         except nvml.NVMLError:
             if not name.isdigit() or int(name) >= count:
                 break
-            names.append("GPU that does not respond")  # identified by the preflight checks
+            names.append("GPU that does not respond")  # the preflight checks report this GPU
     return tuple(names)
 
 

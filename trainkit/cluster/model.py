@@ -144,7 +144,7 @@ class Qos:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The known properties of a cluster; configs are checked against them before submission."""
+    """The known properties of a cluster, against which configs are checked before submission."""
 
     name: str
     partitions: tuple[Partition, ...] = ()

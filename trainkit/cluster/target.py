@@ -29,12 +29,13 @@ class Target:
     cluster: Cluster | None = None
     """The cluster, or None if the backend does not use Slurm."""
     node_sizes: tuple[int, ...] | None = None
-    """The workers on each node, if a Slurm step or another launcher (``srun launcher``) has already started
+    """The number of workers on each node, if a Slurm step or a launcher such as torchrun has already started
     the processes."""
     per: Literal["gpu", "node"] | None = None
     """Whether the running Slurm step has one task per GPU or one task per node, or None outside a step."""
     finds_cluster: bool = True
-    """True if a cluster's profile may set defaults; False for ranks that another launcher started."""
+    """True if a cluster's profile may set defaults; False for ranks that a launcher such as torchrun
+    started."""
 
     @property
     def submits_job(self) -> bool:

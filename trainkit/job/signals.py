@@ -75,7 +75,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:
-        """Request a stop as if the signal `reason` had arrived; ignored if a stop has already been requested."""
+        """Request a stop as if the signal `reason` had arrived; ignored if a stop was requested before."""
         if self.signal_name is None:
             self.received_monotonic_s = time.monotonic()
             self.signal_name = reason

@@ -112,7 +112,7 @@ class SourceTree:
             self.left_out.append((path, "is not a regular file"))
 
     def keep_apart(self, path: str, reason: str) -> None:
-        """Omit a file that other runs must not use, and never symlink one of its parent folders as a whole."""
+        """Omit a file that other runs must not use, and never symlink a parent folder as a whole."""
         self.left_out.append((path, reason))
         self.apart.update(parents(path))
 

@@ -68,7 +68,7 @@ def last_texts(path: Path, count: int) -> list[str]:
 def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> int:
     """Return the byte offset at which the last `count` lines of a file begin.
 
-    If `unfinished` is True, a last line without a newline is counted too.
+    If `unfinished` is True, a last line without a newline is also counted.
     """
     end = stream.seek(0, os.SEEK_END)
     lines = reversed_lines(stream, end)

@@ -144,7 +144,7 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
         values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
-    # A metric without finite values is considered not measured, but a loss without finite values is
+    # A metric without finite values is treated as not measured, but a loss without finite values is
     # considered diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))
     if since is None and is_logged:
@@ -173,7 +173,7 @@ def _measured(folder: Path, ranking: Ranking, stamps: tuple[object, ...]) -> Mea
 
 
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:
-    """Return the metric that ``--metric`` requests, or else the one that ``--sort`` names."""
+    """Return the metric that ``--metric`` requests, or else the metric that ``--sort`` names."""
     if None in (metric, sort) or metric == sort:
         return sort if metric is None else metric
     raise UsageError(

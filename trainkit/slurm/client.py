@@ -35,7 +35,7 @@ SQUEUE_STATES=RUNNING hides pending jobs.
 _ACCOUNTING = ("sacct", "sacctmgr")
 
 NO_ANSWER_S = 5.0
-"""For this many seconds after Slurm failed to answer a request, queries have only SHORT_TIMEOUT_S and are not
+"""For this many seconds after Slurm failed to answer a request, queries use SHORT_TIMEOUT_S and are not
 retried."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
@@ -335,7 +335,7 @@ def query(
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the user's settings for Slurm's output, so that it can be parsed."""
+    """Return the environment without the user's settings for the output of Slurm's commands."""
     plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
     # By default, Slurm truncates the index list of a pending array to 64 characters.
@@ -388,12 +388,12 @@ def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]
 
 
 def time_of(text: str) -> datetime | None:
-    """Parse a time that Slurm printed in Unix seconds, as UTC; None for `N/A`, `Unknown` and `None`."""
+    """Parse a time that Slurm printed in Unix seconds; return None for `N/A`, `Unknown` and `None`."""
     return datetime.fromtimestamp(int(text), timezone.utc) if text.isdigit() and text != "0" else None
 
 
 def seconds_of(text: str) -> int | None:
-    """Parse a duration such as `1-02:03:04` or `03:04` into seconds; None for `UNLIMITED` and `INVALID`."""
+    """Parse a duration such as `1-02:03:04` or `03:04`; return None for `UNLIMITED` and `INVALID`."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:

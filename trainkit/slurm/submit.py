@@ -59,7 +59,7 @@ class Answer:
     """The expected start time, or None if the job would not start or Slurm reports no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
-    """Slurm's explanation why it reports no start time."""
+    """Slurm's explanation of why it reports no start time."""
     refused: bool = False
     """True if Slurm would reject the job."""
 
@@ -76,12 +76,12 @@ def submit_script(
 ) -> str:
     """Submit a script and return the job id; for an array job, return the id of the whole array.
 
-    If `clusters` lists several, Slurm chooses the cluster where the job would start first, and the returned
-    id includes that cluster's name (see `on_cluster`). `is_only_job` tells whether no other job is submitted
-    from this script file. If so, a lost job can also be found by the path of its script, not only by its
-    token. If sbatch's answer is lost, `submit_script` calls `notify` with a message and searches for a job
-    with the token until it is known whether Slurm accepted the job. If sbatch prints more than an id, the id
-    is verified, because a site's banner may contain numbers.
+    If `clusters` lists several clusters, Slurm chooses the cluster where the job would start first, and the
+    returned id includes that cluster's name (see `on_cluster`). `is_only_job` is True if no other job is
+    submitted from this script file. If `is_only_job` is set, a lost job can be found by the path of its
+    script as well as by its token. If sbatch's answer is lost, `submit_script` calls `notify` with a message
+    and searches for a job with the token until it is known whether Slurm accepted the job. If sbatch prints
+    more than an id, the id is verified, because a site's banner may contain numbers.
 
     Raises SlurmRefused with Slurm's message if Slurm rejects the script, or SlurmUnreachable if Slurm does
     not answer. If `may_have_arrived` is set in SlurmUnreachable, the job may exist; call

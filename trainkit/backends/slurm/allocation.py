@@ -530,7 +530,7 @@ class SlurmAllocation(Allocation):
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Return whether a user has cancelled the job since the last query, so that it must not be requeued."""
+        """Return whether a user has cancelled the job since the last query; if so, do not requeue it."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)

@@ -157,7 +157,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to the ranks if the stop signal reached only this shell, or arrived before the step."""
+        """Send SIGUSR2 to the ranks if the stop signal reached only this shell or preceded the step."""
         if self._unconfirmed_since_s is None:
             if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()

@@ -231,14 +231,17 @@ class SlurmDraft(LaunchDraft):
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return whether each Slurm task in the job stands for a GPU or for a node."""
+        """Return whether the job has one Slurm task per GPU or one per node."""
         if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
         return "node"
 
     def _check_bindings(self, per: str, workers_per_node: int) -> None:
-        """Report options that leave a rank without its own GPU; the ranks check explicit lists of GPUs."""
+        """Report options that leave a rank without its own GPU.
+
+        Explicit lists of GPUs are checked by the ranks.
+        """
         launch, extra = self.loaded.config.launch, self.loaded.config.resources.extra
         is_unbound = "none" in (launch.srun_extra.get("gpu-bind"), extra.get("gpu-bind"))
         for key, value, num_gpus, sharing in _bound_gpus(self.loaded.config):
@@ -385,7 +388,7 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """Report that a value is missing that could only be derived from the cluster's data.
+        """Report a missing value that could only be derived from the cluster's data.
 
         Raises SlurmError if Slurm did not answer.
         """
@@ -395,7 +398,7 @@ class SlurmDraft(LaunchDraft):
 
 
 def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for each option in `resources.extra` that trainkit or a different config key sets."""
+    """Yield a problem for each option in `resources.extra` that trainkit or another config key sets."""
     for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
@@ -425,9 +428,9 @@ def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
 FULL_RANGES = (24, 11)
 """The first Slurm version known to accept a list of node counts, such as ``--nodes=2,4``.
 
-Since this version, Slurm also allocates as many nodes as possible to a job with a task option. Slurm 22.05
-accepts only a range and, if ``--ntasks-per-node`` is given, allocates the smallest number of nodes in the
-range.
+Since this version, Slurm also allocates as many nodes as possible to a job with a task option such as
+``--ntasks-per-node``. Slurm 22.05 accepts only a range and, if ``--ntasks-per-node`` is given, allocates the
+smallest number of nodes in the range.
 """
 
 
