@@ -118,7 +118,7 @@ class Watch:
     """True if polling continues after the ranks have received a stop signal."""
 
     def poll(self) -> PlannedStop | None:
-        """Check the attempt; the supervisor calls this method every few seconds and waits for it to return.
+        """Check the attempt. The supervisor calls this method every few seconds and waits until it returns.
 
         If the method returns a stop and the ranks are not already stopping, they save and exit, and the run
         restarts.
@@ -151,11 +151,12 @@ class RankObserver:
     """Values that the observer adds to each metrics record."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
-        """Process the times of a step and return events for rank 0 to record; rank 0 waits for this call.
+        """Process the times of a step and return events for rank 0 to record. Rank 0 waits for this call.
 
-        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step of
-        waiting for data, and the mean seconds per step of computing before waiting for other ranks. At all
-        other steps, `times` is empty. `step_s` is the duration of the step, excluding saves and validation.
+        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step
+        spent waiting for data, and the mean seconds per step spent computing before the rank waits for other
+        ranks. At all other steps, `times` is empty. `step_s` is the duration of the step, excluding saves and
+        validation.
         """
         return ()
 
@@ -175,7 +176,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Notice:
-    """A user-facing warning about a run; a `time` of None means that the warning describes the present."""
+    """A user-facing warning about a run. If `time` is None, the warning describes the present."""
 
     time: str | None
     text: str
@@ -203,10 +204,10 @@ class Reader:
 
 
 class Recorder:
-    """Records images, histograms and texts that a rank logs; this base class (for ranks > 0) records nothing.
+    """Records images, histograms and texts that a rank logs.
 
-    `step` defaults to the current training step. All methods raise UsageError for values that cannot be
-    recorded.
+    This base class, used on all ranks except rank 0, records nothing. `step` defaults to the current training
+    step. All methods raise UsageError for values that cannot be recorded.
     """
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
@@ -234,7 +235,7 @@ class Choice:
     """Values for the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
-    """True if a rank uses the terminal. If so, the command prints no rank output to the terminal."""
+    """True if a rank uses the terminal, so that the command prints no rank output to the terminal."""
 
     def check(self, workload: Workload, *, is_alone: bool) -> None:
         """Raise UsageError if these options cannot be used with the run.
@@ -271,7 +272,7 @@ class Capability:
     """Maps a command name to the MODULE:NAME of a click command. The commands of an external capability are
     called NAME or NAME-…, where NAME is the name of the capability."""
     quiet: ClassVar[Mapping[str, str]] = {}
-    """Maps each config key that is set to null in replays and short trainings to the reason why it is.
+    """Maps each config key that is set to null in replays and short trainings to the reason for this.
 
     ``{what}`` in a reason is replaced with the command, such as a replay or a bench.
     """
@@ -306,7 +307,7 @@ class Capability:
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
-        """Return values in the part that must be equal for every number of nodes that the job may get."""
+        """Return the part's values that must not depend on the number of nodes that the job gets."""
         return None
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
@@ -348,10 +349,10 @@ class Capability:
         return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
-        """React to a new line in events.jsonl; the supervisor calls this method within seconds."""
+        """React to a new line in events.jsonl. The supervisor calls this method within seconds."""
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
-        """React to the end of an attempt. `end` includes whether the run restarts."""
+        """React to the end of an attempt. `end` also records whether the run restarts."""
 
     def close(self) -> None:
         """Wait until everything has been sent; called before the supervisor's process exits."""

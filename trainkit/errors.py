@@ -33,7 +33,7 @@ EXIT_STOPPED = 75
 EXIT_NO_RESTART = 78
 """A restart cannot help, because the config is wrong or the run has diverged."""
 EXIT_TIMEOUT = 124
-"""The timeout of `trainkit wait` is over; the program `timeout` uses the same exit code."""
+"""The timeout of `trainkit wait` has expired; the program `timeout` uses the same exit code."""
 EXIT_INTERRUPTED = 130
 
 
@@ -174,7 +174,7 @@ class SlurmError(TrainkitError):
 
 
 class CheckpointError(TrainkitError):
-    """Raised if there is no intact checkpoint."""
+    """Raised if there is no intact checkpoint, or if the final save failed."""
 
 
 class FatalError(TrainkitError):

@@ -47,7 +47,10 @@ _is_recorded = False
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Change the working directory; `shown_path` stays relative to where the user typed the command."""
+    """Change the working directory.
+
+    `shown_path` stays relative to the folder where the user typed the command.
+    """
     global _typed_in
     here, outer = Path.cwd(), _typed_in
     os.chdir(folder)
@@ -79,7 +82,10 @@ def shown_path(path: str | PurePath) -> str:
 
 
 def relative_path(path: str, cwd: Path) -> str:
-    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged; commands accept both as RUN."""
+    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged.
+
+    Commands accept both forms as RUN.
+    """
     if not Path(path).is_relative_to(cwd) or Path(path) == cwd:
         return path
     below = str(Path(path).relative_to(cwd))

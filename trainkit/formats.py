@@ -104,7 +104,8 @@ KEY_FORMATS = (
 """Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""Prefix for ``token`` in a pattern, which excludes special tokens of a tokenizer such as ``eos_token``."""
+"""The prefix of ``token`` in a pattern; the prefix excludes special tokens of a tokenizer, such as
+``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
 """Matches a quote, including an escaped quote in nested JSON or in HTML."""
 _VALUE = r"""(?:(?<=["'])(?:(?!&#3|&quot;)[^"'\n<>\\])+|[^\s"'`<>;,|&\\]+)"""

@@ -41,7 +41,7 @@ POLL_S = 0.1
 SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
 """Maps each variable that ``submitit.JobEnvironment`` reads to the variable that provides its value."""
 SUBMITIT_FOLDER = "submitit"
-"""Subfolder of a run folder that `JobEnvironment.paths` refers to."""
+"""The subfolder of a run folder to which `JobEnvironment.paths` refers."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Operating system errors that would probably occur again if the function were called again."""
 _BY_CHANCE = re.compile(
@@ -64,7 +64,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Call:
-    """A function and the arguments to call it with."""
+    """A function and its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -271,9 +271,8 @@ def main() -> None:
         if isinstance(error, Exception | SystemExit):
             raise
         sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(
-            EXIT_FAILED
-        ) from None  # Otherwise, Python would terminate itself with SIGINT after a KeyboardInterrupt.
+        # Do not raise KeyboardInterrupt, because Python would then terminate itself with SIGINT.
+        raise SystemExit(EXIT_FAILED) from None
     if rank == 0:
         Path(os.environ["TRAINKIT_JOB_DONE_FILE"]).touch()
 

@@ -1,7 +1,7 @@
 """Job ids, job states, host lists and the environment variables that launchers set for ranks.
 
-This module reads no files and runs no commands. A job id has the form `123`, an array task's is `123_4`, and
-an array's pending tasks have `123_[5-9%2]`. A host list has the form `node[18-19,1-2]`.
+This module reads no files and runs no commands. A job id has the form `123` for a job, `123_4` for an array
+task, and `123_[5-9%2]` for an array's pending tasks. A host list has the form `node[18-19,1-2]`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class JobInfo:
     exit_code: int | None = None
     """The exit code of the batch script, or None before the job ends."""
     exit_signal: int | None = None
-    """The signal that killed the batch script, or None if no signal did."""
+    """The signal that killed the batch script, or None if no signal killed the script."""
     name: str = ""
     number: str = ""
     """The numeric job id of an array task; empty once squeue no longer lists the task."""

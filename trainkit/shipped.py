@@ -55,7 +55,8 @@ class Shipped(NamedTuple):
     """Key of plan.json after which the capability's part is written; a second key is used if the plan lacks
     the first."""
     keys: Mapping[str, tuple[str, Any]] = {}
-    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the default value without a part."""
+    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the default value for plans without
+    the part."""
     within: tuple[str, ...] = ()
     """Fields of the part that are stored at the end of the `follows` record, which is in every plan."""
     commands: Mapping[str, str] = {}
@@ -74,8 +75,8 @@ class Shipped(NamedTuple):
     """Field of the part that contains the rank to which a user may connect; empty if there is no such field.
 
     While a rank waits for user input, the attempt folder contains NAME/rank-*.json, where NAME is the
-    capability's name. Once a user has connected, the file NAME/rank contains the number of the rank that the
-    user is connected to.
+    capability's name. Once a user has connected to a rank, the file NAME/rank contains the number of this
+    rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
     """Maps a launcher started by `Capability.argv` to packages; one of the packages must be installed."""
@@ -103,7 +104,7 @@ class Shipped(NamedTuple):
 
     @property
     def has_class(self) -> bool:
-        """Return whether the module defines `CAPABILITY`, which is not needed only to add commands."""
+        """Return whether the module defines `CAPABILITY`; a capability that only adds commands need not."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 
@@ -174,7 +175,7 @@ SHIPPED = {
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped(
         "trackers", {"log_pattern": ("pattern", None)}
-    ),  # before trackers, which send the metrics that curves writes when it stops
+    ),  # listed before trackers, which send the metrics that curves writes when it stops
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),

@@ -149,8 +149,8 @@ class Task(ABC):
     def read_weight(self, name: str, rows: slice) -> Tensor:
         """Return rows of the initial value of a parameter that `build_model` left on the meta device.
 
-        Each rank requests the rows of its own shard. Checkpoints do not contain frozen parameters. Instead,
-        frozen parameters are read again whenever the run starts, so the files that this method reads must not
+        Each rank requests the rows of its own shard. Checkpoints do not contain frozen parameters. Frozen
+        parameters are read again whenever the run starts, so the files that this method reads must not
         change.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define read_weight, which {name} needs")
@@ -206,8 +206,8 @@ class Task(ABC):
         factor.
 
         With ``dp_shard`` or ``tp``, an optimizer must update each element of a parameter independently, as
-        SGD and Adam do. For an optimizer that is not part of PyTorch, set the attribute ``by_element = True``
-        to declare that it does so.
+        SGD and Adam do. If an optimizer that is not part of PyTorch updates each element independently, set
+        its attribute ``by_element = True``.
         """
         raise NotImplementedError
 

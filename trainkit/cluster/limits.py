@@ -127,7 +127,7 @@ class ResourceRequest:
         return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
 
     def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """Return the request with a plan's workers per node, and the GPUs and CPUs that these workers need."""
+        """Return the request with a plan's workers per node, and the GPUs and CPUs that they need."""
         # If the plan does not set the number of threads, each task still gets one CPU.
         each = 1 if threads is None and per == "gpu" else threads
         return replace(
