@@ -77,9 +77,9 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
     """Add adapters to a model in place, and return the model.
 
-    With `wraps`, return a `PeftModel` that contains the model instead; saving a `PeftModel` saves only the
-    adapters. If the weights are on the meta device, the adapters are still allocated and initialized. Raises
-    FatalError if peft cannot add the adapters; the message refers to the model as `name`.
+    With `wraps`, returns a `PeftModel` that contains the model. Saving a `PeftModel` saves only the adapters.
+    If the weights are on the meta device, the adapters are still allocated and initialized. Raises FatalError
+    if peft cannot add the adapters; the message refers to the model as `name`.
     """
     import peft
 

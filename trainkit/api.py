@@ -58,7 +58,7 @@ from trainkit.run.trial import group_values, trial_values, values_of
 from trainkit.shipped import in_order, launchers
 
 if TYPE_CHECKING:
-    # Only type checkers import this: `typing.TypeVar` has no `default=` before Python 3.13.
+    # Only type checkers import typing_extensions: `typing.TypeVar` has no `default=` before Python 3.13.
     import typing_extensions as types
 
     from trainkit.config import LoadedConfig
@@ -150,8 +150,8 @@ def sweep(
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
     The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
-    Without a `limit`, Slurm decides how many runs to execute at a time; on this machine, runs are executed
-    one after another. Raises the same errors as `submit`.
+    Without a `limit`, Slurm decides how many runs to execute at a time. On this machine, runs are executed
+    one after another if no `limit` is given. Raises the same errors as `submit`.
     """
     axes = _axes(values, of_function=callable(work))
     found = [dict(zip(axes, trial, strict=True)) for trial in itertools.product(*axes.values())]
@@ -330,7 +330,10 @@ class Run(Generic[Value]):
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
-        """Ask the run to save and exit, or kill it if `now`; if `wait`, return after the run has ended."""
+        """Ask the run to save and exit, or kill it if `now` is set.
+
+        If `wait` is set, returns after the run has ended.
+        """
         refuse_foreign(self._folder.path, "use `trainkit cancel --trust` to cancel the run anyway")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
@@ -370,7 +373,8 @@ class Run(Generic[Value]):
             int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
         if verdict is not None and verdict.rank is not None:
-            # Read the rank that failed first, because other ranks may have failed only as a consequence.
+            # Read the rank that failed first, because other ranks may have failed only as a consequence of
+            # that failure.
             files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
         found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():
@@ -494,9 +498,10 @@ class Group(Sequence[Run[Value]]):
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
-        """Return the best run by `metric` (default: as in ``trainkit status``); None if there is no result.
+        """Return the best run by `metric`, or None if no run has a result.
 
-        Runs that have diverged are never the best. Raises UsageError if no run has logged the metric.
+        The default metric is the metric that ``trainkit status`` uses. Runs that have diverged are never the
+        best. Raises UsageError if no run has logged the metric.
         """
         best = query_group(self._group, warn_caller, metric).best
         return None if best is None else Run(self._group.run(best.index))
@@ -545,7 +550,7 @@ class Group(Sequence[Run[Value]]):
         cancel_group(self._group, now=now, wait=wait)
 
     def resume(self) -> Group[Value]:
-        """Continue the group: run unfinished trials on this machine, or submit unsubmitted ones to Slurm."""
+        """Continue the group: run its unfinished trials on this machine, or submit the rest to Slurm."""
         from trainkit.control.resume import resume_group
 
         if self._group.record.process is None and not self._group.unsubmitted:

@@ -76,7 +76,8 @@ class NewAttempt(NamedTuple):
     script: JobScript | None = None
     """The batch script, or None if the backend uses none."""
     num_follow_ups: int = 0
-    """The number of chained jobs to submit with the attempt; they continue the run one after another."""
+    """The number of chained jobs to submit with the attempt. Chained jobs continue the run one after
+    another."""
     now: bool = False
     """True if the attempt starts on this machine immediately, even if other processes use the GPUs."""
 
@@ -156,9 +157,10 @@ class Backend(ABC):
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
     ) -> list[str]:
-        """Record and return the hosts where a job ended before its supervisor began, to avoid them later.
+        """Record and return the hosts where a job ended before its supervisor began.
 
-        `entry` is the run's newest attempt. Raises SlurmUnreachable if Slurm does not answer.
+        Later jobs avoid these hosts. `entry` is the run's newest attempt. Raises SlurmUnreachable if Slurm
+        does not answer.
         """
         return []
 

@@ -39,9 +39,10 @@ if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
 class Part:
     """Base class for the data that a capability stores in plan.json; read the data with `LaunchPlan.part`.
 
-    Subclasses are frozen dataclasses. A field `files` in a subclass maps file names to text; the files are
+    Subclasses are frozen dataclasses. A field `files` in a subclass maps file names to text. The files are
     written next to plan.json, and compared with the plan when the job starts. A field `keys` in a subclass
-    lists the config keys that the user set, which are copied to the config of a run that repeats this run.
+    lists the config keys that the user set. These keys are copied to the config of a run that repeats this
+    run.
     """
 
     CAPABILITY: ClassVar[str] = ""
@@ -52,8 +53,8 @@ class Planned(NamedTuple):
     """The result of `Capability.plan` or `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
-    """The part; None if the run does not use the capability, so that the job does not import the capability's
-    code."""
+    """The part, or None if the run does not use the capability. A job does not import the code of a
+    capability without a part."""
     reasons: Mapping[str, str] = {}
     """Maps each derived value to the reason for the value, as printed by a dry run."""
     warnings: tuple[str, ...] = ()
@@ -349,13 +350,16 @@ class Capability:
         return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
-        """React to a new line in events.jsonl. The supervisor calls this method within seconds."""
+        """React to a new line in events.jsonl.
+
+        The supervisor calls this method within seconds of the event.
+        """
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
         """React to the end of an attempt. `end` also records whether the run restarts."""
 
     def close(self) -> None:
-        """Wait until everything has been sent; called before the supervisor's process exits."""
+        """Wait until all data has been sent; called before the supervisor's process exits."""
 
     def speeds(self, group: Path) -> Mapping[int, float | None]:
         """Map each run's index to its tokens per second; called for groups created by the capability."""

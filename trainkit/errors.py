@@ -68,7 +68,7 @@ class UsageError(TrainkitError):
 
 
 class ProblemJson(TypedDict):
-    """A problem of a config, as ``--json`` prints the problem."""
+    """A problem of a config, as printed by ``--json``."""
 
     key: str
     """The dotted config key; empty if the problem does not concern a single key."""

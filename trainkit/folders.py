@@ -49,7 +49,7 @@ _is_recorded = False
 def working_in(folder: Path) -> Iterator[None]:
     """Change the working directory.
 
-    `shown_path` stays relative to the folder where the user typed the command.
+    `shown_path` still returns paths relative to the folder where the user typed the command.
     """
     global _typed_in
     here, outer = Path.cwd(), _typed_in
@@ -167,8 +167,8 @@ def typed_path(text: str, cwd: Path, *, is_literal: bool = False) -> Path:
     """Resolve a typed path that is relative to `cwd` or begins with `~`; raise UsageError if it is invalid.
 
     A path that contains ``${…}`` is invalid, because trainkit does not interpolate paths. With `is_literal`,
-    as for a path expanded by a shell, a folder may be named ``${HOME}``, so only a resolver such as
-    ``${hydra:runtime.cwd}`` is invalid.
+    as for a path expanded by a shell, a folder may be named ``${HOME}``. Only a resolver such as
+    ``${hydra:runtime.cwd}`` is invalid in this case.
     """
     if url := _URL.match(text):
         hint = "copy the files to a disk that the job's nodes mount, and give the path there"

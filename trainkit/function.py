@@ -49,7 +49,7 @@ _BY_CHANCE = re.compile(
     r"|NCCL|gloo|CUDA|cuDNN|cuBLAS|\bECC\b|DataLoader worker|shared memory",
     re.IGNORECASE,
 )
-"""Matches errors caused by peers, the network or the hardware, which may not occur again in a restart."""
+"""Matches errors caused by peers, the network or the hardware, which may not occur again after a restart."""
 
 
 class Requeue:
@@ -184,7 +184,7 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 def appear_as_submitit(attempt: AttemptDir) -> None:
     """Set the environment variables that ``submitit.JobEnvironment`` reads inside a function.
 
-    On Slurm, the ids are the ids of the job and the job array. Without Slurm, the ids are derived from the
+    On Slurm, the ids identify the job and the job array. Without Slurm, the ids are derived from the
     run and are the same in each attempt. `JobEnvironment.paths` refers to the rank's log file.
     """
     job = read_job(attempt.run)

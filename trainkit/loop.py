@@ -428,7 +428,7 @@ class Attached:
             self._saver.wait_until_staged()
 
     def _end(self, step: int, reason: str) -> None:
-        """Save unless `step` is saved already; raise CheckpointError if saving fails."""
+        """Save unless `step` has already been saved; raise CheckpointError if saving fails."""
         self._progress.enter("end")
         self._saver.finish()
         if self._tracked and step > 0:
@@ -503,7 +503,10 @@ class Attached:
         return step
 
     def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors into which a checkpoint is loaded: for modules and optimizers, their own."""
+        """Return the tensors into which a checkpoint is loaded.
+
+        Modules and optimizers provide their own tensors.
+        """
         if not isinstance(item, nn.Module | Optimizer):
             # The saved state may have more entries than the state of the new object.
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}

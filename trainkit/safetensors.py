@@ -21,7 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a file header in the safetensors format."""
+"""Maximum size, in bytes, of a file header in the safetensors format."""
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of each file that are included in the fingerprint."""
 DTYPES = {

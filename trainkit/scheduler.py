@@ -18,8 +18,8 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""The prefix of environment variables that trainkit sets in a job; a run that a rank submits must not inherit
-them.
+"""The prefix of environment variables that trainkit sets in a job. A run that a rank submits must not inherit
+these variables.
 """
 RANK_VARIABLES = (
     "RANK",
@@ -34,8 +34,8 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Environment variables that launchers set for a rank; a job submitted from inside a job must not inherit
-them."""
+"""Environment variables that launchers set for a rank. A job submitted from inside a job must not inherit
+these variables."""
 
 
 class JobState(Enum):

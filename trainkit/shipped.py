@@ -87,7 +87,7 @@ class Shipped(NamedTuple):
     """Maps an output (`status`, `rows` or `report`) to the keys added to the output, each with the key that
     precedes it."""
     causes: Mapping[str, RestartCause] = {}
-    """Maps the cause of a `PlannedStop` by the capability to a description of the restart."""
+    """Maps the cause of each `PlannedStop` that the capability may return to a description of the restart."""
     group_file: str | None = None
     """Name of the file that marks a group of runs as created by this capability; None if it creates no
     groups."""
@@ -104,7 +104,7 @@ class Shipped(NamedTuple):
 
     @property
     def has_class(self) -> bool:
-        """Return whether the module defines `CAPABILITY`; a capability that only adds commands need not."""
+        """Return whether the module defines `CAPABILITY`, which is optional if there are only commands."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 

@@ -136,7 +136,7 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Build the model in float32 on the CPU.
 
-        The model must be the same on every rank; before this method is called, trainkit seeds `random`,
+        The model must be the same on every rank. Before this method is called, trainkit seeds `random`,
         `numpy.random` and `torch` with ``seed``. Parameters with ``requires_grad = False`` are frozen.
         Persistent buffers are saved in checkpoints. After each step, rank 0's buffers are copied to all
         ranks.
@@ -206,8 +206,8 @@ class Task(ABC):
         factor.
 
         With ``dp_shard`` or ``tp``, an optimizer must update each element of a parameter independently, as
-        SGD and Adam do. If an optimizer that is not part of PyTorch updates each element independently, set
-        its attribute ``by_element = True``.
+        SGD and Adam do. If an optimizer that is not part of PyTorch updates each element independently,
+        declare this by setting its attribute ``by_element = True``.
         """
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class Task(ABC):
         return ()
 
     def loss_for(self, optimizer: str, model: nn.Module, batch: Any) -> Loss:
-        """Compute the loss for the turn of the given optimizer. Validation calls `loss` instead.
+        """Compute the loss for the turn of the given optimizer. Validation calls `loss`, not this method.
 
         The loss of each optimizer is logged as ``NAME_loss``. The ``loss`` logged for a step is the sum of
         the losses in all turns.

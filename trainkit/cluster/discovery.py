@@ -79,7 +79,7 @@ def has_slurm() -> bool:
 def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     """Query the controller about a cluster, with up to four commands in parallel.
 
-    The cluster is this machine's unless `name` is given. The result includes accounts and QOS only if
+    The cluster defaults to this machine's cluster. The result includes accounts and QOS only if
     `with_accounts` is set. Only the accounting database knows which QOS an account may use and which limits a
     QOS overrides (see `query_qos`). Raises SlurmUnreachable if the controller does not answer within
     `CLUSTER_TIMEOUT_S`.

@@ -1,6 +1,6 @@
 """Checks a job's request against the limits of a cluster, without running a command.
 
-sbatch rejects only a few requests that exceed limits; most such jobs are accepted and then stay pending
+sbatch rejects only a few requests that exceed limits; most of these jobs are accepted and then stay pending
 forever.
 """
 
@@ -312,7 +312,7 @@ def partition_problems(
         key, shown = _too_many_nodes(request, max_nodes)
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
-        request = replace(request, nodes=1, spare_nodes=0)  # already reported as too many nodes
+        request = replace(request, nodes=1, spare_nodes=0)  # the excessive number of nodes is reported above
     min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (

@@ -111,7 +111,7 @@ def nvml() -> Iterator[Any]:
 
 
 def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
-    """Return the names of the GPUs, a sentence about them, and the newest CUDA version for the driver."""
+    """Return the GPUs' names, a sentence about them, and the newest CUDA version that the driver supports."""
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine", None
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -88,7 +88,7 @@ class Partition:
         return self.max_time_s if self.default_time_s is None else self.default_time_s
 
     def gpu_type(self, constraint: str | None = None) -> str | None:
-        """Return the GPU type of the nodes that match `constraint`, or None if there is none or several."""
+        """Return the GPU type of the nodes that match `constraint`; None if there is no single type."""
         types = {name for kind in self.matching(constraint) for name in kind.gpus}
         return types.pop() if len(types) == 1 else None
 

@@ -109,7 +109,7 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the `name` in a profile, or its file name if the profile cannot be read.
+    """Return the `name` in a profile, or the profile's file name if the profile cannot be read.
 
     The read error is reported when the profile is loaded.
     """
@@ -135,8 +135,8 @@ def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry 
 def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
     """Return a config's cluster from its profile or Slurm; set `error` if Slurm does not answer.
 
-    `run` is the folder of a run that is being restarted; the bad nodes then include hosts where a start of
-    this run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is
+    If `run`, the folder of a run that is being restarted, is given, the bad nodes include hosts where a start
+    of this run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is
     unknown.
     """
     if loaded.config.resources.clusters:
@@ -293,8 +293,8 @@ class QosProfile(Section):
 class ClusterProfile(Section):
     """A `Cluster` against which configs are checked, and default config values for runs on that cluster.
 
-    A key in the file is the alias of its field or else the field's name; a null or missing value means
-    unknown.
+    A key in the file is the alias of its field or, without an alias, the field's name. A null or missing
+    value means unknown.
     """
 
     profile_version: Literal[1] = 1

@@ -85,7 +85,7 @@ def is_cluster_of_host(cluster: str | None) -> bool:
 
 
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
-    """Return a config's target, including a description of its cluster; `backend` overrides the config's.
+    """Return a config's target, including a description of its cluster; `backend` overrides `launch.backend`.
 
     `run` is the folder of a run that is being restarted; see `known_cluster`. Raises ConfigError if a cluster
     profile is invalid or does not exist, or if the clusters cannot be reached by Slurm commands.
@@ -114,7 +114,7 @@ def load_with_cluster(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config like `load_config`, but let `defaults` in its cluster's profile override `defaults`.
+    """Load a config like `load_config`, but the cluster profile's `defaults` override the given `defaults`.
 
     Raises the same InvalidConfig as `load_config` and the same ConfigError as `make_target`.
     """

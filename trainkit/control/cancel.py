@@ -72,11 +72,12 @@ class CancelResult:
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
-    """Ask a run to save and exit, or kill it if `now` is set; if `wait` is set, wait until it has ended.
+    """Ask a run to save and exit, or kill it if `now` is set.
 
-    The cancellation is recorded in job.json while holding the run's lock. The supervisor reads job.json
-    before each attempt, so the cancellation takes effect even if the signal is lost. Raises UsageError if
-    this host cannot reach the run, and SlurmUnreachable if Slurm does not answer.
+    If `wait` is set, waits until the run has ended. The cancellation is recorded in job.json while holding
+    the run's lock. The supervisor reads job.json before each attempt, so the cancellation takes effect even
+    if the signal is lost. Raises UsageError if this host cannot reach the run, and SlurmUnreachable if Slurm
+    does not answer.
     """
     outcome = ""
     with run_lock(run):

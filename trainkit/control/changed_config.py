@@ -102,7 +102,7 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
 def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> float | None:
     """Return how many seconds the run takes until step `steps` at the newest attempt's speed.
 
-    Returns None if the speed is unknown or the plan changes it.
+    Returns None if the speed is unknown or the plan changes the speed.
     """
     names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a training step
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):

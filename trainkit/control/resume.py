@@ -111,7 +111,7 @@ def resume_run(
 ) -> AttemptRecord:
     """Start the next attempt of an ended run with this config and plan; return the attempt's job.json entry.
 
-    `new_code` replaces the run's copy of the code; for `now` and `foreground`, see `NewAttempt`.
+    `new_code` replaces the run's copy of the code. For `now` and `foreground`, see `NewAttempt`.
     Raises UsageError if the run is still running.
     """
     with run_lock(run):

@@ -54,8 +54,8 @@ SIGNAL_RECORD_S = 2.0
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
     """Return the decision to end the run if its folder differs from what was submitted, else None.
 
-    If the run is ended, only the attempt's end record is written to the run folder. `entry` is the attempt's
-    entry in job.json, or None if job.json has no such entry.
+    If the decision is to end the run, only the attempt's end record is written to the run folder. `entry` is
+    the attempt's entry in job.json, or None if job.json has no such entry.
     """
     try:
         read_submitted(attempt)
@@ -125,7 +125,7 @@ class Allocation:
         return None
 
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
-        """Wait for the run's turn in this machine's queue; return a decision if the run is stopped.
+        """Wait for the run's turn in this machine's queue; return a decision if the run is stopped meanwhile.
 
         An attempt that restarts a run does not wait in the queue.
         """
@@ -243,7 +243,7 @@ class AttemptWatch(ProcessGroup):
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         """Make the ranks save and exit as if they had received the signal `as_if`.
 
-        SIGTERM means that the run stops.
+        The default, SIGTERM, stops the run; SIGUSR2 restarts the run.
         """
         raise NotImplementedError
 
@@ -257,13 +257,13 @@ class AttemptWatch(ProcessGroup):
                 self.observed.planned_stop = planned_stop
 
     def collect(self) -> None:
-        """Read the records that the attempt's processes left in the run folder into `observed`.
+        """Read into `observed` the records that the attempt's processes left in the run folder.
 
         Raises OSError; the caller may then call `collect` again.
         """
 
     def kill_after_grace(self) -> None:
-        """Kill the remaining processes after the grace time; agents kill their workers slightly earlier."""
+        """Kill the remaining processes after the grace time, slightly after agents kill their workers."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _poll_processes(self) -> None:

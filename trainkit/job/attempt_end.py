@@ -1,4 +1,4 @@
-"""Applies `decide` to attempts that have ended, and reads and writes their end.json files."""
+"""Decides how to continue after an attempt has ended, and reads and writes end.json files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LONG_ATTEMPT_S = 1800.0
 """For a run without checkpoints, an attempt is considered progress if it ran for at least this many
 seconds."""
 LATE_RECORDS = 1000
-"""Number of the newest metrics records to search for the last step of an attempt. The newest records may
-already belong to the next attempt."""
+"""Number of metrics records, starting with the newest, that are searched for the last step of an attempt. The
+newest records may already belong to the next attempt."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
@@ -77,7 +77,7 @@ def close_dead_attempts(
 
     Slurm requeues a job every time its host dies, so this function must stop runs that keep crashing their
     hosts. If the failures of the dead attempts rule out a restart, copies their outcome to `live` and returns
-    the decision to end `live`. Otherwise, returns None.
+    the decision to end `live`. Returns None if a restart is allowed.
 
     `is_down(host)` returns whether a host is currently down. If the host of a dead attempt is up, the attempt
     may have died because Slurm preempted the job without grace time.
@@ -92,7 +92,7 @@ def close_dead_attempts(
             ends = previous_ends(attempt, live.job).items()
             previous = tuple(end for number, end in ends if number < dead.number)
             lost_host = host if host and is_down(host) else None
-            # If a host was lost, errors of ranks on other hosts are only a consequence.
+            # If a host was lost, errors of ranks on other hosts are only consequences of the loss.
             failure = first_rank_failure(dead) if lost_host is None else None
             failure = failure or dead_host_failure(host, last_log_write(dead))
             outcome = dead_outcome(failure, lost_host)
@@ -125,7 +125,7 @@ def write_end(
     best = None
     with contextlib.suppress(OSError):  # write end.json even if the metrics cannot be read
         best = best_result(run)
-    # Write end.json before the events, because the events only repeat its content.
+    # Write end.json before the events, because the events only repeat the content of end.json.
     state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
@@ -203,7 +203,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
     checkpoints = published(attempt.run.checkpoints_dir)
     if not checkpoints:
         return False
-    # Import lazily: the import is slow, and most attempts do not need it.
+    # Import lazily: the import is slow, and most attempts do not need the module.
     from trainkit.config import read_effective
 
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step

@@ -26,7 +26,7 @@ some calls, such as gloo's receive."""
 UNKNOWN = "the flight records do not show which rank is at fault"
 _ANSWER = {"send": "recv", "recv": "send"}
 MAX_SHOWN = 3
-"""Number of open collectives to describe if no rank can be blamed."""
+"""Maximum number of unfinished collectives to describe if no rank can be blamed."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _waits(frame: str) -> bool:
 
 
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
-    """Return each rank's calls, with complete groups and call numbers that are comparable across ranks.
+    """Return each rank's calls, with each group's ranks filled in and call numbers comparable across ranks.
 
     gloo's flight records lack the ranks of a group, and gloo's call numbers include sends and receives, which
     are not recorded. If unrecorded sends and receives have shifted gloo's call numbers, only unfinished calls
@@ -247,7 +247,7 @@ def _find_waits(
 
 
 SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
-"""Matches collectives that complete on a rank only after all ranks have taken part."""
+"""Matches the names of collectives that complete on a rank only after all ranks have taken part."""
 
 
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
@@ -295,7 +295,7 @@ def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
-    """Find the first unfinished collective that ranks called differently, and blame the minority."""
+    """Find the first unfinished collective that ranks called with different arguments; blame the minority."""
     pending = {
         (call.group, call.number)
         for own in calls.values()

@@ -97,7 +97,7 @@ class Observed:
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code, in order of the agents' exits."""
+    """Pairs of node rank and exit code, in the order in which the agents exited."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -109,7 +109,7 @@ class Outcome:
     """The outcome of an attempt, including the supervisor's observations; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code, in order of the agents' exits."""
+    """Pairs of node rank and exit code, in the order in which the agents exited."""
     stop_signal: str | None = None
     """The signal that asked the job to stop, or None."""
     cause: str | None = None
@@ -159,7 +159,7 @@ class Standing:
     previous: tuple[AttemptEnd, ...] = ()
     """The end records of the previous attempts, oldest first."""
     progress: int = 0
-    """A number that grows with every checkpoint of the run."""
+    """A number that increases with every checkpoint of the run."""
     step: int | None = None
     """The step at which the attempt ended, or None if unknown."""
     ran_s: float = 0.0
@@ -185,7 +185,8 @@ class RestartOptions:
     resubmit: bool = False
     follow_up: bool = False
     unavailable_reason: str = ""
-    """The reason if the run cannot be restarted in any way; included in the decision's text."""
+    """The reason why the run cannot be restarted, which the decision's text includes; empty if the run can be
+    restarted."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     # A command may exit with any code if the stop signal killed one of its ranks.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    # Without such an excuse, every worker must have saved, been killed by the signal, or exited because it
-    # was stuck.
+    # Unless `is_excused` is set, every worker must have saved, been killed by the signal, or exited because
+    # it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_stop_signal(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
@@ -271,7 +272,7 @@ def decide_no_start(
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
     """Return the decision to start another attempt at a user's request.
 
-    No restart limit prevents this attempt.
+    Restart limits do not apply to this attempt.
     """
     summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
@@ -345,8 +346,8 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # After a stop signal, a job leaves its allocation. There are two exceptions: the stop only serves to
-    # exclude one host, or a user requested a restart and the job cannot be requeued.
+    # After a stop signal, a job stays in its allocation only if the stop serves to exclude one host, or if a
+    # user requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
@@ -411,7 +412,7 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
 
 
 def is_of_capability(cause: str | None) -> bool:
-    """Return whether a restart's cause is defined by a capability, so that the cause is not a failure."""
+    """Return whether a restart's cause is defined by a capability and is therefore not a failure."""
     return cause is not None and cause not in get_args(Cause)
 
 
@@ -482,7 +483,7 @@ def _num_failures_without_progress(run: Standing) -> int:
 def _makes_no_progress(run: Standing) -> bool:
     """Return whether the last MAX_ENDS_AT_STEP attempts all ended at the same step.
 
-    Attempts that ended because of a preemption or a request are ignored.
+    Attempts that ended because of a preemption or at a user's request are ignored.
     """
     counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
     counted = counted[1 - MAX_ENDS_AT_STEP :]

@@ -41,8 +41,8 @@ MAX_BYTES = 32 << 20
 MAX_TENSORS = 8
 """Maximum number of tensors per call to compare and show."""
 Group = tuple[str, str, tuple[int, ...]]
-"""The backend, name and ranks of a process group. Groups created by splitting another group share its
-name."""
+"""The backend, name and ranks of a process group. Groups created by splitting another group have the same
+name as that group."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def short_frame(frame: str) -> str:
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Copy each batch's state to all its calls; NCCL records the state only for the batch's last call."""
+    """Copy the state of each batch of calls to all its calls; NCCL records it only for the last call."""
     last = {(call.group, call.is_p2p, call.number): call for call in calls}
     found = []
     for call in calls:

@@ -38,7 +38,7 @@ class Finding:
     value: str
     hint: str = ""
     host: str | None = None
-    """The checked host, or None if the check is not about a single host."""
+    """The checked host, or None if the check does not concern a single host."""
 
 
 def warn_if(is_bad: bool, name: str, value: str, hint: str) -> Finding:
@@ -248,7 +248,7 @@ def plan_digest(attempt: AttemptDir) -> str:
 
 
 def clock_offset_s(folder: Path) -> float:
-    """Return the number of seconds that this host's clock is ahead of the clock of a folder's file server.
+    """Return by how many seconds this host's clock is ahead of the clock of a folder's file server.
 
     Raises OSError if the folder cannot be written.
     """

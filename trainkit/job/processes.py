@@ -345,7 +345,7 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has set a signal to be ignored."""
+    """Return whether a process ignores a signal."""
     return number in signal_mask(pid, "SigIgn")
 
 
@@ -409,10 +409,10 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
 
 
 PEER_EXIT_S = 5.0
-"""Seconds that the other members of a group have to exit and report on their own after a member has
-failed."""
+"""Seconds to wait, after a member of a group has failed, for the other members to exit and report on their
+own."""
 KILL_MARGIN_S = 5.0
-"""Seconds after the grace time at which an agent kills workers that have not exited on their own."""
+"""How many seconds after the grace time an agent kills workers that have not exited on their own."""
 
 
 class ProcessGroup:

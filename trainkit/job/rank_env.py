@@ -24,7 +24,7 @@ NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """The environment variable with an attempt's nonce, by which ranks recognize rank 0 of their own attempt if
 another job uses the same address."""
 ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
-"""The environment variable that is set while a user controls a rank in a terminal. Meanwhile, other ranks may
+"""The environment variable that is set while a user controls a rank in a terminal, which may make other ranks
 wait for hours."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """The environment variable with the path of the terminal where `trainkit run` was started."""
@@ -35,8 +35,8 @@ RANK_VARIABLES = (
     LAUNCHER_PID_VARIABLE,
     RANK_PID_VARIABLE,
 )
-"""Environment variables that make a process a rank. A job submitted from inside another job must not inherit
-these variables."""
+"""Environment variables that make a process a rank, and that a job submitted from inside another job must not
+inherit."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _restore_in_child() -> None:
 def exit_on_stop() -> Iterator[None]:
     """Raise SystemExit on SIGTERM or SIGHUP inside the block, so that the block's cleanup code runs.
 
-    If SIGHUP is ignored, it stays ignored, because nohup relies on this.
+    If SIGHUP is ignored, it remains ignored, as nohup requires.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -204,7 +204,7 @@ class Filter:
         self._before(int(signal.SIG_DFL))
 
     def install(self, *, is_new_program: bool) -> None:
-        """Install the filter; in a new program, only in front of default actions."""
+        """Install the filter. In a new program, the filter is installed only in front of default actions."""
         for number in NOTICES:
             handler = self._inherited[number] = _signal.getsignal(number)
             if not is_new_program or _is_default(number, handler):

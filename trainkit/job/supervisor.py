@@ -189,8 +189,8 @@ class Supervisor:
                 if watch.superseded_by is not None:
                     with contextlib.suppress(OSError):
                         watch.collect()
-                    # A command also exits with 0 after a save; if it was superseded, the newer attempt
-                    # continues from that save.
+                    # A command also exits with 0 after a save; if the attempt was superseded, the newer
+                    # attempt continues from that save.
                     is_done = folder.done_file.exists()
                     is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:
@@ -216,7 +216,7 @@ class Supervisor:
         return judge(attempt, self.allocation.restart_options(attempt))
 
     def _restart(self, attempt: Attempt, decision: Decision) -> Attempt | Decision:
-        """Open the next attempt in this allocation; return a Decision after a signal or an error."""
+        """Create the next attempt in this allocation; return a Decision after a signal or an error."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
             if received is not None:

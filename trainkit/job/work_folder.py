@@ -39,7 +39,7 @@ def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
 
 
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
-    """Return the directory where the run's command starts, or None without a code snapshot.
+    """Return the directory where the run's command starts, or None if there is no code snapshot.
 
     The working directory is created at the first start of a run. If the run's code has been updated since the
     last start, files that the run has not changed are replaced, and the run's outputs are kept. Raises

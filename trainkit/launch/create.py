@@ -91,7 +91,7 @@ def create_run(
 ) -> CreatedRun:
     """Create the folder of a run: `run_dir`, which must be new or empty, or by default ``runs/NAME``.
 
-    `code_from` is the code copy of another run, which is used instead of the current code. `stdin` is the
+    `code_from` is another run's code copy, used instead of the current code. `stdin` is the
     content of standard input for rank 0 of a COMMAND, reused in each attempt.
 
     Raises UsageError if the folder is not writable, the code cannot be copied, or a secret would be written
@@ -162,8 +162,8 @@ def start_attempt(
 ) -> AttemptRecord:
     """Start the next attempt of a run, and return its entry in job.json.
 
-    The caller must hold the run's lock. `job` is the content of job.json, and `reason` is one of ``submit run
-    requeue resume``. `now` affects only runs on this machine.
+    The caller must hold the run's lock. `job` is the content of job.json, and `reason` is ``submit``,
+    ``run``, ``requeue`` or ``resume``. `now` affects only runs on this machine.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):

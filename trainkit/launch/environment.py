@@ -321,7 +321,7 @@ class JobEnvironment:
     python_path: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
-    """True if the script must pass --cpus-per-task to srun in addition to sbatch."""
+    """True if the script must pass --cpus-per-task to srun as well as to sbatch."""
     rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 

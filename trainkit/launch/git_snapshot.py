@@ -2,7 +2,7 @@
 
 Git only reads the original repository, using commands that start no hooks, filters or other programs. The
 complete history is not copied. The copied repository has a pack with the objects of recent commits and of
-uncommitted changes; it reads all other objects from the original repository, as long as that exists.
+uncommitted changes. All other objects are read from the original repository, as long as it exists.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CONFIG = re.compile(
     r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
     re.DOTALL,
 )
-"""Matches the keys in a repository's Git config that are copied. These keys affect Git's output but never
-make Git start a program."""
+"""Matches the Git config keys that are copied from the original repository. These keys affect Git's output
+but never make Git start a program."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
 _PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
 

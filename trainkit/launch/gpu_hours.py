@@ -13,8 +13,8 @@ from trainkit.plan.launch import LaunchPlan
 
 KEY = "resources.max_gpu_hours"
 ROUNDING = 1e-9
-"""The tolerated relative rounding error in a sum of GPU-hours, so that a submission exactly at the limit is
-accepted."""
+"""The tolerated relative rounding error in a sum of GPU-hours; without it, a submission exactly at the limit
+could be rejected."""
 
 
 def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> None:

@@ -230,7 +230,7 @@ def _environment(folders: list[Path]) -> Environment:
 
 def _verbatim(value: str) -> str:
     # Hex-encode the lines between NULs so that `_tidy` does not change them. The NULs are unambiguous,
-    # because no other filter outputs one.
+    # because no other filter outputs NULs.
     if "\0" in value:
         message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")

@@ -42,7 +42,7 @@ def looks_secret(name: str) -> bool:
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """Return a command line with values masked by `***` if they look like secrets or have a secret's name.
+    """Return a command line, masking values that look like secrets or have a secret's name with `***`.
 
     `secrets` contains the variable names in `launch.secrets`.
     """

@@ -73,8 +73,8 @@ def write_origin(
 ) -> CodeCopy | None:
     """Copy a run's code and write provenance.json; return a description of the copy.
 
-    `code_from` is the code copy of another run, which is used instead of the current code. Raises UsageError
-    if the code cannot be copied, or if a secret would be written to a file.
+    `code_from` is another run's code copy, used instead of the current code. Raises UsageError if the code
+    cannot be copied, or if a secret would be written to a file.
     """
     cwd = Path.cwd()
     # Run git and the copy in parallel, because both take about the same time.

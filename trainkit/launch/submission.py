@@ -73,7 +73,7 @@ class Submission:
     def plan(self) -> LaunchPlan:
         """Return the plan of the first trial, combined with the warnings of all trials.
 
-        If a reason differs between trials, its text mentions this.
+        If a reason differs between trials, its text says so.
         """
         first = self.trials[0].plan
         others = [trial.plan.reasons for trial in self.trials[1:]]
@@ -345,7 +345,7 @@ def checked(
 
 
 def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Problem]:
-    """Yield each problem, labelled with its trials unless all trials have it."""
+    """Yield each problem, labelled with the affected trials unless all trials are affected."""
     found: dict[Problem, list[LoadedTrial]] = {}
     for trial in refused:
         for problem in trial.loaded.problems if isinstance(trial.loaded, ConfigError) else ():
@@ -406,7 +406,7 @@ def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[st
 def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, object]:
     """Return the `difference` between two configs.
 
-    Sections that are the same object in both configs, as most are, are not compared.
+    Most sections are the same object in both configs; such sections are not compared.
     """
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))

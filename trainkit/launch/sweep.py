@@ -121,7 +121,7 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
                 for key, value in values.items()
-                if is_known(tuple(key.split(".")))  # Any other key occurs only in the COMMAND.
+                if is_known(tuple(key.split(".")))  # A key outside the config occurs only in the COMMAND.
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
             yield LoadedTrial(index, values, loaded[key])

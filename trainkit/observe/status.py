@@ -504,7 +504,7 @@ def _slurm_end(job: JobInfo) -> str:
 def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
     """Return the last step of a run.
 
-    A run that finished or stopped may not have logged its last step, so end.json is read too.
+    A run that finished or stopped may not have logged its last step, so end.json is also read.
     """
     if end is None or end.step is None or end.state not in ("finished", "stopped"):
         return logged

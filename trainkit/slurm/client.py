@@ -393,7 +393,7 @@ def time_of(text: str) -> datetime | None:
 
 
 def seconds_of(text: str) -> int | None:
-    """Parse a duration such as `1-02:03:04` or `03:04`; return None for `UNLIMITED` and `INVALID`."""
+    """Parse a duration such as `1-02:03:04` into seconds; return None for `UNLIMITED` and `INVALID`."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:

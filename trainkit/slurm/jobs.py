@@ -92,7 +92,7 @@ def query_clusters(
 ) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs with these ids, and the error of each cluster whose query failed.
 
-    The jobs are sorted by cluster, the default cluster first, then by the order of `ids`; the keys are the
+    The jobs are sorted by cluster, the default cluster first, then by the order of `ids`. The keys are the
     names that `on_cluster` returns. The id of an array selects all tasks in the array; each task gets its own
     key. Tasks that were cancelled while pending may share one entry with the array's id as its key. If
     neither squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster, and
@@ -220,7 +220,7 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """Parse sacct's output into jobs by id; call this for jobs that squeue does not list."""
+    """Parse sacct's output into jobs by id. Use this function only for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields

@@ -258,7 +258,7 @@ ENOUGH_S = 8.0
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
 # Slurm also prints "not available" or "busy" if nodes are only temporarily out of service. Slurm would still
-# accept the job, which would then wait in the queue.
+# accept such a job, which would then wait in the queue.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 

@@ -158,7 +158,7 @@ def _process(pid: int) -> str:
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:
-    """Return a message about the first unfinished run that the plan waits for, or None if there is none."""
+    """Return a message about the first unfinished run for which the plan waits, or None if there is none."""
     for folder in plan.after:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)

@@ -94,8 +94,8 @@ REQUEUE_PATIENCE_S = 600.0
 """Seconds for which a requeue is retried while the controller is unavailable; giving up would leave the saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""Seconds for which a job that is about to exit retries submitting further trials of its group if Slurm
-accepts no more jobs."""
+"""Seconds for which a job that is about to exit retries submitting trials while Slurm accepts no more
+jobs."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
@@ -132,14 +132,14 @@ class SlurmAllocation(Allocation):
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Remove the failure record of this start, which has not failed, because its supervisor has begun."""
+        """Delete the record that marks this start as failed, because its supervisor has begun."""
         try:
             forget_start(self.run, self.job_id)
         except OSError as error:
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit more trials of this run's group if Slurm's job limits prevented this before."""
+        """Submit trials of this run's group that Slurm did not accept earlier because of a job limit."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].unsubmitted:
@@ -270,8 +270,8 @@ class SlurmAllocation(Allocation):
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
-            # Store the signal: a disk error below repeats this whole method, but the signal is received only
-            # once.
+            # Store the signal: after a disk error, this whole method is repeated, but the signal is received
+            # only once.
             observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
@@ -354,8 +354,8 @@ class SlurmAllocation(Allocation):
     ) -> Cause | None:
         """Return why the job received a stop signal.
 
-        `was_signalled` means that this process received the signal too; `lost` means that the job has lost a
-        host.
+        `was_signalled` means that this process also received the signal, and `lost` means that the job has
+        lost a host.
         """
         if stop_signal is None:
             return None
@@ -383,9 +383,9 @@ class SlurmAllocation(Allocation):
             return False
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Stop using the host that probably caused a failure, and record it so that later jobs exclude it.
+        """Stop using the host that probably caused a failure; record the host, so that later jobs exclude it.
 
-        A host whose ranks were only killed or hung is used until this happens a second time.
+        A host is used until its second failure in the run if its ranks were only killed or hung.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
@@ -493,8 +493,8 @@ class SlurmAllocation(Allocation):
     def _request_requeue(self, attempt: Attempt) -> None:
         """Requeue the job while holding the run's lock, unless this would undo another user action.
 
-        With the lock, a concurrent `trainkit cancel` takes effect either before or after the requeue. While
-        Slurm does not answer, the lock is released, so that `trainkit cancel` need not wait.
+        Because of the lock, a concurrent `trainkit cancel` takes effect either before or after the requeue.
+        While Slurm does not answer, the lock is released, so that `trainkit cancel` need not wait.
         """
         give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:

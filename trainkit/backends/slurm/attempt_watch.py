@@ -65,7 +65,7 @@ class SlurmAttemptWatch(AttemptWatch):
     ) -> None:
         super().__init__(live)
         self._until_s = time.monotonic() + remaining_s
-        """The monotonic time at which the run will have used up its total time, so that the ranks must save.
+        """The monotonic time at which the run's total time is used up and the ranks must save.
         """
         self.step = step
         self.supervisor_view = supervisor_view

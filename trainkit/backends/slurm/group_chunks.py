@@ -36,8 +36,7 @@ TASK = "${SLURM_ARRAY_TASK_ID:?}"
 """The placeholder for the name of the trial's folder in a group's batch script."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
-"""Matches sbatch's error messages about a user, an account or the cluster having reached its maximum number
-of jobs."""
+"""Matches sbatch's error messages about a job limit of the user, the account or the cluster."""
 
 
 def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
@@ -118,8 +117,8 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                # Another command cancelled the group before this job was recorded, so it did not cancel this
-                # job.
+                # Another command cancelled the group before this job was recorded, and therefore did not
+                # cancel this job.
                 cancel(group.jobs[-1:])
     return count
 

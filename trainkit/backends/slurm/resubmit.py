@@ -61,8 +61,8 @@ def resubmit(
 ) -> str:
     """Submit the run's next attempt, using the script of the current job; return the id of the new job.
 
-    Call this function in the batch shell of the current job when the job is about to end; the new job depends
-    on the current one. In an array, only the calling task is resubmitted. Excludes as many of the hosts in
+    Call this function in the current job's batch shell when the job is about to end. The new job depends on
+    the current job. In an array, only the calling task is resubmitted. Excludes as many of the hosts in
     `exclude` as possible, provided that Slurm can still start the job. Raises TrainkitError if the run was
     cancelled, if its lock cannot be acquired in time, or if Slurm rejects the job. Raises OSError if the run
     folder cannot be written.
@@ -174,7 +174,7 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
 
     A host is lost if Slurm reports it as down, failed or not responding. For a running job, the result
     includes hosts that Slurm has removed from the job. For a job that is about to end, the result excludes
-    removed hosts, because Slurm also removes good hosts that have finished.
+    removed hosts, because Slurm also removes healthy hosts that have finished.
     """
     if not hosts:
         return ()

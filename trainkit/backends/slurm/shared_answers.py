@@ -132,7 +132,8 @@ def _asked(ids: Sequence[str], others: Mapping[str, float], cluster: str) -> Ans
     wanted = {**others, **dict.fromkeys(ids, time.time())}
     jobs, problems = query_clusters([on_cluster(one, cluster) for one in wanted], patience_s=0.0)
     for error in problems.values():
-        # Other errors concern only this process; for example, its PATH lacks squeue.
+        # Errors other than SlurmUnreachable and SlurmRefused concern only this process; for example, its PATH
+        # lacks squeue.
         if not isinstance(error, SlurmUnreachable | SlurmRefused):
             raise error
         return Answers(time.time(), wanted, problem=error.message, hint=error.hint)

@@ -112,7 +112,7 @@ class SlurmDraft(LaunchDraft):
         named = self.asked.partitions or ([] if default is None else [default])
         self.partitions = [item for item in named if item.name not in refused] or named
         """The requested partitions or, if none is requested, the default partition. Partitions that would
-        reject the job are omitted, unless all partitions would."""
+        reject the job are omitted, unless all partitions would reject it."""
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
@@ -169,7 +169,7 @@ class SlurmDraft(LaunchDraft):
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
         """Return the largest number of GPUs per node that enough nodes have.
 
-        If no number is available on enough nodes, returns the maximum.
+        Returns the maximum number if no number is available on enough nodes.
         """
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)

@@ -238,7 +238,7 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 def step_task() -> SlurmTask:
     """Return this process as a Slurm task; raise NotATask if it is not a task in a Slurm step.
 
-    Raises UsageError like `find_slurm_task`.
+    Raises UsageError for the same reasons as `find_slurm_task`.
     """
     if (task := find_slurm_task()) is None:
         raise NotATask(f"this is not a task of a Slurm step: {reason_not_a_task()}")
@@ -341,7 +341,7 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
 def _peer_address(name: str) -> str:
     """Return another host's name if it resolves, else the host's NodeAddr.
 
-    The result serves to find the interface on the route to that host.
+    The result is used to find the interface on the route to that host.
     """
     if resolves(name):
         return name

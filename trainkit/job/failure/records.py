@@ -176,7 +176,7 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
-    """Return the failure for lost hosts, which also cause errors of ranks on other hosts."""
+    """Return the failure for lost hosts, whose loss also causes errors in ranks on other hosts."""
     hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
@@ -252,8 +252,8 @@ def find_first_failure(
 def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
     """Return the failure if gloo raised an error in a rank that received unexpected data, else None.
 
-    The rank that reports the gloo error need not be at fault, and ranks that lose their connection to the
-    reporting rank may fail before it. The failure names no host, because the error is in the program.
+    The rank that reports the gloo error need not be at fault. Ranks that lose their connection to the
+    reporting rank may fail first. The failure names no host, because the error is in the program.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
     found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
@@ -271,7 +271,7 @@ def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -
 
 
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
-    """Return the failure for a collective that timed out, naming the ranks that the other ranks waited for.
+    """Return the failure for a collective that timed out, naming the ranks for which the others waited.
 
     When a collective times out, torch makes every rank write its flight record. A rank without a flight
     record is considered at fault if most of the other ranks have one. Returns `first` unchanged if the flight

@@ -122,7 +122,7 @@ def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = Fal
 
 
 def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request the stacks of one rank, or of all ranks if `rank` is None, and return the replies by rank.
+    """Request the stacks of one rank, or of all ranks if `rank` is None; return the replies, ordered by rank.
 
     Replies that arrive after `timeout_s` are ignored. Raises OSError if the run folder cannot be
     written.
@@ -181,7 +181,7 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
 
 
 REPLY_S = 3.0
-"""Seconds that a rank has to reply before the agent reads the rank's stacks with py-spy."""
+"""Seconds to wait for a rank's reply before the agent reads the rank's stacks with py-spy."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"

@@ -3,7 +3,7 @@
 On a single machine, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
 --master-port P``. In a Slurm step, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR`` and takes
 its node and ranks from Slurm's variables. `trainkit run` calls `run_task` directly, both in a Slurm step and
-as a rank of another launcher.
+in a rank started by a launcher such as torchrun.
 
 The agent's exit code combines the exit codes of its workers (`trainkit.job.signals.combine_exit_codes`).
 """
@@ -88,7 +88,7 @@ DRAIN_S = 0.2
 NOTICE_PATIENCE_S = 10.0
 """Maximum delay in seconds between a signal's arrival at a rank and at the agent, if Slurm signals both."""
 HANG_REPORT_S = 2.0
-"""Seconds that the other ranks have to write their hang reports after the first report."""
+"""Seconds to wait, after the first hang report, for the hang reports of the other ranks."""
 
 
 class Agent(ProcessGroup):
@@ -398,7 +398,7 @@ def run_task(attempt: AttemptDir, task: Task) -> int:
 
 
 def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
-    """Run the agent for a task of a step, or for a rank of another launcher; return the agent's exit code."""
+    """Run the agent for a task of a step or a rank started by a launcher; return the agent's exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
@@ -432,7 +432,7 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:
-    """Return the newest later attempt whose ranks have started on other hosts, or None.
+    """Return the newest attempt after this attempt whose ranks have started on other hosts, or None.
 
     If a disconnected host becomes reachable again, its old ranks must be killed in favour of the newer
     attempt. Attempts that are pending or whose ranks have not started are ignored.

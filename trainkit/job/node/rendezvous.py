@@ -177,7 +177,7 @@ class Rendezvous:
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
-    """Record a stop signal for the step's supervisor, or for rank 0 if another launcher started the ranks."""
+    """Record a stop signal for the step's supervisor or, if a launcher started the ranks, for rank 0."""
     if task.has_scheduler and not task.is_first:
         return  # the scheduler signals all tasks, and the first task records the signal
     if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
