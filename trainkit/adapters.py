@@ -79,7 +79,7 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
 
     With `wraps`, returns a `PeftModel` that contains the model. Saving a `PeftModel` saves only the adapters.
     If the weights are on the meta device, the adapters are still allocated and initialized. Raises FatalError
-    if peft cannot add the adapters; the message refers to the model as `name`.
+    if peft cannot add the adapters. The message refers to the model as `name`.
     """
     import peft
 

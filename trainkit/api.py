@@ -114,8 +114,8 @@ def submit(
     """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
-    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`;
-    options with the same name as one of the function's parameters are rejected. `command` is a program to run
+    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`.
+    Options with the same name as one of the function's parameters are rejected. `command` is a program to run
     instead of `work`, optionally through a `launcher` such as ``torchrun``. For a function or a command,
     `config` configures the job. The run starts after the runs in `after` have finished.
 
@@ -222,7 +222,7 @@ def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[R
     """Yield the runs that ended since the last round of polling, and the seconds until the next round.
 
     In the last round, the seconds until the next round are 0. Each run is polled at its polling interval and
-    once more after `until_s`; Slurm is queried once per round and group.
+    once more after `until_s`. Slurm is queried once per round and group.
     """
     asked: dict[Path, GroupStatus] = {}
 
@@ -278,7 +278,7 @@ class Run(Generic[Value]):
     def status(self) -> RunStatus:
         """The status shown by ``trainkit status``: ``state``, ``reason``, ``attempt``, ``job_id`` and others.
 
-        ``progress`` contains ``step`` and ``loss``; ``place`` contains the host and the number of nodes.
+        ``progress`` contains ``step`` and ``loss``. ``place`` contains the host and the number of nodes.
         """
         return self._status(warn_caller)
 
@@ -302,7 +302,7 @@ class Run(Generic[Value]):
         return self
 
     def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
-        """Until the run has ended, yield the seconds before each poll; `ask` queries the run's group."""
+        """Until the run has ended, yield the seconds before each poll. `ask` queries the run's group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
         while (trial := self._trial(ask)) is not None:
@@ -338,7 +338,7 @@ class Run(Generic[Value]):
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint; `options` are the options of `submit`."""
+        """Start the next attempt from the newest intact checkpoint. `options` are the options of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)

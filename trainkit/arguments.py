@@ -43,7 +43,7 @@ class Arguments:
 
     @property
     def given(self) -> dict[str, object]:
-        """Map parameter names to arguments; extra positional arguments have keys such as ``NAME.INDEX``."""
+        """Map parameter names to arguments. Extra positional arguments have keys such as ``NAME.INDEX``."""
         signature = self._named or _ANY
         try:
             bound = signature.bind_partial(*self.call.args, **self.call.kwargs).arguments

@@ -42,7 +42,7 @@ class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
-    """The `#SBATCH` options at the top of the script, by name; an option that takes no value maps to True."""
+    """The `#SBATCH` options at the top of the script, by name. An option that takes no value maps to True."""
     step: tuple[str, ...]
     """The command line of the step that starts the ranks."""
     restarts: int
@@ -54,7 +54,7 @@ class JobScript(NamedTuple):
 
     text: str
     directives: Options
-    """The options in the `#SBATCH` lines, by name; an option that takes no value maps to True."""
+    """The options in the `#SBATCH` lines, by name. An option that takes no value maps to True."""
     setup: str
     """The backend's rendered template: the whole script, or only the lines before the step."""
     step: tuple[str, ...]
@@ -64,7 +64,7 @@ class JobScript(NamedTuple):
 
 
 class NewAttempt(NamedTuple):
-    """The next attempt of a run; `Backend.start` writes the attempt's files and starts it."""
+    """The next attempt of a run. `Backend.start` writes the attempt's files and starts it."""
 
     config_text: str
     plan_text: str
@@ -189,10 +189,10 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        """Start the next attempt of a run and return its record; the caller must hold the run's lock."""
+        """Start the next attempt of a run and return its record. The caller must hold the run's lock."""
 
     def start_group(self, group: RunGroup) -> str:
-        """Start a group and return its job id; `array_problem` must have returned None.
+        """Start a group and return its job id. `array_problem` must have returned None.
 
         If it is known that the group did not start, its folder is removed.
         """
@@ -247,7 +247,7 @@ class Backend(ABC):
         """Return the newest attempt with its live job, or None if the job has ended or is about to end.
 
         `job` must contain at least one attempt. Raises UsageError if this host cannot determine whether the
-        job is alive; the hint suggests running the subcommand `command` elsewhere.
+        job is alive. The hint suggests running the subcommand `command` elsewhere.
         """
 
     @abstractmethod

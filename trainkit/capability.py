@@ -146,7 +146,7 @@ NewEvent = tuple[str, Mapping[str, object]]
 
 
 class RankObserver:
-    """Receives the step times of all ranks; only rank 0 has an observer."""
+    """Receives the step times of all ranks. Only rank 0 has an observer."""
 
     values: Mapping[str, float | str] = {}
     """Values that the observer adds to each metrics record."""
@@ -264,7 +264,7 @@ class Capability:
     """Name of the capability's folder or, for an external capability, of its entry point and config
     section."""
     Config: ClassVar[type[Section] | None] = None
-    """The config section that an external capability adds; the docstring of the class describes the
+    """The config section that an external capability adds. The docstring of the class describes the
     section."""
     at_start: ClassVar[str | None] = None
     """A file with a function `prepare`, which every Python interpreter in a rank calls before any other code;
@@ -390,7 +390,7 @@ class Capability:
         return {}
 
     def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
-        """Return values for placeholders in a diagnosis's advice; `host` is the first host that failed."""
+        """Return values for placeholders in a diagnosis's advice. `host` is the first host that failed."""
         return {}
 
     def report(self, history: RunHistory) -> Mapping[str, object]:

@@ -140,7 +140,7 @@ class Problem:
 
 
 KeyProblem = tuple[str, str, str]
-"""Config key, message and hint of a problem; the origin of the key's value is added later."""
+"""Config key, message and hint of a problem. The origin of the key's value is added later."""
 
 
 class ConfigError(UsageError):
@@ -168,7 +168,7 @@ class ConfigError(UsageError):
 
 
 class SlurmError(TrainkitError):
-    """Raised if Slurm cannot be reached; the request itself may be valid."""
+    """Raised if Slurm cannot be reached. The request itself may be valid."""
 
     exit_code = EXIT_TRY_AGAIN
 

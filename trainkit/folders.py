@@ -118,7 +118,7 @@ def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _base_folder(environ: Mapping[str, str], variable: str, default: str) -> Path:
-    """Return a base folder; relative paths are ignored, as the XDG Base Directory Specification requires."""
+    """Return a base folder. Relative paths are ignored, as the XDG Base Directory Specification requires."""
     folder = Path(environ.get(variable, ""))
     return folder if folder.is_absolute() else home(environ) / default
 

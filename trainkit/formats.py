@@ -104,7 +104,7 @@ KEY_FORMATS = (
 """Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""The prefix of ``token`` in a pattern; the prefix excludes special tokens of a tokenizer, such as
+"""The prefix of ``token`` in a pattern. The prefix excludes special tokens of a tokenizer, such as
 ``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
 """Matches a quote, including an escaped quote in nested JSON or in HTML."""
@@ -364,7 +364,7 @@ MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400
 MEMORY = r"^(\d+(?:\.\d+)?) *(?:([KMGTPkmgtp])(?:[iI]?[bB])?n?|([bB]|bytes))?$"
-"""Matches an amount of memory: a number with an optional unit; sacct marks amounts per node with an `n`, as
+"""Matches an amount of memory: a number with an optional unit. sacct marks amounts per node with an `n`, as
 in `28Gn`."""
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 

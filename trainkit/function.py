@@ -1,6 +1,6 @@
 """Calls a Python function as one rank of a run started by `trainkit.submit`: ``python -m trainkit.function``.
 
-The call and the results are cloudpickle files that only their owner can read; trainkit never loads a pickle
+The call and the results are cloudpickle files that only their owner can read. trainkit never loads a pickle
 that another user could have written.
 """
 
@@ -147,7 +147,7 @@ def by_value(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> None:
-    """Exit with `EXIT_STOPPED` on a stop signal; rank 0 first calls the callable's `checkpoint` method."""
+    """Exit with `EXIT_STOPPED` on a stop signal. Rank 0 first calls the callable's `checkpoint` method."""
     checkpoint = getattr(call.function, "checkpoint", None)
     checkpoint = getattr(call.function, "__submitit_checkpoint__", checkpoint)
     saved = attempt.path / "results" / "saved"

@@ -68,7 +68,7 @@ class NotALock(OSError):
 
 
 class LockBusy(BlockingIOError):
-    """Raised if another process still holds the lock; the message identifies that process."""
+    """Raised if another process still holds the lock. The message identifies that process."""
 
 
 class LockStopped(LockBusy):
@@ -165,7 +165,7 @@ def is_locked(path: Path) -> bool:
 def file_lock(
     path: Path, timeout_s: float | None = None, mode: int = 0o600, *, quiet: bool = False
 ) -> Iterator[None]:
-    """Hold the lock on a file during the block; parameters and errors are the same as for `acquire_lock`."""
+    """Hold the lock on a file during the block. Parameters and errors are the same as for `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode, quiet=quiet)
     try:
         yield

@@ -335,7 +335,7 @@ class Attached:
             yield
 
     def log(self, **values: Any) -> None:
-        """Set values to log for the current step; `steps` logs the mean of each value over all ranks.
+        """Set values to log for the current step. `steps` logs the mean of each value over all ranks.
 
         values: numbers or tensors with one element. Every rank must log the same names.
         """

@@ -58,7 +58,7 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm no longer knows the job, or does not report how the job ended; such a job is never considered
+    """Slurm no longer knows the job, or does not report how the job ended. Such a job is never considered
     finished."""
 
     @property
@@ -147,7 +147,7 @@ def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
 
 
 LARGEST_INDEX = 4_000_000
-"""The highest array index that Slurm supports; at most sites, MaxArraySize is far lower."""
+"""The highest array index that Slurm supports. At most sites, MaxArraySize is far lower."""
 
 JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
 _OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
@@ -166,7 +166,7 @@ def on_cluster(job_id: str, cluster: str | None) -> str:
 
 
 def split_job(job: str) -> tuple[str, str]:
-    """Split a full job name (see `on_cluster`) into id and cluster; the cluster is "" for a plain id."""
+    """Split a full job name (see `on_cluster`) into id and cluster. The cluster is "" for a plain id."""
     job_id, _, cluster = job.partition(";")
     return job_id, cluster
 

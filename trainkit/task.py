@@ -63,7 +63,7 @@ class Samples(Protocol):
 class Stream(Protocol):
     """A dataset without a length, such as a `torch.utils.data.IterableDataset` or a Hugging Face stream.
 
-    Each iteration must yield one epoch of samples, always the same samples in the same order; trainkit does
+    Each iteration must yield one epoch of samples, always the same samples in the same order. trainkit does
     not shuffle them. Every rank reads all samples, but collates only its own.
 
     Optional attributes:
@@ -116,7 +116,7 @@ class ParameterOptions:
 
 
 class Task(ABC):
-    """A training task; `config` is the run's config, and ``task_args`` are passed as keyword arguments.
+    """A training task. `config` is the run's config, and ``task_args`` are passed as keyword arguments.
 
     A subclass that takes arguments defines, for example, ``__init__(self, config, *, width=64)`` and calls
     ``super().__init__(config)``. Every rank creates the task before the process groups exist, so neither the
@@ -200,7 +200,7 @@ class Task(ABC):
         requires a gradient. For a sharded parameter, `parameters` contains only this rank's shard. Each
         parameter must belong to exactly one optimizer.
 
-        To use a learning rate scheduler, return the scheduler instead of its optimizer; trainkit calls
+        To use a learning rate scheduler, return the scheduler instead of its optimizer. trainkit calls
         ``scheduler.step()`` after each training step. Without a scheduler, the config section ``schedule``
         defines a factor from 0 to 1, and the learning rates of all parameter groups are multiplied by this
         factor.
@@ -324,7 +324,7 @@ def record_with(task: Task, recorder: Recorder) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Create module parameters within the block on the meta device; buffers keep their values.
+    """Create module parameters within the block on the meta device. Buffers keep their values.
 
     Use `parameters_on_meta` for a model that is too large for every process on a host to build in memory.
     This function is not thread-safe.

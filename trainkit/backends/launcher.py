@@ -122,7 +122,7 @@ def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
 
 
 def _own_address(task: LaunchedRank) -> str:
-    """Return the address of this host on its route to MASTER_ADDR; other hosts can reach this address."""
+    """Return the address of this host on its route to MASTER_ADDR. Other hosts can reach this address."""
     if task.num_nodes == 1:
         return LOCAL_ADDR
     own = address_towards(task.master_addr)

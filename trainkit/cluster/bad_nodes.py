@@ -49,7 +49,7 @@ def note_failure(
     now: datetime | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Record that a host caused a run's attempt to fail; `reason` is a short text for messages.
+    """Record that a host caused a run's attempt to fail. `reason` is a short text for messages.
 
     Raises OSError if the file cannot be written or its lock cannot be acquired.
     """
@@ -67,7 +67,7 @@ def note_failure(
 
 @dataclass(frozen=True)
 class Note:
-    """One recorded failure; a value that is damaged or incorrectly edited is considered missing."""
+    """One recorded failure. A value that is damaged or incorrectly edited is considered missing."""
 
     host: str = ""
     kind: str = ""

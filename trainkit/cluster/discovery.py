@@ -205,13 +205,13 @@ def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """Return the sbatch option that requests GPUs; `config` is the output of `scontrol show config`."""
+    """Return the sbatch option that requests GPUs. `config` is the output of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
-    """Parse `scontrol show partition --oneliner`; `kinds` maps partition names to their nodes."""
+    """Parse `scontrol show partition --oneliner`. `kinds` maps partition names to their nodes."""
     return [
         _partition(_pairs(line), kinds) for line in text.splitlines() if line.startswith("PartitionName=")
     ]

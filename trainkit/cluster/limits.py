@@ -38,7 +38,7 @@ class ResourceRequest:
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """The acceptable GPU types, if there are several; the type depends on the partition where the job
+    """The acceptable GPU types, if there are several. The type depends on the partition where the job
     starts."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
@@ -60,7 +60,7 @@ class ResourceRequest:
 
     @classmethod
     def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
-        """Return the request for the config section `resources`; a plan later adds the workers per node."""
+        """Return the request for the config section `resources`. A plan later adds the workers per node."""
         types = resources.gpu_types
         names: Iterable[str | None] = (None,)
         if resources.partition is not None:
@@ -268,7 +268,10 @@ def _permission_problems(
 
 
 def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) -> bool:
-    """Return whether a partition may accept an account; `above` lists its ancestors, None if unknown."""
+    """Return whether a partition may accept an account.
+
+    `above` lists the account's ancestors, or is None if they are unknown.
+    """
     names = (account, *(above or ()))
     if partition.allowed_accounts is None:
         return not any(_is_in(name, partition.denied_accounts) for name in names)

@@ -140,7 +140,7 @@ def driver_cuda(nvml: Any) -> tuple[int, int] | None:
 
 
 def gpu_handle(nvml: Any, name: str) -> Any:
-    """Return the NVML handle for a GPU or MIG slice; `name` is an entry of CUDA_VISIBLE_DEVICES.
+    """Return the NVML handle for a GPU or MIG slice. `name` is an entry of CUDA_VISIBLE_DEVICES.
 
     Raises NVMLError if there is no such GPU.
 
@@ -212,7 +212,7 @@ def job_memory_gib() -> float | None:
 
 
 def memory_of_gib(pids: Iterable[int]) -> float | None:
-    """Return the memory used by processes in GiB; shared pages are divided among their users (PSS).
+    """Return the memory used by processes in GiB. Shared pages are divided among their users (PSS).
 
     Processes that have exited or belong to another user are not counted; returns None if no process remains.
     """

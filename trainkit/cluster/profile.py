@@ -244,7 +244,7 @@ GpuCounts = Annotated[
 
 
 class NodesProfile(Section):
-    """A `NodeKind` in a profile; `gpus` is a plain number if the cluster does not name its GPU types."""
+    """A `NodeKind` in a profile. `gpus` is a plain number if the cluster does not name its GPU types."""
 
     count: AtLeastOne = 1
     cpus: AtLeastOne | None = None
@@ -254,7 +254,7 @@ class NodesProfile(Section):
 
 
 class PartitionProfile(Section):
-    """A `Partition` in a profile; a value is null if there is no limit."""
+    """A `Partition` in a profile. A value is null if there is no limit."""
 
     is_default: bool = Field(default=False, alias="default")
     is_hidden: bool = Field(default=False, alias="hidden")
@@ -330,7 +330,7 @@ class ClusterProfile(Section):
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
-    """Read a profile and its `defaults` section; `shown` is the file name for messages.
+    """Read a profile and its `defaults` section. `shown` is the file name for messages.
 
     Raises a ConfigError that lists every problem.
     """
@@ -344,7 +344,7 @@ def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
 
 
 def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """Return one problem per key, in file order; problems in a list item have the list's line number."""
+    """Return one problem per key, in file order. Problems in a list item have the list's line number."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         path = tuple(map(str, item["loc"]))

@@ -46,7 +46,7 @@ LOCAL = Target("local", "this machine")
 
 
 def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
-    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
+    """Return the backend that `launch.backend` selects here, and why. `cluster` is `launch.cluster`.
 
     Raises SlurmError if it is unclear whether this machine belongs to a cluster.
     """
@@ -85,7 +85,7 @@ def is_cluster_of_host(cluster: str | None) -> bool:
 
 
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
-    """Return a config's target, including a description of its cluster; `backend` overrides `launch.backend`.
+    """Return a config's target, including a description of its cluster. `backend` overrides `launch.backend`.
 
     `run` is the folder of a run that is being restarted; see `known_cluster`. Raises ConfigError if a cluster
     profile is invalid or does not exist, or if the clusters cannot be reached by Slurm commands.

@@ -28,7 +28,7 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
-"""The keys that determine the order of the samples; the trainer additionally compares the data itself."""
+"""The keys that determine the order of the samples. The trainer additionally compares the data itself."""
 
 
 @dataclass(frozen=True)

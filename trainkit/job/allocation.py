@@ -79,7 +79,7 @@ class Allocation:
     """The machine, or the hosts of a job, on which a supervisor runs attempts of a run.
 
     Methods whose return type includes `Decision` return a Decision if no further attempt should run. The
-    default implementations are for a single machine; SlurmAllocation overrides them.
+    default implementations are for a single machine. SlurmAllocation overrides these methods.
     """
 
     lock_timeout_s: ClassVar[float]
@@ -113,7 +113,7 @@ class Allocation:
         return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
-        """Add a restarted attempt to job.json and return its job id; the caller must hold the run's lock."""
+        """Add a restarted attempt to job.json and return its job id. The caller must hold the run's lock."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
@@ -191,7 +191,7 @@ class Allocation:
         return decision
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel pending jobs of a run that has ended; `job` is the content of the run's job.json."""
+        """Cancel pending jobs of a run that has ended. `job` is the content of the run's job.json."""
 
 
 class AttemptWatch(ProcessGroup):

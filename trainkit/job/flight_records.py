@@ -219,7 +219,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a record is completely written; torch does not write records atomically."""
+    """Return whether a record is completely written. torch does not write records atomically."""
     try:
         return bool(read_dump(path))
     except ValueError:

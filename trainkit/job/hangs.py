@@ -79,7 +79,7 @@ CONNECT_HINT = (
 
 
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
-    """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
+    """Return a failure of type ``Hang`` for the rank that blocks the others. `records` must not be empty.
 
     If flight records show a waiting rank, they alone determine the ranks that the failure names. If no flight
     record shows a waiting rank, the failure names the first rank without a hang report or, if all ranks

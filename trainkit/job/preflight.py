@@ -1,4 +1,4 @@
-"""Checks a node before a job's ranks start; `trainkit doctor` runs the same checks.
+"""Checks a node before a job's ranks start. `trainkit doctor` runs the same checks.
 
 The supervisor checks the run folder before the step starts; each agent then checks its own node. If a node
 fails a check that is specific to the node, the run stops using the node.
@@ -58,7 +58,7 @@ class PreflightFailed(TrainkitError):
 
 
 def _require(subject: str, finding: Finding) -> None:
-    """Raise PreflightFailed if a check of this node failed; `subject` names what was checked."""
+    """Raise PreflightFailed if a check of this node failed. `subject` names what was checked."""
     if finding.state == "failure":
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 

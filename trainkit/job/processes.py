@@ -186,7 +186,7 @@ def start_child(
     cwd: str | None = None,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a child in its own process group; the kernel kills the child when this process dies.
+    """Start a child in its own process group. The kernel kills the child when this process dies.
 
     If `keeps_mask` is set, the child starts with the stop signals blocked, and must unblock them or wait for
     them itself. The child and its own children ignore the signals in `ignored` unless they install a handler.
@@ -359,7 +359,7 @@ def parent_pid(pid: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not exited; a zombie is considered exited."""
+    """Return whether a process exists and has not exited. A zombie is considered exited."""
     stat = proc_file(pid, "stat").rpartition(b")")[2].split()
     return bool(stat) and stat[0] not in (b"Z", b"X")
 
@@ -453,7 +453,7 @@ class ProcessGroup:
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        """React to the exit of a member; `killed` means that this group killed the member."""
+        """React to the exit of a member. `killed` means that this group killed the member."""
         raise NotImplementedError
 
     def died_of_stop_signal(self, code: int) -> bool:

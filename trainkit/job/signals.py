@@ -137,7 +137,7 @@ def is_death_by_stop_signal(code: int) -> bool:
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
-    """Combine the exit codes of several workers; `codes` is in order of exit.
+    """Combine the exit codes of several workers. `codes` is in order of exit.
 
     The result is 78 if any worker exited with 78, else the first failure, else 75 if any worker saved, else
     0.

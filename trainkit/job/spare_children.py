@@ -39,8 +39,8 @@ process handles itself."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
-"""The environment variable with the pid of the rank that receives stop signals; processes below that rank are
-protected."""
+"""The environment variable with the pid of the rank that receives stop signals. Processes below this rank are
+protected from stop signals."""
 
 TORCH_HANDLERS = "torch.utils.data._utils.signal_handling"
 PAGE, READ_WRITE, READ_EXECUTE, PRIVATE_ANONYMOUS = 4096, 3, 5, 0x22

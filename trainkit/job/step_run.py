@@ -2,9 +2,9 @@
 
 Each of these processes acts as an agent. The processes share only the filesystem. Therefore, the first
 process announces the run in a file whose name every process can derive. In a Slurm step, the announcement
-file is ``runs/.steps/JOB.STEP.RESTART.PORT.json`` in the working directory; its name is unique to this start
-of the step. Outside of Slurm, the announcement file is ``runs/.steps/ADDRESS.PORT.json``, which is valid
-while rank 0 is running.
+file is ``runs/.steps/JOB.STEP.RESTART.PORT.json`` in the working directory. The name of this file is unique
+to this start of the step. Outside of Slurm, the announcement file is ``runs/.steps/ADDRESS.PORT.json``, which
+is valid while rank 0 is running.
 """
 
 from __future__ import annotations

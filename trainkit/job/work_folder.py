@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
 """The environment variable with the directory where a command runs."""
 NUM_THREADS = 8
-"""Number of threads for copying files; on a shared filesystem, copying a file takes milliseconds."""
+"""Number of threads for copying files. On a shared filesystem, copying a file takes milliseconds."""
 
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:

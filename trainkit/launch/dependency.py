@@ -25,7 +25,7 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
 Dependency = RunStatus | TrialStatus
-"""A run on which a new job depends; the run's job id is None if the run was never submitted."""
+"""A run on which a new job depends. The run's job id is None if the run was never submitted."""
 
 
 def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:

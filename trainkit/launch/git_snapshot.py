@@ -1,4 +1,4 @@
-"""Create a Git repository for a code copy; it behaves like the original but has no credentials.
+"""Create a Git repository for a code copy. The repository behaves like the original but has no credentials.
 
 Git only reads the original repository, using commands that start no hooks, filters or other programs. The
 complete history is not copied. The copied repository has a pack with the objects of recent commits and of

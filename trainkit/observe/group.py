@@ -326,7 +326,7 @@ class GroupFiles:
         return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
-        """Return the group's status; `jobs` is None if Slurm could not be queried."""
+        """Return the group's status. `jobs` is None if Slurm could not be queried."""
         record, plan = self.group.record, PlanRecord(self.group.record.plan)
         return GroupStatus(
             name=self.group.name,

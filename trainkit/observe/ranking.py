@@ -98,7 +98,7 @@ VAL_LOSS, LOSS = Ranking("val_loss"), Ranking("loss")
 def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
     """Return the ranking that ``checkpoint.best_metric`` and ``best_mode`` define in `configs` (dotted keys).
 
-    Returns None if the configs differ or do not keep a best checkpoint; configs that cannot be read are
+    Returns None if the configs differ or do not keep a best checkpoint. Configs that cannot be read are
     ignored.
     """
     own = map(Record, filter(None, configs))
@@ -216,7 +216,7 @@ class UnknownMetricError(UsageError):
         self.metric = metric
 
     def as_sort_key(self, columns: Iterable[str]) -> UsageError:
-        """Return the error for a metric requested by ``--sort``; its hint also lists `columns`."""
+        """Return the error for a metric requested by ``--sort``. The error's hint also lists `columns`."""
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",

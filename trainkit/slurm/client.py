@@ -78,7 +78,7 @@ def run_slurm(
     cluster: str = "",
     with_stderr: bool = False,
 ) -> str:
-    """Run a Slurm command once, without a shell, and return its stdout; invalid UTF-8 becomes U+FFFD.
+    """Run a Slurm command once, without a shell, and return its stdout. Invalid UTF-8 becomes U+FFFD.
 
     The command is sent to `cluster`, which may be a comma-separated list; by default, to the cluster that the
     environment selects. If `with_stderr` is set, the result is the command's stderr followed by its stdout.
@@ -164,7 +164,7 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
-    """Return the error for a command's exit code and output; an unknown message is considered a rejection."""
+    """Return the error for a command's exit code and output. An unknown message is considered a rejection."""
     # sbatch prints a line with "sleeping and retrying" whenever it retries.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
@@ -377,7 +377,7 @@ RECORD = "\x1e"
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """Yield the fields of every complete record; the last field may contain the field separator."""
+    """Yield the fields of every complete record. The last field may contain the field separator."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:

@@ -59,7 +59,7 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 
 
 def exclude_hosts(job_id: str, hosts: str) -> None:
-    """Replace the list of hosts that a pending job excludes; `hosts` is a Slurm host list.
+    """Replace the list of hosts that a pending job excludes. `hosts` is a Slurm host list.
 
     Raises SlurmRefused for a running job. Slurm considers a requeued job pending immediately.
     """

@@ -57,7 +57,7 @@ UNKNOWN_JOB = "neither squeue nor sacct lists the job"
 _NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
-"""The maximum length in characters of a list of job ids in one argument; Linux limits an argument to 128
+"""The maximum length in characters of a list of job ids in one argument. Linux limits an argument to 128
 KiB."""
 _LOG_NOT_OPENED = 53
 """The signal number that Slurm reports if a node cannot open the batch script's output file; it does not mean
@@ -93,7 +93,7 @@ def query_clusters(
     """Return the jobs with these ids, and the error of each cluster whose query failed.
 
     The jobs are sorted by cluster, the default cluster first, then by the order of `ids`. The keys are the
-    names that `on_cluster` returns. The id of an array selects all tasks in the array; each task gets its own
+    names that `on_cluster` returns. The id of an array selects all tasks in the array. Each task gets its own
     key. Tasks that were cancelled while pending may share one entry with the array's id as its key. If
     neither squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster, and
     retries squeue for `patience_s` seconds.

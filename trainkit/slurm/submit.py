@@ -118,7 +118,7 @@ def submit_script(
 
 
 def cancel_command(job: str) -> str:
-    """Return the command that cancels a job; `job` is an id returned by `submit_script`."""
+    """Return the command that cancels a job. `job` is an id returned by `submit_script`."""
     job_id, cluster = split_job(job)
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
@@ -252,7 +252,7 @@ def parse_start_estimate(text: str) -> tuple[Answer, str]:
 
 
 ASK_TIMEOUT_S = 5.0
-"""Timeout in seconds of one estimate; a busy controller answers slowly."""
+"""Timeout in seconds of one estimate. A busy controller answers slowly."""
 ENOUGH_S = 8.0
 """Seconds after which no more estimates are requested."""
 AT_ONCE = 4
@@ -265,7 +265,7 @@ MAY_CHANGE = re.compile(r"not available|busy")
 def ask_starts(
     requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
 ) -> list[Answer]:
-    """Estimate, for each list of sbatch options, when Slurm would start a job; queries run in parallel.
+    """Estimate, for each list of sbatch options, when Slurm would start a job. Queries run in parallel.
 
     With `enough_s`, all answers arrive within this many seconds; without it, no query begins after ENOUGH_S.
     Raises SlurmUnreachable if Slurm does not answer any query.

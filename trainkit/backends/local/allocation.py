@@ -170,7 +170,7 @@ class LocalAllocation(Allocation):
     lock_timeout_s = 10.0
 
     def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
-        """Create the allocation; `number` is the first attempt, which the starting command has recorded."""
+        """Create the allocation. `number` is the first attempt, which the starting command has recorded."""
         super().__init__(run)
         self._number, self._now, self._queue_errors = number, now, 0
         self._place: QueuePlace | None = None

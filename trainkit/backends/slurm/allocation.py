@@ -314,7 +314,7 @@ class SlurmAllocation(Allocation):
         """Find out which stop signal terminated the ranks, if they exited before the signal was recorded.
 
         Also returns whether the supervisor received the stop signal. Returns no signal if the ranks crashed.
-        `sent` is the signal that killed a rank; the supervisor may receive the same signal slightly later.
+        `sent` is the signal that killed a rank. The supervisor may receive the same signal slightly later.
         """
         # A command's signal handler may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
@@ -409,7 +409,10 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """Return the hosts that failed in this or an earlier job; the next start should exclude them."""
+        """Return the hosts that failed in this or an earlier job.
+
+        The next start should exclude these hosts.
+        """
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 

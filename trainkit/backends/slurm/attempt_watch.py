@@ -69,7 +69,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The run folder as the supervisor sees it; each agent compares this view with its own."""
+        """The run folder as the supervisor sees it. Each agent compares this view with its own."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None

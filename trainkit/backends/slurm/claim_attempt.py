@@ -110,7 +110,7 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
 
 
 def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
-    """Execute the part of `claim_attempt` that needs the lock; no other job may be executing the run."""
+    """Execute the part of `claim_attempt` that needs the lock. No other job may be executing the run."""
     refresh_listing(run.attempts_dir)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
@@ -143,6 +143,6 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
 
 
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
-    """Record that this process of a Slurm job executes an attempt; the caller must hold the lock."""
+    """Record that this process of a Slurm job executes an attempt. The caller must hold the lock."""
     backend = LaunchPlan.read(attempt.plan_file).backend
     add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend, **claimed_by(os.getpid()))

@@ -1,4 +1,4 @@
-"""Submits a group's trials to Slurm in chunks; each chunk is one job array.
+"""Submits a group's trials to Slurm in chunks. Each chunk is one job array.
 
 Chunks are needed because Slurm limits both the array size and the number of jobs. The command that starts a
 group submits as many trials as Slurm accepts. Each job in the group submits further trials when it ends, and

@@ -116,7 +116,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
 
 
 def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> None:
-    """Exclude hosts from a requeued job's next start; `request` is the job's resource request.
+    """Exclude hosts from a requeued job's next start. `request` is the job's resource request.
 
     A failure is only logged, because it must not prevent the requeue.
     """
@@ -206,7 +206,7 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
 
 
 HOST_POLL_S = 60.0
-"""Seconds between two checks of the batch host; each check takes two RPCs, and Slurm needs minutes to mark a
+"""Seconds between two checks of the batch host. Each check takes two RPCs, and Slurm needs minutes to mark a
 host as down."""
 
 

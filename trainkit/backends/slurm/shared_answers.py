@@ -40,7 +40,7 @@ ATTENTION_S = 60.0
 
 @dataclass(frozen=True)
 class Answers:
-    """Slurm's newest answer about the jobs on one cluster; times are in Unix seconds."""
+    """Slurm's newest answer about the jobs on one cluster. Times are in Unix seconds."""
 
     asked_at: float = 0.0
     """The time of the query."""
@@ -141,7 +141,7 @@ def _asked(ids: Sequence[str], others: Mapping[str, float], cluster: str) -> Ans
 
 
 def _select(ids: Sequence[str], known: Mapping[str, JobInfo]) -> dict[str, JobInfo]:
-    """Return the jobs with the given ids; the id of an array selects all of its tasks."""
+    """Return the jobs with the given ids. The id of an array selects all of its tasks."""
     tasks: dict[str, list[str]] = {}
     for job_id in known:
         tasks.setdefault(base_id(job_id), []).append(job_id)

@@ -106,7 +106,7 @@ class SlurmDraft(LaunchDraft):
         assert self.target.cluster is not None
         self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
-        """The resources that the config requests; `request` later adds the workers per node."""
+        """The resources that the config requests. `request` later adds the workers per node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])
@@ -323,7 +323,7 @@ class SlurmDraft(LaunchDraft):
     def _sbatch(
         self, asked: ResourceRequest, tasks_per_node: int, threads: int | None, notice: str
     ) -> Options:
-        """Return the sbatch options; `notice` is the value of the --signal option, such as ``USR2@120``."""
+        """Return the sbatch options. `notice` is the value of the --signal option, such as ``USR2@120``."""
         config, resources = self.loaded.config, self.loaded.config.resources
         options: Options = {
             "job-name": config.name,

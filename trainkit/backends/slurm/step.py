@@ -44,7 +44,7 @@ FIRST_SPECIAL_STEP = -16
 """The lowest number that denotes a special step. The numbers from FIRST_SPECIAL_STEP to -1 denote the batch,
 extern and interactive steps, which have no ranks.
 
-Step numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
+Step numbers have 32 bits. Slurm 26.05 writes -6 where older versions write 4294967290.
 """
 BATCH_STEP = -5
 RESOLVE_PATIENCE_S = 20.0

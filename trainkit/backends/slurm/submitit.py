@@ -1,4 +1,7 @@
-"""The backend for Slurm jobs submitted by submitit; their batch script calls a pickled function."""
+"""The backend for Slurm jobs submitted by submitit.
+
+The batch script of such a job calls a pickled function.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class SubmititJob:
 
 
 class SubmititBackend(SbatchBackend):
-    """Executes runs as submitit jobs; submitit adds its own script around the lines that start the ranks."""
+    """Executes runs as submitit jobs. submitit adds its own script around the lines that start the ranks."""
 
     name = "submitit"
     template = "partials/setup.sh.j2"

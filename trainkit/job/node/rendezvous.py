@@ -46,7 +46,7 @@ def candidate_ports() -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """Return whether rank 0 could listen on a port; like TCPStore, tests all addresses."""
+    """Return whether rank 0 could listen on a port. Like TCPStore, this function tests all addresses."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -75,7 +75,7 @@ def choose_port() -> int:
 RENDEZVOUS_TIMEOUT_S = 300.0
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
-"""Seconds to wait for a file to appear; an NFS client may cache the file's absence for a minute."""
+"""Seconds to wait for a file to appear. An NFS client may cache the file's absence for a minute."""
 
 
 class StopSignalReceived(Exception):
@@ -131,7 +131,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def first(self) -> str:
-        """The name of the first task in messages; the first task announces the run."""
+        """The name of the first task in messages. The first task announces the run."""
 
     @property
     @abstractmethod

@@ -35,7 +35,7 @@ ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
 """Signals for which torch installs C handlers in a DataLoader worker, only to report the worker's death."""
 STOPS_S = 1.0
-"""Seconds that a process may take to stop after SIGSTOP; a process in a disk read stops only after the
+"""Seconds that a process may take to stop after SIGSTOP. A process in a disk read stops only after the
 read."""
 STOP_POLL_S = 0.002
 PASSED_ON_SHARE = 0.25

@@ -54,7 +54,7 @@ DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 
 
 def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> RankEnv:
-    """Return the rank environment for one worker; ranks are numbered node by node."""
+    """Return the rank environment for one worker. Ranks are numbered node by node."""
     return RankEnv(
         rank=plan.first_rank_of(rendezvous.node_rank) + local_rank,
         local_rank=local_rank,
@@ -241,7 +241,7 @@ IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
 VIRTUAL = ("docker", "virbr")
-"""Name prefixes of virtual interfaces, which cannot reach other hosts; NCCL also avoids these interfaces."""
+"""Name prefixes of virtual interfaces, which cannot reach other hosts. NCCL also avoids these interfaces."""
 DISCARD_PORT = 9
 INFINIBAND = Path("/sys/class/infiniband")
 
