@@ -353,7 +353,7 @@ class Run(Generic[Value]):
         """Wait until the run has ended, and return the value that its function returned on rank 0.
 
         If the function raised an exception, raises the same exception with a `RemoteTraceback` as its cause.
-        Raises RunError if the run has no result for another reason, and TimeoutError after `timeout_s`.
+        Raises RunError if the run has no result and no exception, and TimeoutError after `timeout_s`.
         """
         return self.results(timeout_s)[0]
 

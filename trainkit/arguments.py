@@ -26,7 +26,7 @@ _DEFERRED = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """A function and the arguments that a run passes to it, compared with the function's parameters."""
+    """A function and the arguments that a run passes to it, which are checked against its parameters."""
 
     call: Call
 

@@ -100,7 +100,7 @@ class Companion:
     def end(self, *, is_finished: bool) -> None:
         """Stop the companion.
 
-        Unless all ranks of the agent have finished (`is_finished`), stop it without delay.
+        Unless all ranks of the agent have finished (`is_finished`), the companion must stop without delay.
         """
 
 

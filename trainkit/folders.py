@@ -1,4 +1,4 @@
-"""Creates, finds and names folders, even if file systems show changes late, and opens regular files."""
+"""Creates, finds and names folders, even if a file system shows changes late; opens regular files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainkit.errors import UsageError
 
 
 def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> None:
-    """Create a folder unless it exists; if `parents`, also create missing parents with the default mode.
+    """Create a folder unless it exists.
 
-    Raises OSError if the folder cannot be created. On a parallel file system, if another host has just
-    created the folder, `mkdir` can fail with FileExistsError while this host still caches that the folder
-    does not exist. If another host creates the folder at the same time, `Path.mkdir(exist_ok=True)` can raise
-    an error.
+    If `parents` is set, also creates missing parents with the default mode. Raises OSError if the folder
+    cannot be created. On a parallel file system, if another host has just created the folder, `mkdir` can
+    fail with FileExistsError while this host still caches that the folder does not exist. If another host
+    creates the folder at the same time, `Path.mkdir(exist_ok=True)` can raise an error.
     """
     try:
         path.mkdir(mode)
@@ -167,8 +167,8 @@ def typed_path(text: str, cwd: Path, *, is_literal: bool = False) -> Path:
     """Resolve a typed path that is relative to `cwd` or begins with `~`; raise UsageError if it is invalid.
 
     A path that contains ``${…}`` is invalid, because trainkit does not interpolate paths. With `is_literal`,
-    as for a path expanded by a shell, a folder may be named ``${HOME}``. Only a resolver such as
-    ``${hydra:runtime.cwd}`` is invalid in this case.
+    as for a path expanded by a shell, a folder may be named ``${HOME}``, and only resolvers such as
+    ``${hydra:runtime.cwd}`` are invalid.
     """
     if url := _URL.match(text):
         hint = "copy the files to a disk that the job's nodes mount, and give the path there"

@@ -104,7 +104,7 @@ KEY_FORMATS = (
 """Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""The prefix of ``token`` in a pattern. The prefix excludes special tokens of a tokenizer, such as
+"""A prefix for ``token`` in a regular expression, which excludes a tokenizer's special tokens such as
 ``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
 """Matches a quote, including an escaped quote in nested JSON or in HTML."""

@@ -18,8 +18,8 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""The prefix of environment variables that trainkit sets in a job. A run that a rank submits must not inherit
-these variables.
+"""The prefix of environment variables that trainkit sets in a job, and that a run submitted by a rank must
+not inherit.
 """
 RANK_VARIABLES = (
     "RANK",
@@ -34,8 +34,8 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Environment variables that launchers set for a rank. A job submitted from inside a job must not inherit
-these variables."""
+"""Environment variables that launchers set for a rank, and that a job submitted from inside a job must not
+inherit."""
 
 
 class JobState(Enum):

@@ -39,7 +39,7 @@ OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch
 class RestartCause(NamedTuple):
     """A reason why a capability restarts a run.
 
-    An attempt that ends for this reason is not considered an attempt without progress.
+    Attempts that end for this reason are ignored when trainkit checks whether a run makes progress.
     """
 
     words: str
@@ -100,11 +100,11 @@ class Shipped(NamedTuple):
     """True if the capability has no config keys, so that checking and planning a config need not import its
     class."""
     worker: str | None = None
-    """Module whose `run_worker` replaces the trainer's if the plan has the capability's part."""
+    """Module whose `run_worker` replaces the trainer's `run_worker` if the plan has the capability's part."""
 
     @property
     def has_class(self) -> bool:
-        """Return whether the module defines `CAPABILITY`, which is optional if there are only commands."""
+        """Return whether the module defines `CAPABILITY`, unlike a capability that only adds commands."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 

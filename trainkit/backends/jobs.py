@@ -197,7 +197,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
 
 
 def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
-    """Return the job of a run that has recorded its end if the job is still running or being requeued.
+    """Return the job of an ended run if the job is still running or being requeued.
 
     Returns None if Slurm does not answer.
     """

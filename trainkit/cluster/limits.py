@@ -60,7 +60,7 @@ class ResourceRequest:
 
     @classmethod
     def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
-        """Return the request for the config section `resources`. A plan later adds the workers per node."""
+        """Return the request for the config section `resources`; a plan adds the workers per node."""
         types = resources.gpu_types
         names: Iterable[str | None] = (None,)
         if resources.partition is not None:

@@ -28,7 +28,7 @@ def features_of(constraint: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes in a partition with the same hardware and features. A value is None if it is unknown."""
+    """Nodes in a partition with the same hardware and features; None means unknown."""
 
     count: int
     cpus: int | None = None
@@ -46,7 +46,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition. A value is None if it is unknown, unlimited, or unrestricted."""
+    """A partition, where None means unknown, unlimited or unrestricted."""
 
     name: str
     is_default: bool = False
@@ -65,8 +65,8 @@ class Partition:
     max_mem_mib: int | None = None
     """The memory per node in MiB that jobs in the partition may use, or None if they may use all."""
     max_mem_per_cpu_mib: int | None = None
-    """The memory per CPU in MiB that jobs in the partition may use. A job that requests more gets additional
-    CPUs."""
+    """The memory per CPU in MiB that jobs in the partition may use. A job that requests more memory per CPU
+    gets additional CPUs."""
     nodes: tuple[NodeKind, ...] = ()
     """The nodes in the partition, grouped by kind; empty if unknown."""
     allowed_qos: tuple[str, ...] | None = None
@@ -122,7 +122,7 @@ def _least(*amounts: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Account:
-    """An account that the user may charge. A value is None if it is unrestricted or unknown."""
+    """An account that the user may charge; None means unrestricted or unknown."""
 
     name: str
     is_default: bool = False

@@ -254,7 +254,7 @@ class NodesProfile(Section):
 
 
 class PartitionProfile(Section):
-    """A `Partition` in a profile. A value is null if there is no limit."""
+    """A `Partition` in a profile; null means that there is no limit."""
 
     is_default: bool = Field(default=False, alias="default")
     is_hidden: bool = Field(default=False, alias="hidden")

@@ -372,7 +372,7 @@ def _after_failure(
     limit = _restart_limit(result, cause, run, policy)
     if limit is not None:
         return Decision("failed", summary, code, cause, details=limit and not_again(limit))
-    # After a stop signal, the allocation is about to end, which leaves no time for another attempt.
+    # After a stop signal, the allocation is about to be revoked, which leaves no time for another attempt.
     in_place = result.stop_signal is None
     # The delay doubles with every consecutive failure that made no progress.
     failures = _num_failures_without_progress(run)

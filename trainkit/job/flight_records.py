@@ -39,7 +39,7 @@ DUMP_POLL_S = 0.1
 MAX_BYTES = 32 << 20
 """Maximum size, in bytes, of a flight record that is read; 1000 collectives with stacks take 0.2 MB."""
 MAX_TENSORS = 8
-"""Maximum number of tensors per call to compare and show."""
+"""Maximum number of tensors per call that are compared and shown."""
 Group = tuple[str, str, tuple[int, ...]]
 """The backend, name and ranks of a process group. Groups created by splitting another group have the same
 name as that group."""

@@ -171,7 +171,7 @@ def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
 
 
 def node_of(plan: LaunchPlan, rank: int) -> int:
-    """Return the node rank of the node that a rank runs on."""
+    """Return the node rank of the node on which a rank runs."""
     return max(node for node in range(plan.num_nodes) if plan.first_rank_of(node) <= rank)
 
 

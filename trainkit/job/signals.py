@@ -42,7 +42,7 @@ stacks.
 
 
 class StopRequest:
-    """A request for this process to stop or report its stacks, with the signal and the time."""
+    """A request for this process to stop or to report its stacks, including the signal and its time."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None

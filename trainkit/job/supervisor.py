@@ -260,8 +260,8 @@ class Supervisor:
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
         """Record the end of the run, unless a user requested another attempt; return the decision.
 
-        The run's lock prevents commands from changing job.json in the meantime. Commands that take the lock
-        later see that the run has ended.
+        The run's lock prevents commands from changing job.json in the meantime. Commands that acquire the
+        lock afterwards see that the run has ended.
         """
         attempt.update()
         with contextlib.ExitStack() as held:

@@ -78,8 +78,9 @@ def command_python(
 ) -> tuple[str, ...]:
     """Return the Python interpreter for a launcher such as torchrun.
 
-    The interpreter is taken from the config or, if the config has none, from the command. If neither
-    specifies one, the interpreter of the active environment or of this process is used.
+    The interpreter is taken from the config or, if the config has none, from the command. If neither the
+    config nor the command specifies an interpreter, the interpreter of the active environment or of this
+    process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv

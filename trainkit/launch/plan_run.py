@@ -114,7 +114,7 @@ def gather(
     resumes: bool = False,
     code_dir: Path | None = None,
 ) -> Facts:
-    """Return the result of `Gatherer.facts` for one config; if `target` is given, detect no cluster."""
+    """Return `Gatherer.facts` for one config; if `target` is given, the cluster is not detected."""
     return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 

@@ -1,7 +1,7 @@
 """Plan the runs that a command submits: a single run, or the trials of a sweep or array as one group.
 
-A single run is planned like a group with one trial. All trials are checked before any file is written (by
-`create.py`).
+A single run is planned like a group with one trial. All trials are checked before `create.py` writes any
+file.
 """
 
 from __future__ import annotations

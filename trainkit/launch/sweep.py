@@ -108,7 +108,10 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """Yield the config for each trial of a sweep. Trials that differ only in the seed are loaded once."""
+    """Yield the config for each trial of a sweep.
+
+    Trials that differ only in the seed are loaded only once.
+    """
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)

@@ -48,7 +48,7 @@ NUM_READERS = 4
 """Number of threads for reading runs in parallel. On a network file system, reading one file takes about a
 millisecond."""
 MAX_MEASURED = 16_384
-"""Maximum number of results of ended runs to cache."""
+"""Maximum number of cached results of ended runs."""
 MAX_NAMED = 20
 """Maximum number of runs whose metric names are listed in an error's hint."""
 MAX_NAMES = 40

@@ -153,9 +153,9 @@ def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
 def require_controller(clusters: Sequence[str] = ()) -> None:
     """Raise SlurmUnreachable unless Slurm answers a query now or has answered one within ANSWER_VALID_S.
 
-    Call this before submitting a job: if Slurm is down and the answer to a submission is lost, finding out
-    whether the job exists takes minutes. If there are several `clusters`, sbatch itself skips clusters that
-    do not answer.
+    Call this function before submitting a job: if Slurm is down and the answer to a submission is lost,
+    finding out whether the job exists takes minutes. If there are several `clusters`, sbatch itself skips
+    clusters that do not answer.
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
     place = _place(os.environ, cluster)

@@ -385,14 +385,14 @@ class SlurmAllocation(Allocation):
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
         """Stop using the host that probably caused a failure; record the host, so that later jobs exclude it.
 
-        A host is used until its second failure in the run if its ranks were only killed or hung.
+        A host whose ranks were only killed or hung is used until its second failure in the run.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
         for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
             self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
-        # Slurm can exclude only a name from the job's host list
+        # to exclude a host, Slurm needs its name from the job's host list
         if suspect is not None and suspect[0] in self.hosts:
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before

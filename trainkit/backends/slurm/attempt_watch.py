@@ -281,7 +281,7 @@ def termination_cause(
 ) -> Cause | None:
     """Return the cause of a stop signal, or None if a user cancelled the job.
 
-    `supervisor_was_signalled` means that the batch shell received the signal too. During the grace time of a
+    `supervisor_was_signalled` means that the batch shell also received the signal. During the grace time of a
     preemption, Slurm signals only the steps, not the batch shell. `restarts` is the job's restart count when
     this start began. `lost` means that one of the job's hosts does not respond. `notice` is the warning
     signal before the time limit.

@@ -49,8 +49,8 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
 
     Returns NothingToDo if the job was cancelled while pending, if it is a chained job and the run has ended,
     or if another job executes the run. Another job may execute the run if the script was submitted twice, or
-    if an old job was requeued. Raises OSError, RunLocked for the same reasons as `run_lock`, and UsageError
-    if the run folder is gone or cannot be locked.
+    if an old job was requeued. Raises OSError, and RunLocked for the same reasons as `run_lock`. Raises
+    UsageError if the run folder is gone or cannot be locked.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(

@@ -58,13 +58,13 @@ def submit_chunks(
     """Submit trials in chunks until all are submitted or Slurm accepts no more; return the number submitted.
 
     The first chunk has at most `size` trials. If Slurm rejects a chunk because of a limit on jobs, the chunk
-    is halved. If Slurm rejects even a chunk with a single trial because of such a limit, the submission is
-    retried for `patience_s`. If all jobs in a group end at the same time, only one of them submits trials;
-    the others exit, which frees room for new jobs. Does nothing while another process submits trials, or if
-    the group has been cancelled.
+    is halved. If Slurm rejects even a chunk with a single trial because of a limit on jobs, the submission is
+    retried for `patience_s` seconds. If all jobs in a group end at the same time, only one of them submits
+    trials; the others exit, which frees room for new jobs. Does nothing while another process submits trials,
+    or if the group has been cancelled.
 
-    If a submission fails and the group has no job yet, raises TrainkitError. If the group has a job, `notify`
-    is called with the error message, and the trials stay unsubmitted.
+    If a submission fails and the group has no job yet, raises TrainkitError. If a submission fails and the
+    group already has a job, `notify` is called with the error message, and the trials stay unsubmitted.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):

@@ -55,8 +55,8 @@ class Answers:
 def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs like `query_clusters`, but query each cluster at most once per minimum interval.
 
-    Within the interval, all commands of the user get the same answers, except that the first query about a
-    job is sent immediately. If the site sets no minimum interval, always queries Slurm.
+    Within the interval, all of a user's commands get the same answers; only the first query about a job is
+    sent immediately. If the site sets no minimum interval, the function always queries Slurm.
     """
     ids = list(ids)
     if not least_interval_s(ids):
@@ -74,7 +74,7 @@ def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Trai
 
 
 def least_interval_s(jobs: Iterable[str]) -> float:
-    """Return the minimum seconds between two queries about jobs; 0 if the site sets no minimum."""
+    """Return the minimum number of seconds between two queries about jobs; 0 if the site sets no minimum."""
     return max((min_poll_s(cluster or cluster_name()) for cluster in by_cluster(jobs)), default=0.0)
 
 

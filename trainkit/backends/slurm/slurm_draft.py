@@ -25,7 +25,7 @@ from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
-"""The warning signal is sent no earlier than when 1/SHARE_OF_TIME of the job's time limit remains."""
+"""The warning signal is sent when at most 1/SHARE_OF_TIME of the job's time limit remains."""
 
 _PASSED_ON = (
     "time_min",
@@ -106,7 +106,7 @@ class SlurmDraft(LaunchDraft):
         assert self.target.cluster is not None
         self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
-        """The resources that the config requests. `request` later adds the workers per node."""
+        """The resources that the config requests, to which `request` adds the workers per node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])

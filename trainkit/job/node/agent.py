@@ -308,7 +308,7 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank whose death stopped the launcher, or None if no rank died or it is unknown."""
+        """Return the rank whose death stopped the launcher, or None if no such rank is known."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)

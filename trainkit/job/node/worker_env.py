@@ -241,7 +241,7 @@ IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
 VIRTUAL = ("docker", "virbr")
-"""Name prefixes of virtual interfaces, which cannot reach other hosts. NCCL also avoids these interfaces."""
+"""Name prefixes of virtual interfaces, which cannot reach other hosts and which NCCL also avoids."""
 DISCARD_PORT = 9
 INFINIBAND = Path("/sys/class/infiniband")
 
