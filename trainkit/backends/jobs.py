@@ -134,7 +134,7 @@ def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command:
 
 
 def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """Return the run from which this folder was copied, or None if the two newest attempts differ."""
+    """Return the run that was copied to this folder, or None if the two newest attempts differ."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):

@@ -163,7 +163,7 @@ class Allocation:
         return False
 
     def restart_options(self, attempt: Attempt) -> RestartOptions:
-        """Return the ways in which the run can currently be restarted, based on the last read of job.json."""
+        """Return the currently available ways to restart the run, based on the last read of job.json."""
         return RestartOptions(restart=True)
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:

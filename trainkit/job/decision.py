@@ -97,7 +97,7 @@ class Observed:
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code, in the order in which the agents exited."""
+    """Pairs of node rank and exit code, ordered by the time of the agent's exit."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -109,7 +109,7 @@ class Outcome:
     """The outcome of an attempt, including the supervisor's observations; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code, in the order in which the agents exited."""
+    """Pairs of node rank and exit code, ordered by the time of the agent's exit."""
     stop_signal: str | None = None
     """The signal that asked the job to stop, or None."""
     cause: str | None = None
@@ -178,7 +178,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The ways in which the run can currently be restarted."""
+    """The currently available ways to restart the run."""
 
     restart: bool = False
     requeue: bool = False

@@ -98,7 +98,7 @@ def prepare_for_capabilities(*, is_rank: bool) -> None:
 
 
 class CopyFinder:
-    """Imports modules from the copy of the code instead of the folder from which the run was submitted.
+    """Imports modules from the copy of the code instead of the original folder.
 
     For a package installed with ``pip install -e``, a line in a .pth file or a finder points to the original
     folder. Some finders of editable installations are consulted before the finder that reads PYTHONPATH.

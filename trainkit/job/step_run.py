@@ -38,7 +38,7 @@ NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not resta
 
 
 def announcement_file(folder: Path, task: Task) -> Path:
-    """Return the file in which the first task announces the attempt."""
+    """Return the file that the first task writes to announce the attempt."""
     return folder / ".steps" / f"{task.key}.json"
 
 

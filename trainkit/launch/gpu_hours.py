@@ -64,7 +64,7 @@ def _hours(plan: LaunchPlan, num_jobs: int) -> float | None:
 
 
 def _num_gpus(plan: LaunchPlan) -> int:
-    """Return the largest number of GPUs that a job may get, including those of spare nodes."""
+    """Return the largest number of GPUs that a job may get, including the GPUs of spare nodes."""
     return (plan.num_nodes + plan.spare_nodes) * plan.workers_per_node
 
 
