@@ -84,7 +84,8 @@ def require_gpus(
         if name is None or (name.isdigit() and int(name) >= count):
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
-            continue  # NVML may not find an abbreviated UUID, and counts no errors of MIG devices
+            # NVML may not find an abbreviated UUID, and has no error counters for MIG devices.
+            continue
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None

@@ -170,8 +170,8 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
 
     All tracked files, and all untracked files that are not ignored, are considered code, including files in
     submodules and nested clones. Run folders are omitted. Untracked files that look like keys or passwords
-    are omitted. Tracked files are always included, because the code may need them. The paths `cwd` and
-    `run_dir` must not contain symlinks. Raises UsageError if git fails.
+    are omitted. Tracked files with such names are included, because the code may need them. The paths `cwd`
+    and `run_dir` must not contain symlinks. Raises UsageError if git fails.
     """
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None

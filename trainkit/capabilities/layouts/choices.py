@@ -142,7 +142,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield the layouts of all GPUs that the model allows.
+    """Yield the layouts on all GPUs that are possible for the model.
 
     In such a layout, tp divides the number of key/value heads, and every pipeline stage has a layer. With a
     document mask, pp and cp are 1.
