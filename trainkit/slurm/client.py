@@ -388,7 +388,7 @@ def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]
 
 
 def time_of(text: str) -> datetime | None:
-    """Parse a time that Slurm printed in Unix seconds; return None for `N/A`, `Unknown` and `None`."""
+    """Parse a time in Unix seconds into a UTC datetime; return None for `N/A`, `Unknown` and `None`."""
     return datetime.fromtimestamp(int(text), timezone.utc) if text.isdigit() and text != "0" else None
 
 
