@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 DISTRIBUTION = "trainkit-hpc"
 """The name of this distribution on PyPI. The PyPI distribution called `trainkit` is a different project."""
 
-# Type checkers read __init__.pyi instead, which states the module of each name.
+# Type checkers do not read this mapping but __init__.pyi, which states the module of each name.
 _MODULES = {
     "trainkit.api": ("Group", "Run", "RunError", "as_completed", "map_array", "runs", "submit", "sweep"),
     "trainkit.capabilities.report.curves": ("Curves", "curves"),

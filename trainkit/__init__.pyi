@@ -44,8 +44,8 @@ def submit(
     """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
-    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`;
-    options with the same name as one of the function's parameters are rejected. `command` is a program to run
+    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`.
+    Options with the same name as one of the function's parameters are rejected. `command` is a program to run
     instead of `work`, optionally through a `launcher` such as ``torchrun``. For a function or a command,
     `config` configures the job. The run starts after the runs in `after` have finished.
 
@@ -74,8 +74,8 @@ def sweep(
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
     The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
-    Without a `limit`, Slurm decides how many runs to execute at a time; on this machine, runs are executed
-    one after another. Raises the same errors as `submit`.
+    Without a `limit`, Slurm decides how many runs to execute at a time. On this machine, runs are executed
+    one after another if no `limit` is given. Raises the same errors as `submit`.
     """
 
 def map_array(

@@ -28,7 +28,7 @@ def program() -> int:
 def _open_closed_streams() -> None:
     """Open /dev/null for each standard stream that the shell has closed (`>&-`).
 
-    Otherwise, the next file to be opened would get the descriptor of a standard stream.
+    If a standard stream remained closed, the next file to be opened would get the stream's descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

@@ -77,9 +77,9 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
     """Add adapters to a model in place, and return the model.
 
-    With `wraps`, return a `PeftModel` that contains the model instead; saving a `PeftModel` saves only the
-    adapters. If the weights are on the meta device, the adapters are still allocated and initialized. Raises
-    FatalError if peft cannot add the adapters; the message refers to the model as `name`.
+    With `wraps`, returns a `PeftModel` that contains the model. Saving a `PeftModel` saves only the adapters.
+    If the weights are on the meta device, the adapters are still allocated and initialized. Raises FatalError
+    if peft cannot add the adapters. The message refers to the model as `name`.
     """
     import peft
 
@@ -140,7 +140,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def is_independent(lora: JsonObject) -> bool:
-    """Return whether the initial adapters do not depend on the weights of the model."""
+    """Return whether the initial adapters are independent of the weights of the model."""
     return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
 
 

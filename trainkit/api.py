@@ -58,7 +58,7 @@ from trainkit.run.trial import group_values, trial_values, values_of
 from trainkit.shipped import in_order, launchers
 
 if TYPE_CHECKING:
-    # Only type checkers import this: `typing.TypeVar` has no `default=` before Python 3.13.
+    # Only type checkers import typing_extensions: `typing.TypeVar` has no `default=` before Python 3.13.
     import typing_extensions as types
 
     from trainkit.config import LoadedConfig
@@ -79,12 +79,12 @@ After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
 """Runs and groups, given by name, folder or object, that must finish before a new run starts."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
-"""Seconds of waiting for a run after which the reason is printed to stderr."""
+"""Seconds of waiting for a run after which the reason for the wait is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
 """Seconds between two Slurm queries about the same group."""
 MAX_SHOWN_BYTES = 2**20
-"""Size in bytes of the largest result file that is loaded to show the result in a notebook table."""
+"""Maximum size, in bytes, of a result file that is loaded to show the result in a notebook table."""
 
 
 class RunError(TrainkitError):
@@ -114,8 +114,8 @@ def submit(
     """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
-    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`;
-    options with the same name as one of the function's parameters are rejected. `command` is a program to run
+    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`.
+    Options with the same name as one of the function's parameters are rejected. `command` is a program to run
     instead of `work`, optionally through a `launcher` such as ``torchrun``. For a function or a command,
     `config` configures the job. The run starts after the runs in `after` have finished.
 
@@ -150,8 +150,8 @@ def sweep(
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
     The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
-    Without a `limit`, Slurm decides how many runs to execute at a time; on this machine, runs are executed
-    one after another. Raises the same errors as `submit`.
+    Without a `limit`, Slurm decides how many runs to execute at a time. On this machine, runs are executed
+    one after another if no `limit` is given. Raises the same errors as `submit`.
     """
     axes = _axes(values, of_function=callable(work))
     found = [dict(zip(axes, trial, strict=True)) for trial in itertools.product(*axes.values())]
@@ -222,7 +222,7 @@ def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[R
     """Yield the runs that ended since the last round of polling, and the seconds until the next round.
 
     In the last round, the seconds until the next round are 0. Each run is polled at its polling interval and
-    once more after `until_s`; Slurm is queried once per round and group.
+    once more after `until_s`. Slurm is queried once per round and group.
     """
     asked: dict[Path, GroupStatus] = {}
 
@@ -278,7 +278,7 @@ class Run(Generic[Value]):
     def status(self) -> RunStatus:
         """The status shown by ``trainkit status``: ``state``, ``reason``, ``attempt``, ``job_id`` and others.
 
-        ``progress`` contains ``step`` and ``loss``; ``place`` contains the host and the number of nodes.
+        ``progress`` contains ``step`` and ``loss``. ``place`` contains the host and the number of nodes.
         """
         return self._status(warn_caller)
 
@@ -302,7 +302,7 @@ class Run(Generic[Value]):
         return self
 
     def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
-        """Yield the seconds until each next poll until the run has ended; `ask` queries the run's group."""
+        """Until the run has ended, yield the seconds before each poll. `ask` queries the run's group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
         while (trial := self._trial(ask)) is not None:
@@ -330,12 +330,15 @@ class Run(Generic[Value]):
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
-        """Ask the run to save and exit, or kill it if `now`; if `wait`, return after the run has ended."""
+        """Ask the run to save and exit, or kill it if `now` is set.
+
+        If `wait` is set, returns after the run has ended.
+        """
         refuse_foreign(self._folder.path, "use `trainkit cancel --trust` to cancel the run anyway")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint; `options` are the options of `submit`."""
+        """Start the next attempt from the newest intact checkpoint. `options` are the options of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
@@ -350,7 +353,7 @@ class Run(Generic[Value]):
         """Wait until the run has ended, and return the value that its function returned on rank 0.
 
         If the function raised an exception, raises the same exception with a `RemoteTraceback` as its cause.
-        Raises RunError if the run has no result for another reason, and TimeoutError after `timeout_s`.
+        Raises RunError if the run has no result and no exception, and TimeoutError after `timeout_s`.
         """
         return self.results(timeout_s)[0]
 
@@ -370,7 +373,8 @@ class Run(Generic[Value]):
             int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
         if verdict is not None and verdict.rank is not None:
-            # Read the rank that failed first, because other ranks may have failed only as a consequence.
+            # Read the rank that failed first, because other ranks may have failed only as a consequence of
+            # that failure.
             files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
         found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():
@@ -494,9 +498,10 @@ class Group(Sequence[Run[Value]]):
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
-        """Return the best run by `metric` (default: as in ``trainkit status``); None if there is no result.
+        """Return the best run by `metric`, or None if no run has a result.
 
-        Runs that have diverged are never the best. Raises UsageError if no run has logged the metric.
+        The default metric is the metric that ``trainkit status`` uses. Runs that have diverged are never the
+        best. Raises UsageError if no run has logged the metric.
         """
         best = query_group(self._group, warn_caller, metric).best
         return None if best is None else Run(self._group.run(best.index))
@@ -545,7 +550,7 @@ class Group(Sequence[Run[Value]]):
         cancel_group(self._group, now=now, wait=wait)
 
     def resume(self) -> Group[Value]:
-        """Continue the group: run unfinished trials on this machine, or submit unsubmitted ones to Slurm."""
+        """Continue the group: run its unfinished trials on this machine, or submit the rest to Slurm."""
         from trainkit.control.resume import resume_group
 
         if self._group.record.process is None and not self._group.unsubmitted:
@@ -801,7 +806,7 @@ def _is_known(name: str) -> bool:
 def _flags(
     config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
-    """Map dotted config keys to their values and where these come from; options override sections.
+    """Map dotted config keys to their values and the origins of these values; options override sections.
 
     `arguments` are the function's arguments, or None if the run has no function.
     """
@@ -848,7 +853,8 @@ _OF_OTHERS = {
         "only `submit` accepts it; to sweep a command, use `trainkit submit --sweep` in a shell",
     ),
 }
-"""Maps each argument that only some API functions accept to a hint, shown if other functions get it."""
+"""Maps each argument that only some API functions accept to a hint, shown if another function receives the
+argument."""
 
 
 def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
@@ -899,7 +905,10 @@ def _call(function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[
 
 
 def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
-    """Load the config; a function uses the interpreter set in `launch`, by default the current one."""
+    """Load the config.
+
+    A function uses the interpreter set in `launch`, which defaults to the current interpreter.
+    """
     from trainkit.launch.environment import find_interpreter
 
     loaded = given.request.load_to_plan(given.workload)
@@ -912,7 +921,7 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
-    """Start a group of calls; `values` describe each call in tables of the group."""
+    """Start a group of calls. `values` contains each call's arguments for display in tables of the group."""
     from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
@@ -929,7 +938,10 @@ def _start(
     calls: Mapping[int, Call] = {},
     values: Sequence[dict[str, object]] = (),
 ) -> Path:
-    """Start a run or a group and return its folder; `values` are each call's arguments, for display only."""
+    """Start a run or a group and return its folder.
+
+    `values` contains each call's arguments, for display only.
+    """
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission, submission_warnings
 

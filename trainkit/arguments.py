@@ -1,4 +1,4 @@
-"""Checks arguments of `trainkit.submit` that are meant for the function or for submitit, not config keys."""
+"""Checks arguments of `trainkit.submit` that are not config keys, but meant for the function or submitit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFERRED = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """A function and the arguments that a run passes to it, compared with the function's parameters."""
+    """A function and the arguments that a run passes to it, which are checked against its parameters."""
 
     call: Call
 
@@ -43,7 +43,7 @@ class Arguments:
 
     @property
     def given(self) -> dict[str, object]:
-        """Map parameter names to arguments; extra positional arguments have keys such as ``NAME.INDEX``."""
+        """Map parameter names to arguments. Extra positional arguments have keys such as ``NAME.INDEX``."""
         signature = self._named or _ANY
         try:
             bound = signature.bind_partial(*self.call.args, **self.call.kwargs).arguments
@@ -81,10 +81,11 @@ class Arguments:
             return {*self.call.kwargs}
 
     def means(self, name: str, *, is_used: bool) -> bool:
-        """Return whether an option is meant for the function; `is_used` means that it affects the run.
+        """Return whether an option is meant for the function.
 
-        The same name, for example `name`, can be both an option of the run and a parameter of the function.
-        Such a name is considered an option of the run if the parameter already has an argument.
+        `is_used` means that the option affects the run. The same name, for example `name`, can be both an
+        option of the run and a parameter of the function. Such a name is considered an option of the run if
+        the parameter already has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound

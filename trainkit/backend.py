@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # types from higher layers, which only type checkers import
     from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
-"""Seconds that a supervisor may take to exit after it has recorded its job's end."""
+"""Seconds that a supervisor may take to exit after it has recorded the end of its job."""
 
 
 class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
-    """The `#SBATCH` options at the top of the script, by name; an option that takes no value maps to True."""
+    """The `#SBATCH` options at the top of the script, by name. An option that takes no value maps to True."""
     step: tuple[str, ...]
     """The command line of the step that starts the ranks."""
     restarts: int
@@ -54,7 +54,7 @@ class JobScript(NamedTuple):
 
     text: str
     directives: Options
-    """The options in the `#SBATCH` lines, by name; an option that takes no value maps to True."""
+    """The options in the `#SBATCH` lines, by name. An option that takes no value maps to True."""
     setup: str
     """The backend's rendered template: the whole script, or only the lines before the step."""
     step: tuple[str, ...]
@@ -64,7 +64,7 @@ class JobScript(NamedTuple):
 
 
 class NewAttempt(NamedTuple):
-    """The next attempt of a run; `Backend.start` writes the attempt's files and starts it."""
+    """The next attempt of a run. `Backend.start` writes the attempt's files and starts it."""
 
     config_text: str
     plan_text: str
@@ -76,7 +76,8 @@ class NewAttempt(NamedTuple):
     script: JobScript | None = None
     """The batch script, or None if the backend uses none."""
     num_follow_ups: int = 0
-    """The number of chained jobs to submit with the attempt; they continue the run one after another."""
+    """The number of chained jobs to submit with the attempt. Chained jobs continue the run one after
+    another."""
     now: bool = False
     """True if the attempt starts on this machine immediately, even if other processes use the GPUs."""
 
@@ -90,7 +91,8 @@ class JobStatus(NamedTuple):
     """The status of a run's newest job, as seen from this host."""
 
     alive: bool | None
-    """True if the job is pending or running, False if it has ended, or None if this host cannot tell."""
+    """True if the job is pending or running, False if it has ended, or None if its state cannot be determined
+    on this host."""
     job: JobInfo | None = None
     """Slurm's data about the job, or None if the run is local or Slurm cannot be queried."""
 
@@ -155,9 +157,10 @@ class Backend(ABC):
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
     ) -> list[str]:
-        """Record and return the hosts where a job ended before its supervisor began, to avoid them later.
+        """Record and return the hosts where a job ended before its supervisor began.
 
-        `entry` is the run's newest attempt. Raises SlurmUnreachable if Slurm does not answer.
+        Later jobs avoid these hosts. `entry` is the run's newest attempt. Raises SlurmUnreachable if Slurm
+        does not answer.
         """
         return []
 
@@ -186,12 +189,12 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        """Start the next attempt of a run and return its record; the caller must hold the run's lock."""
+        """Start the next attempt of a run and return its record. The caller must hold the run's lock."""
 
     def start_group(self, group: RunGroup) -> str:
-        """Start a group and return its job id; `array_problem` must have returned None.
+        """Start a group and return its job id. `array_problem` must have returned None.
 
-        If the group certainly did not start, its folder is removed.
+        If it is known that the group did not start, its folder is removed.
         """
         raise NotImplementedError
 
@@ -226,24 +229,25 @@ class Backend(ABC):
 
     @abstractmethod
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
-        """Return whether an attempt's job is pending or running, or None if this host cannot tell."""
+        """Return whether an attempt's job is pending or running, or None if unknown on this host."""
 
     @abstractmethod
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        """Return the status of a run; `entry` is its newest attempt, `waiting` lists its chained jobs' ids.
+        """Return the status of a run.
 
-        `jobs` is Slurm's answer, or None if Slurm did not answer. If a cluster does not answer, its jobs are
-        missing from `jobs`.
+        `entry` is the run's newest attempt, and `waiting` lists the ids of its chained jobs. `jobs` is
+        Slurm's answer, or None if Slurm did not answer. If a cluster does not answer, its jobs are missing
+        from `jobs`.
         """
 
     @abstractmethod
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """Return the newest attempt with its live job, or None if the job has ended or is about to.
+        """Return the newest attempt with its live job, or None if the job has ended or is about to end.
 
-        `job` must contain at least one attempt. Raises UsageError if this host cannot tell whether the job is
-        alive; the hint suggests running the subcommand `command` elsewhere.
+        `job` must contain at least one attempt. Raises UsageError if this host cannot determine whether the
+        job is alive. The hint suggests running the subcommand `command` elsewhere.
         """
 
     @abstractmethod
@@ -300,14 +304,17 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """Return the task in a scheduler's step that this process is; raise NotATask if it is not a task."""
+    """Return this process as a task in a scheduler's step; raise NotATask if it is not such a task."""
     # Do not import the backend's class here, because that would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 
 
 def is_known(entry: AttemptRecord) -> bool:
-    """Return whether this trainkit version has an attempt's backend; local attempts record no backend."""
+    """Return whether this trainkit version provides an attempt's backend.
+
+    Local attempts record no backend.
+    """
     return entry.backend is None or entry.backend in _CLASSES
 
 

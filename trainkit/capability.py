@@ -1,4 +1,4 @@
-"""Defines the interface of capabilities: features that only some runs need and the core never names.
+"""Defines the interface of capabilities, which are features that only some runs need.
 
 A capability is either a folder of `trainkit/capabilities/` with an entry in `shipped.py`, or a class that
 another package declares in the entry-point group `trainkit.capabilities`. A capability is imported only if a
@@ -39,9 +39,10 @@ if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
 class Part:
     """Base class for the data that a capability stores in plan.json; read the data with `LaunchPlan.part`.
 
-    Subclasses are frozen dataclasses. A field `files` in a subclass maps file names to text; the files are
+    Subclasses are frozen dataclasses. A field `files` in a subclass maps file names to text. The files are
     written next to plan.json, and compared with the plan when the job starts. A field `keys` in a subclass
-    lists the config keys that the user set, which are copied to the config of a run that repeats this one.
+    lists the config keys that the user set. These keys are copied to the config of a run that repeats this
+    run.
     """
 
     CAPABILITY: ClassVar[str] = ""
@@ -52,7 +53,8 @@ class Planned(NamedTuple):
     """The result of `Capability.plan` or `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
-    """None if the run does not use the capability, so that the job does not import the capability's code."""
+    """The part, or None if the run does not use the capability. A job does not import the code of a
+    capability without a part."""
     reasons: Mapping[str, str] = {}
     """Maps each derived value to the reason for the value, as printed by a dry run."""
     warnings: tuple[str, ...] = ()
@@ -90,10 +92,16 @@ class Companion:
     """A helper that runs alongside the ranks of a node, in a separate thread or process."""
 
     def poll(self) -> None:
-        """Do a short piece of work; the agent calls this every few seconds and waits for it to return."""
+        """Do a short piece of work.
+
+        The agent calls this method every few seconds and waits until it returns.
+        """
 
     def end(self, *, is_finished: bool) -> None:
-        """Stop the companion, without delay unless all ranks of the agent have finished (`is_finished`)."""
+        """Stop the companion.
+
+        Unless all ranks of the agent have finished (`is_finished`), the companion must stop without delay.
+        """
 
 
 class Hosts(NamedTuple):
@@ -111,7 +119,7 @@ class Watch:
     """True if polling continues after the ranks have received a stop signal."""
 
     def poll(self) -> PlannedStop | None:
-        """Check the attempt; the supervisor calls this method every few seconds and waits for it to return.
+        """Check the attempt. The supervisor calls this method every few seconds and waits until it returns.
 
         If the method returns a stop and the ranks are not already stopping, they save and exit, and the run
         restarts.
@@ -138,17 +146,18 @@ NewEvent = tuple[str, Mapping[str, object]]
 
 
 class RankObserver:
-    """Receives the step times of all ranks; only rank 0 has an observer."""
+    """Receives the step times of all ranks. Only rank 0 has an observer."""
 
     values: Mapping[str, float | str] = {}
     """Values that the observer adds to each metrics record."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
-        """Process the times of a step and return events for rank 0 to record; rank 0 waits for this call.
+        """Process the times of a step and return events for rank 0 to record. Rank 0 waits for this call.
 
-        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step of
-        waiting for data, and the mean seconds per step of computing before waiting for other ranks. At all
-        other steps, `times` is empty. `step_s` is the duration of the step, excluding saves and validation.
+        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step
+        spent waiting for data, and the mean seconds per step spent computing before the rank waits for other
+        ranks. At all other steps, `times` is empty. `step_s` is the duration of the step, excluding saves and
+        validation.
         """
         return ()
 
@@ -168,7 +177,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Notice:
-    """A user-facing warning about a run; a `time` of None means that the warning describes the present."""
+    """A user-facing warning about a run. If `time` is None, the warning describes the present."""
 
     time: str | None
     text: str
@@ -196,10 +205,10 @@ class Reader:
 
 
 class Recorder:
-    """Records images, histograms and texts that a rank logs; this base class (for ranks > 0) records nothing.
+    """Records images, histograms and texts that a rank logs.
 
-    `step` defaults to the current training step. All methods raise UsageError for values that cannot be
-    recorded.
+    This base class, used on all ranks except rank 0, records nothing. `step` defaults to the current training
+    step. All methods raise UsageError for values that cannot be recorded.
     """
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
@@ -227,7 +236,7 @@ class Choice:
     """Values for the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
-    """True if a rank uses the terminal. If so, the command prints no rank output to the terminal."""
+    """True if a rank uses the terminal, so that the command prints no rank output to the terminal."""
 
     def check(self, workload: Workload, *, is_alone: bool) -> None:
         """Raise UsageError if these options cannot be used with the run.
@@ -255,7 +264,7 @@ class Capability:
     """Name of the capability's folder or, for an external capability, of its entry point and config
     section."""
     Config: ClassVar[type[Section] | None] = None
-    """The config section that an external capability adds; the docstring of the class describes the
+    """The config section that an external capability adds. The docstring of the class describes the
     section."""
     at_start: ClassVar[str | None] = None
     """A file with a function `prepare`, which every Python interpreter in a rank calls before any other code;
@@ -264,7 +273,7 @@ class Capability:
     """Maps a command name to the MODULE:NAME of a click command. The commands of an external capability are
     called NAME or NAME-…, where NAME is the name of the capability."""
     quiet: ClassVar[Mapping[str, str]] = {}
-    """Maps each config key that is set to null in replays and short trainings to the reason why it is.
+    """Maps each config key that is set to null in replays and short trainings to the reason for this.
 
     ``{what}`` in a reason is replaced with the command, such as a replay or a bench.
     """
@@ -299,7 +308,7 @@ class Capability:
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
-        """Return values in the part that must be equal for every number of nodes that the job may get."""
+        """Return the part's values that must not depend on the number of nodes that the job gets."""
         return None
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
@@ -341,13 +350,16 @@ class Capability:
         return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
-        """React to a new line in events.jsonl; the supervisor calls this method within seconds."""
+        """React to a new line in events.jsonl.
+
+        The supervisor calls this method within seconds of the event.
+        """
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
-        """React to the end of an attempt. `end` includes whether the run restarts."""
+        """React to the end of an attempt. `end` also records whether the run restarts."""
 
     def close(self) -> None:
-        """Wait until everything has been sent; called before the supervisor's process exits."""
+        """Wait until all data has been sent; called before the supervisor's process exits."""
 
     def speeds(self, group: Path) -> Mapping[int, float | None]:
         """Map each run's index to its tokens per second; called for groups created by the capability."""
@@ -378,7 +390,7 @@ class Capability:
         return {}
 
     def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
-        """Return values for placeholders in a diagnosis's advice; `host` is the first host that failed."""
+        """Return values for placeholders in a diagnosis's advice. `host` is the first host that failed."""
         return {}
 
     def report(self, history: RunHistory) -> Mapping[str, object]:

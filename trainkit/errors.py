@@ -33,7 +33,7 @@ EXIT_STOPPED = 75
 EXIT_NO_RESTART = 78
 """A restart cannot help, because the config is wrong or the run has diverged."""
 EXIT_TIMEOUT = 124
-"""The timeout of `trainkit wait` is over; the program `timeout` uses the same exit code."""
+"""The timeout of `trainkit wait` has expired; the program `timeout` uses the same exit code."""
 EXIT_INTERRUPTED = 130
 
 
@@ -68,7 +68,7 @@ class UsageError(TrainkitError):
 
 
 class ProblemJson(TypedDict):
-    """A problem of a config, as ``--json`` prints the problem."""
+    """A problem of a config, as printed by ``--json``."""
 
     key: str
     """The dotted config key; empty if the problem does not concern a single key."""
@@ -140,7 +140,7 @@ class Problem:
 
 
 KeyProblem = tuple[str, str, str]
-"""Config key, message and hint of a problem; the origin of the key's value is added later."""
+"""Config key, message and hint of a problem. The origin of the key's value is added later."""
 
 
 class ConfigError(UsageError):
@@ -168,13 +168,13 @@ class ConfigError(UsageError):
 
 
 class SlurmError(TrainkitError):
-    """Raised if Slurm cannot be reached; the request itself may be valid."""
+    """Raised if Slurm cannot be reached. The request itself may be valid."""
 
     exit_code = EXIT_TRY_AGAIN
 
 
 class CheckpointError(TrainkitError):
-    """Raised if there is no intact checkpoint."""
+    """Raised if there is no intact checkpoint, or if the final save failed."""
 
 
 class FatalError(TrainkitError):

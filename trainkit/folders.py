@@ -1,4 +1,4 @@
-"""Creates, finds and names folders, even if file systems show changes late, and opens regular files."""
+"""Creates, finds and names folders, even if a file system shows changes late; opens regular files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainkit.errors import UsageError
 
 
 def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> None:
-    """Create a folder unless it exists; if `parents`, also create missing parents with the default mode.
+    """Create a folder unless it exists.
 
-    Raises OSError if the folder cannot be created. On a parallel file system, if another host has just
-    created the folder, `mkdir` can fail with FileExistsError while this host still caches that the folder
-    does not exist. If another host creates the folder at the same time, `Path.mkdir(exist_ok=True)` can raise
-    an error.
+    If `parents` is set, also creates missing parents with the default mode. Raises OSError if the folder
+    cannot be created. On a parallel file system, if another host has just created the folder, `mkdir` can
+    fail with FileExistsError while this host still caches that the folder does not exist. If another host
+    creates the folder at the same time, `Path.mkdir(exist_ok=True)` can raise an error.
     """
     try:
         path.mkdir(mode)
@@ -47,7 +47,10 @@ _is_recorded = False
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Change the working directory; `shown_path` stays relative to where the user typed the command."""
+    """Change the working directory.
+
+    `shown_path` still returns paths relative to the folder where the user typed the command.
+    """
     global _typed_in
     here, outer = Path.cwd(), _typed_in
     os.chdir(folder)
@@ -79,7 +82,10 @@ def shown_path(path: str | PurePath) -> str:
 
 
 def relative_path(path: str, cwd: Path) -> str:
-    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged; commands accept both as RUN."""
+    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged.
+
+    Commands accept both forms as RUN.
+    """
     if not Path(path).is_relative_to(cwd) or Path(path) == cwd:
         return path
     below = str(Path(path).relative_to(cwd))
@@ -112,7 +118,7 @@ def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _base_folder(environ: Mapping[str, str], variable: str, default: str) -> Path:
-    """Return a base folder; relative paths are ignored, as the XDG Base Directory Specification requires."""
+    """Return a base folder. Relative paths are ignored, as the XDG Base Directory Specification requires."""
     folder = Path(environ.get(variable, ""))
     return folder if folder.is_absolute() else home(environ) / default
 
@@ -161,8 +167,8 @@ def typed_path(text: str, cwd: Path, *, is_literal: bool = False) -> Path:
     """Resolve a typed path that is relative to `cwd` or begins with `~`; raise UsageError if it is invalid.
 
     A path that contains ``${…}`` is invalid, because trainkit does not interpolate paths. With `is_literal`,
-    as for a path expanded by a shell, a folder may be named ``${HOME}``, so only a resolver such as
-    ``${hydra:runtime.cwd}`` is invalid.
+    as for a path expanded by a shell, a folder may be named ``${HOME}``, and only resolvers such as
+    ``${hydra:runtime.cwd}`` are invalid.
     """
     if url := _URL.match(text):
         hint = "copy the files to a disk that the job's nodes mount, and give the path there"

@@ -16,7 +16,7 @@ from trainkit.terminal import Styled, cut, cut_in_the_middle, painted, plain, te
 
 JsonObject = dict[str, Any]
 """A JSON object whose schema is defined outside of trainkit, such as a config.json, a JSON schema, a YAML
-file or a row of data. Objects whose schema trainkit defines are dataclasses instead."""
+file or a row of data. Objects whose schema trainkit defines are represented by dataclasses."""
 GAP = "  "
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 """Matches names that a run cannot have, because commands interpret them as job ids or as the newest run."""
@@ -52,7 +52,7 @@ def table(
         if max_width is not None:
             widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
         return "\n".join(_line(row, widths, right) for row in rows)
-    first = 0 if cuts else num_keys  # index of the first column to narrow; key columns come last
+    first = 0 if cuts else num_keys  # index of the first column to narrow; key columns are narrowed last
     least = [width if index < first else min(width, MIN_COLUMN) for index, width in enumerate(widths)]
     here = len(widths)
     while _width(least[:here]) > fit and here > num_keys + 1:
@@ -104,7 +104,8 @@ KEY_FORMATS = (
 """Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""Prefix for ``token`` in a pattern, which excludes special tokens of a tokenizer such as ``eos_token``."""
+"""A prefix for ``token`` in a regular expression, which excludes a tokenizer's special tokens such as
+``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
 """Matches a quote, including an escaped quote in nested JSON or in HTML."""
 _VALUE = r"""(?:(?<=["'])(?:(?!&#3|&quot;)[^"'\n<>\\])+|[^\s"'`<>;,|&\\]+)"""
@@ -133,7 +134,7 @@ _BY_PROGRAM = (
     ("smbclient rpcclient", r"smbclient|rpcclient", r"-U\s*[^\s%]{1,100}%"),
     ("openssl", r"openssl", r"(?:-\w+\s+)?pass:"),
 )
-"""Options that precede a password in these programs, but have another meaning in other programs."""
+"""Options that precede a password in some programs, but have another meaning in other programs."""
 _SECRETS = (
     ("", KEY_FORMATS),
     (
@@ -192,8 +193,8 @@ _SECRETS = (
         )
         for words, program, option in _BY_PROGRAM
     ),
-    # After -p, mask only values with upper-case and lower-case letters and digits. Other values are probably
-    # numbers, partition names, or the rest of an option such as -pix_fmt.
+    # After -p, mask only values with upper-case and lower-case letters and digits. Values with fewer kinds of
+    # characters are probably numbers, partition names, or the rest of an option such as -pix_fmt.
     ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
 )
 """Each entry consists of lowercase words, separated by spaces, and a pattern that matches a secret. A text is
@@ -363,7 +364,7 @@ MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400
 MEMORY = r"^(\d+(?:\.\d+)?) *(?:([KMGTPkmgtp])(?:[iI]?[bB])?n?|([bB]|bytes))?$"
-"""Matches an amount of memory: a number with an optional unit; sacct marks amounts per node with an `n`, as
+"""Matches an amount of memory: a number with an optional unit. sacct marks amounts per node with an `n`, as
 in `28Gn`."""
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 

@@ -1,6 +1,6 @@
 """Calls a Python function as one rank of a run started by `trainkit.submit`: ``python -m trainkit.function``.
 
-The call and the results are cloudpickle files that only their owner can read; trainkit never loads a pickle
+The call and the results are cloudpickle files that only their owner can read. trainkit never loads a pickle
 that another user could have written.
 """
 
@@ -41,7 +41,7 @@ POLL_S = 0.1
 SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
 """Maps each variable that ``submitit.JobEnvironment`` reads to the variable that provides its value."""
 SUBMITIT_FOLDER = "submitit"
-"""Subfolder of a run folder that `JobEnvironment.paths` refers to."""
+"""The subfolder of a run folder to which `JobEnvironment.paths` refers."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Operating system errors that would probably occur again if the function were called again."""
 _BY_CHANCE = re.compile(
@@ -49,7 +49,7 @@ _BY_CHANCE = re.compile(
     r"|NCCL|gloo|CUDA|cuDNN|cuBLAS|\bECC\b|DataLoader worker|shared memory",
     re.IGNORECASE,
 )
-"""Matches errors caused by peers, the network or the hardware, which may not occur again in a restart."""
+"""Matches errors caused by peers, the network or the hardware, which may not occur again after a restart."""
 
 
 class Requeue:
@@ -64,7 +64,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Call:
-    """A function and the arguments to call it with."""
+    """A function and its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -147,7 +147,7 @@ def by_value(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> None:
-    """Exit with `EXIT_STOPPED` on a stop signal; rank 0 first calls the callable's `checkpoint` method."""
+    """Exit with `EXIT_STOPPED` on a stop signal. Rank 0 first calls the callable's `checkpoint` method."""
     checkpoint = getattr(call.function, "checkpoint", None)
     checkpoint = getattr(call.function, "__submitit_checkpoint__", checkpoint)
     saved = attempt.path / "results" / "saved"
@@ -184,7 +184,7 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 def appear_as_submitit(attempt: AttemptDir) -> None:
     """Set the environment variables that ``submitit.JobEnvironment`` reads inside a function.
 
-    On Slurm, the ids are the ids of the job and the job array. Without Slurm, the ids are derived from the
+    On Slurm, the ids identify the job and the job array. Without Slurm, the ids are derived from the
     run and are the same in each attempt. `JobEnvironment.paths` refers to the rank's log file.
     """
     job = read_job(attempt.run)
@@ -271,9 +271,8 @@ def main() -> None:
         if isinstance(error, Exception | SystemExit):
             raise
         sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(
-            EXIT_FAILED
-        ) from None  # Otherwise, Python would terminate itself with SIGINT after a KeyboardInterrupt.
+        # Do not raise KeyboardInterrupt, because Python would then terminate itself with SIGINT.
+        raise SystemExit(EXIT_FAILED) from None
     if rank == 0:
         Path(os.environ["TRAINKIT_JOB_DONE_FILE"]).touch()
 

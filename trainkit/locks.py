@@ -68,7 +68,7 @@ class NotALock(OSError):
 
 
 class LockBusy(BlockingIOError):
-    """Raised if another process still holds the lock; the message identifies that process."""
+    """Raised if another process still holds the lock. The message identifies that process."""
 
 
 class LockStopped(LockBusy):
@@ -81,7 +81,8 @@ def acquire_lock(
     """Lock a file with flock, and return the descriptor to pass to `release_lock`.
 
     `owner` is a text that `owner_of` returns while the lock is held. Waits until other processes release the
-    lock, or raises LockBusy after `timeout_s`; unless `quiet`, prints once to stderr what it is waiting for.
+    lock, or raises LockBusy after `timeout_s`. Unless `quiet` is set, prints once to stderr which lock it is
+    waiting for.
 
     If the process blocks SIGTERM or SIGINT, either signal interrupts the wait: LockStopped is raised, and the
     signal remains pending. Raises LockUnsupported if flock is not supported, and OSError if the file cannot
@@ -131,9 +132,9 @@ def release_lock(descriptor: int) -> None:
 def _let_go_in_fork() -> None:
     """In a forked process, replace the descriptors of the parent's locks with /dev/null.
 
-    Otherwise, a forked process that outlives its parent would hold the locks, although the lock files name
-    the parent. The descriptors stay valid, so that the forked process can call `release_lock` when it leaves
-    a `with` block.
+    If the descriptors were kept, a forked process that outlives its parent would hold the locks, although the
+    lock files name the parent. The descriptors stay valid, so that the forked process can call `release_lock`
+    when it leaves a `with` block.
     """
     if _held:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -164,7 +165,7 @@ def is_locked(path: Path) -> bool:
 def file_lock(
     path: Path, timeout_s: float | None = None, mode: int = 0o600, *, quiet: bool = False
 ) -> Iterator[None]:
-    """Hold the lock on a file during the block; parameters and errors are the same as for `acquire_lock`."""
+    """Hold the lock on a file during the block. Parameters and errors are the same as for `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode, quiet=quiet)
     try:
         yield

@@ -262,16 +262,16 @@ class Attached:
     ) -> Iterator[int]:
         """Yield step numbers up to `total`, beginning with 1 or with the step after the newest checkpoint.
 
-        - Every `log_every` steps, the logged values are written, which waits for the device.
+        - Every `log_every` steps, the logged values are written once the device has computed them.
         - Every `save_every` steps and after the last step, the tracked objects are saved. The newest
           `keep_last` checkpoints are kept; None keeps all checkpoints.
         - After a stop signal, the tracked objects are saved, and the process exits with code 75. All ranks
           stop after the same step, at most two steps after the signal.
 
         Before each step, PyTorch's random number generators are seeded with `seed`, the step and the rank, so
-        that a resumed run has the same dropout; if `seed` is None, they are not seeded. If you leave the loop
-        with ``break``, nothing is saved; call `save` first. Raises TrainkitError if a checkpoint does not
-        match the tracked objects, and CheckpointError if the final state cannot be saved.
+        that a resumed run has the same dropout. If `seed` is None, the generators are not seeded. If you
+        leave the loop with ``break``, nothing is saved; call `save` first. Raises TrainkitError if a
+        checkpoint does not match the tracked objects, and CheckpointError if the final state cannot be saved.
         """
         self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
         self._progress.enter("load")
@@ -335,7 +335,7 @@ class Attached:
             yield
 
     def log(self, **values: Any) -> None:
-        """Set values to log for the current step; `steps` logs the mean of each value over all ranks.
+        """Set values to log for the current step. `steps` logs the mean of each value over all ranks.
 
         values: numbers or tensors with one element. Every rank must log the same names.
         """
@@ -370,7 +370,7 @@ class Attached:
         """Return the indices of the `batch_size` samples for this rank to train on in a step.
 
         Each epoch contains every sample once, in a different order. The samples of a step depend only on the
-        step number, so checkpoints need not contain a position. The ranks together get the same samples as
+        step number, so checkpoints need not contain a position. Together, the ranks get the same samples as
         long as ``batch_size x world_size`` does not change.
         """
         first = ((step - 1) * self.world_size + self.rank) * batch_size
@@ -428,7 +428,7 @@ class Attached:
             self._saver.wait_until_staged()
 
     def _end(self, step: int, reason: str) -> None:
-        """Save unless `step` is saved already; raise CheckpointError if saving fails."""
+        """Save unless `step` has already been saved; raise CheckpointError if saving fails."""
         self._progress.enter("end")
         self._saver.finish()
         if self._tracked and step > 0:
@@ -503,7 +503,10 @@ class Attached:
         return step
 
     def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors to load a checkpoint into; modules and optimizers provide their own tensors."""
+        """Return the tensors into which a checkpoint is loaded.
+
+        Modules and optimizers provide their own tensors.
+        """
         if not isinstance(item, nn.Module | Optimizer):
             # The saved state may have more entries than the state of the new object.
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}
@@ -562,7 +565,7 @@ class Attached:
         )
 
     def _report_failures(self) -> None:
-        """Record any exception that terminates this process, with the current step, as a possible cause."""
+        """Record any exception that terminates this process as a possible cause of the run's failure."""
         show = sys.excepthook
 
         def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

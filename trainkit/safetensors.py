@@ -21,7 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a file header in the safetensors format."""
+"""Maximum size, in bytes, of a file header in the safetensors format."""
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of each file that are included in the fingerprint."""
 DTYPES = {
@@ -48,7 +48,7 @@ class _Stored:
 
 
 class StoredWeights:
-    """The tensors in the safetensors files of a folder; slices can be read without reading whole tensors."""
+    """The tensors in the safetensors files of a folder. Slices can be read without reading whole tensors."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers of all files; raise FatalError if there is no file or a file is damaged."""
@@ -76,7 +76,7 @@ class StoredWeights:
         return self._tensors[name].shape
 
     def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
-        """Read a tensor or a slice of a tensor; `index` contains one slice for each of the first dimensions.
+        """Read a tensor or a slice of a tensor. `index` contains one slice for each of the first dimensions.
 
         Only the rows selected by the first slice are read from the file. Raises FatalError if the file is too
         short.
@@ -133,7 +133,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the weight files in a folder; a single weight file takes precedence over an index file."""
+    """Return the weight files in a folder. A single weight file takes precedence over an index file."""
     if (folder / FILE_NAME).is_file():
         return [folder / FILE_NAME]
     index = folder / INDEX_NAME
@@ -168,7 +168,7 @@ def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
 def write_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterator[Tensor]
 ) -> None:
-    """Write a safetensors file, one tensor at a time; `values` must have the same order as `tensors`."""
+    """Write a safetensors file, one tensor at a time. `values` must have the same order as `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():

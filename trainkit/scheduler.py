@@ -1,7 +1,7 @@
 """Job ids, job states, host lists and the environment variables that launchers set for ranks.
 
-This module reads no files and runs no commands. A job id has the form `123`, an array task's is `123_4`, and
-an array's pending tasks have `123_[5-9%2]`. A host list has the form `node[18-19,1-2]`.
+This module reads no files and runs no commands. A job id has the form `123` for a job, `123_4` for an array
+task, and `123_[5-9%2]` for an array's pending tasks. A host list has the form `node[18-19,1-2]`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""The prefix of environment variables that trainkit sets in a job; a run that a rank submits must not inherit
-them.
+"""The prefix of environment variables that trainkit sets in a job, and that a run submitted by a rank must
+not inherit.
 """
 RANK_VARIABLES = (
     "RANK",
@@ -34,8 +34,8 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Environment variables that launchers set for a rank; a job submitted from inside a job must not inherit
-them."""
+"""Environment variables that launchers set for a rank, and that a job submitted from inside a job must not
+inherit."""
 
 
 class JobState(Enum):
@@ -58,7 +58,7 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm no longer knows the job, or does not report how the job ended; such a job is never considered
+    """Slurm no longer knows the job, or does not report how the job ended. Such a job is never considered
     finished."""
 
     @property
@@ -113,7 +113,7 @@ class JobInfo:
     exit_code: int | None = None
     """The exit code of the batch script, or None before the job ends."""
     exit_signal: int | None = None
-    """The signal that killed the batch script, or None if no signal did."""
+    """The signal that killed the batch script, or None if no signal killed the script."""
     name: str = ""
     number: str = ""
     """The numeric job id of an array task; empty once squeue no longer lists the task."""
@@ -147,7 +147,7 @@ def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
 
 
 LARGEST_INDEX = 4_000_000
-"""The highest array index that Slurm supports; at most sites, MaxArraySize is far lower."""
+"""The highest array index that Slurm supports. At most sites, MaxArraySize is far lower."""
 
 JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
 _OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
@@ -166,7 +166,7 @@ def on_cluster(job_id: str, cluster: str | None) -> str:
 
 
 def split_job(job: str) -> tuple[str, str]:
-    """Split a full job name (see `on_cluster`) into id and cluster; the cluster is "" for a plain id."""
+    """Split a full job name (see `on_cluster`) into id and cluster. The cluster is "" for a plain id."""
     job_id, _, cluster = job.partition(";")
     return job_id, cluster
 

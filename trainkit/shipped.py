@@ -39,7 +39,7 @@ OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch
 class RestartCause(NamedTuple):
     """A reason why a capability restarts a run.
 
-    An attempt that ends for this reason is not considered an attempt without progress.
+    Attempts that end for this reason are ignored when trainkit checks whether a run makes progress.
     """
 
     words: str
@@ -55,7 +55,8 @@ class Shipped(NamedTuple):
     """Key of plan.json after which the capability's part is written; a second key is used if the plan lacks
     the first."""
     keys: Mapping[str, tuple[str, Any]] = {}
-    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the default value without a part."""
+    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the default value for plans without
+    the part."""
     within: tuple[str, ...] = ()
     """Fields of the part that are stored at the end of the `follows` record, which is in every plan."""
     commands: Mapping[str, str] = {}
@@ -74,8 +75,8 @@ class Shipped(NamedTuple):
     """Field of the part that contains the rank to which a user may connect; empty if there is no such field.
 
     While a rank waits for user input, the attempt folder contains NAME/rank-*.json, where NAME is the
-    capability's name. Once a user has connected, the file NAME/rank contains the number of the rank that the
-    user is connected to.
+    capability's name. Once a user has connected to a rank, the file NAME/rank contains the number of this
+    rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
     """Maps a launcher started by `Capability.argv` to packages; one of the packages must be installed."""
@@ -86,7 +87,7 @@ class Shipped(NamedTuple):
     """Maps an output (`status`, `rows` or `report`) to the keys added to the output, each with the key that
     precedes it."""
     causes: Mapping[str, RestartCause] = {}
-    """Maps the cause of a `PlannedStop` by the capability to a description of the restart."""
+    """Maps the cause of each `PlannedStop` that the capability may return to a description of the restart."""
     group_file: str | None = None
     """Name of the file that marks a group of runs as created by this capability; None if it creates no
     groups."""
@@ -99,11 +100,11 @@ class Shipped(NamedTuple):
     """True if the capability has no config keys, so that checking and planning a config need not import its
     class."""
     worker: str | None = None
-    """Module whose `run_worker` replaces the trainer's if the plan has the capability's part."""
+    """Module whose `run_worker` replaces the trainer's `run_worker` if the plan has the capability's part."""
 
     @property
     def has_class(self) -> bool:
-        """Return whether the module defines `CAPABILITY`, which is not needed only to add commands."""
+        """Return whether the module defines `CAPABILITY`, unlike a capability that only adds commands."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 
@@ -174,7 +175,7 @@ SHIPPED = {
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped(
         "trackers", {"log_pattern": ("pattern", None)}
-    ),  # before trackers, which send the metrics that curves writes when it stops
+    ),  # listed before trackers, which send the metrics that curves writes when it stops
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),

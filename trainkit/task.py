@@ -63,7 +63,7 @@ class Samples(Protocol):
 class Stream(Protocol):
     """A dataset without a length, such as a `torch.utils.data.IterableDataset` or a Hugging Face stream.
 
-    Each iteration must yield one epoch of samples, always the same samples in the same order; trainkit does
+    Each iteration must yield one epoch of samples, always the same samples in the same order. trainkit does
     not shuffle them. Every rank reads all samples, but collates only its own.
 
     Optional attributes:
@@ -116,7 +116,7 @@ class ParameterOptions:
 
 
 class Task(ABC):
-    """A training task; `config` is the run's config, and ``task_args`` are passed as keyword arguments.
+    """A training task. `config` is the run's config, and ``task_args`` are passed as keyword arguments.
 
     A subclass that takes arguments defines, for example, ``__init__(self, config, *, width=64)`` and calls
     ``super().__init__(config)``. Every rank creates the task before the process groups exist, so neither the
@@ -136,7 +136,7 @@ class Task(ABC):
     def build_model(self) -> nn.Module:
         """Build the model in float32 on the CPU.
 
-        The model must be the same on every rank; before this method is called, trainkit seeds `random`,
+        The model must be the same on every rank. Before this method is called, trainkit seeds `random`,
         `numpy.random` and `torch` with ``seed``. Parameters with ``requires_grad = False`` are frozen.
         Persistent buffers are saved in checkpoints. After each step, rank 0's buffers are copied to all
         ranks.
@@ -149,8 +149,8 @@ class Task(ABC):
     def read_weight(self, name: str, rows: slice) -> Tensor:
         """Return rows of the initial value of a parameter that `build_model` left on the meta device.
 
-        Each rank requests the rows of its own shard. Checkpoints do not contain frozen parameters. Instead,
-        frozen parameters are read again whenever the run starts, so the files that this method reads must not
+        Each rank requests the rows of its own shard. Checkpoints do not contain frozen parameters. Frozen
+        parameters are read again whenever the run starts, so the files that this method reads must not
         change.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define read_weight, which {name} needs")
@@ -200,14 +200,14 @@ class Task(ABC):
         requires a gradient. For a sharded parameter, `parameters` contains only this rank's shard. Each
         parameter must belong to exactly one optimizer.
 
-        To use a learning rate scheduler, return the scheduler instead of its optimizer; trainkit calls
+        To use a learning rate scheduler, return the scheduler instead of its optimizer. trainkit calls
         ``scheduler.step()`` after each training step. Without a scheduler, the config section ``schedule``
         defines a factor from 0 to 1, and the learning rates of all parameter groups are multiplied by this
         factor.
 
         With ``dp_shard`` or ``tp``, an optimizer must update each element of a parameter independently, as
-        SGD and Adam do. For an optimizer that is not part of PyTorch, set the attribute ``by_element = True``
-        to declare that it does so.
+        SGD and Adam do. If an optimizer that is not part of PyTorch updates each element independently,
+        declare this by setting its attribute ``by_element = True``.
         """
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class Task(ABC):
         return ()
 
     def loss_for(self, optimizer: str, model: nn.Module, batch: Any) -> Loss:
-        """Compute the loss for the turn of the given optimizer. Validation calls `loss` instead.
+        """Compute the loss for the turn of the given optimizer. Validation calls `loss`, not this method.
 
         The loss of each optimizer is logged as ``NAME_loss``. The ``loss`` logged for a step is the sum of
         the losses in all turns.
@@ -324,7 +324,7 @@ def record_with(task: Task, recorder: Recorder) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Create module parameters within the block on the meta device; buffers keep their values.
+    """Create module parameters within the block on the meta device. Buffers keep their values.
 
     Use `parameters_on_meta` for a model that is too large for every process on a host to build in memory.
     This function is not thread-safe.

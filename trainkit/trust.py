@@ -20,7 +20,7 @@ TRUSTED_VARIABLE = "TRAINKIT_JOB_TRUSTED"
 
 
 def trust(folder: Path) -> None:
-    """Trust a folder and its content, whatever its owner, in this process and its child processes."""
+    """Trust a folder and its content, regardless of the owner, in this process and its child processes."""
     os.environ[TRUSTED_VARIABLE] = json.dumps([*_trusted(), os.path.realpath(folder)])
 
 
@@ -100,7 +100,7 @@ def read_trusted(path: str | Path) -> str:
 
 
 def require_own(path: str | Path, found: os.stat_result) -> None:
-    """Raise UsageError if another user could have written a file or folder that determines executed code."""
+    """Raise UsageError if another user could have written a file or folder that affects executed code."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
     # Only the owner of a symlink can change it, regardless of its mode.

@@ -25,8 +25,7 @@ QUERY_INTERVAL_S = 10.0
 """Interval in seconds between two queries by a waiting command; long, because Slurm's controller serves the
 whole cluster."""
 EXIT_POLL_S = 1.0
-"""Interval in seconds between two queries about a job whose run has recorded its end, and which is about to
-exit."""
+"""Interval in seconds between two queries about a job that is about to exit because its run has ended."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """A function that returns Slurm's data about jobs, or None if Slurm has not answered yet. If a cluster does
 not answer, its jobs are missing from the result."""
@@ -73,8 +72,8 @@ def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | 
 def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
     """Return the newest attempt if its job is alive, or None if the job has exited or is about to exit.
 
-    Raises UsageError if this host cannot tell whether the job is alive, or if this folder is a copy of a live
-    run's folder. The error's hint suggests running the subcommand `command` elsewhere.
+    Raises UsageError if this host cannot determine whether the job is alive, or if this folder is a copy of a
+    live run's folder. The error's hint suggests running the subcommand `command` elsewhere.
     """
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job, command)
     if entry is not None:
@@ -135,7 +134,7 @@ def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command:
 
 
 def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """Return the run that this folder was copied from, or None if their newest attempts differ."""
+    """Return the run that was copied to this folder, or None if the two newest attempts differ."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
@@ -179,7 +178,7 @@ def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
-    """Wait until the Slurm job of an ended run exits; otherwise, the next job would have to wait for it.
+    """Wait until the Slurm job of an ended run has exited, so that the next job need not wait for it.
 
     Raises UsageError if the job takes longer than `SUPERVISOR_EXIT_S` to exit.
     """
@@ -198,7 +197,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
 
 
 def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
-    """Return the job of a run that has recorded its end if the job is still running or being requeued.
+    """Return the job of an ended run if the job is still running or being requeued.
 
     Returns None if Slurm does not answer.
     """
@@ -266,7 +265,7 @@ class SlurmPoller:
 
     @property
     def problem(self) -> str | None:
-        """Return why and since when the jobs' state in Slurm is unknown, or None if it is known."""
+        """Return why and since when the jobs' state in Slurm is unknown, or None if the state is known."""
         if self._problem is None:
             return None
         text, since = self._problem
@@ -285,7 +284,7 @@ class SlurmPoller:
         try:
             self._least_s = least_interval_s(ids)
             jobs = query_jobs_or_warn(ids, texts.append)
-        except (TrainkitError, OSError) as error:  # An exception would end the thread without an answer.
+        except (TrainkitError, OSError) as error:  # An exception would kill the thread without an answer.
             jobs = {}
             texts.append(str(error).splitlines()[0])
         if not texts:
@@ -302,7 +301,10 @@ class Waiting:
         self._notify, self._from_s, self._said = notify, time.monotonic() + after_s, ""
 
     def look(self, reason: str) -> None:
-        """Report `reason`, the current reason for waiting ("" if there is none), if it has changed."""
+        """Report the current reason for waiting if it has changed.
+
+        `reason` is "" if there is no reason to wait.
+        """
         if reason != self._said and time.monotonic() >= self._from_s:
             self._said = reason
             if reason:
@@ -312,10 +314,11 @@ class Waiting:
 def liveness_probe(
     run: RunDir, notify: Callable[[str], None] = lambda text: None, after_s: float = 0.0
 ) -> Callable[[], bool | None]:
-    """Return a function that polls whether a run's newest job is alive; it returns None if that is unknown.
+    """Return a function that polls whether a run's newest job is alive.
 
-    `notify` is called with the reason why the job is pending or its state is unknown, whenever the reason
-    changes. `notify` is not called before `after_s` seconds have passed.
+    The function returns None if the state of the job is unknown. `notify` is called with the reason why the
+    job is pending or its state is unknown, whenever the reason changes. `notify` is not called before
+    `after_s` seconds have passed.
     """
     poller, waiting, started = SlurmPoller(), Waiting(notify, after_s), set[int]()
 

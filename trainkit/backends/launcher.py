@@ -1,4 +1,4 @@
-"""Supports ranks that another launcher started, such as torchrun or mpirun on several hosts without Slurm."""
+"""Supports ranks that a launcher such as torchrun or mpirun started, usually on several hosts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class LaunchedRank(Task):
-    """One rank that another launcher started; the launcher must number the ranks host by host."""
+    """One rank started by a launcher such as torchrun, which must assign consecutive ranks to each host."""
 
     launcher: str
     task: int
-    """The rank; it replaces the index of the task in a Slurm step."""
+    """The rank, used in place of the index of a task in a Slurm step."""
     local_task: int
     tasks: tuple[int, ...]
     """The number of ranks on each host."""
@@ -80,10 +80,10 @@ class LaunchedRank(Task):
 
 
 def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Return the rank of this process if another launcher started it, or None if the world size is 1.
+    """Return the rank of this process if a launcher started it, or None if the world size is 1.
 
-    Also returns None for a process that a trainkit rank started. Raises UsageError if ranks are not numbered
-    host by host, or if the number of ranks differs between hosts.
+    Also returns None for a process that a trainkit rank started. Raises UsageError if a host's ranks are not
+    consecutive, or if the number of ranks differs between hosts.
     """
     if RUN_DIR_VARIABLE in environ:
         return None
@@ -122,7 +122,7 @@ def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
 
 
 def _own_address(task: LaunchedRank) -> str:
-    """Return the address of this host on its route to MASTER_ADDR; other hosts can reach this address."""
+    """Return the address of this host on its route to MASTER_ADDR. Other hosts can reach this address."""
     if task.num_nodes == 1:
         return LOCAL_ADDR
     own = address_towards(task.master_addr)
@@ -141,7 +141,10 @@ def _own_address(task: LaunchedRank) -> str:
 
 
 class LauncherBackend(LocalBackend):
-    """The backend for a run whose ranks another launcher started; rank 0 also supervises the run."""
+    """The backend for a run whose ranks a launcher such as torchrun started.
+
+    Rank 0 also supervises the run.
+    """
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         entry = super().start(run, new)

@@ -85,7 +85,7 @@ class _StartTimeJson(TypedDict):
     """The expected start time; None if Slurm reports no time."""
     nodes: Sequence[str]
     remark: str
-    """Slurm's explanation why it reports no start time."""
+    """Slurm's explanation of why it reports no start time."""
     refused: bool
     """True if Slurm would reject the job."""
 

@@ -70,12 +70,14 @@ def command(
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    If RUN is a group on this machine, its unfinished runs are started.
+    If RUN is a group, its unfinished runs are started on this machine, or its unsubmitted trials are
+    submitted to Slurm.
 
-    RUN resumes as the next attempt in its run folder or, with --as, in a new run folder. RUN resumes where it
-    ran before: on Slurm or on this machine. After `trainkit run`, RUN resumes in the foreground, unless
-    --follow, --json or --as is given. If torchrun or mpirun starts this command, its processes become the
-    ranks of RUN, as with `trainkit run`.
+    RUN resumes as the next attempt in its run folder or, with --as, in a new run folder. RUN resumes on the
+    same backend as before, Slurm or a single machine, unless --backend is given. If RUN was started with
+    `trainkit run`, it resumes in the foreground, unless --follow, --json or --as is given. If you start this
+    command with torchrun or mpirun, the processes that the launcher starts become the ranks of RUN, as with
+    `trainkit run`.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
     from trainkit.control.resume import (

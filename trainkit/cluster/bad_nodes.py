@@ -49,9 +49,9 @@ def note_failure(
     now: datetime | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Record that a host caused a run's attempt to fail; `reason` is a short text for messages.
+    """Record that a host caused a run's attempt to fail. `reason` is a short text for messages.
 
-    Raises OSError if the file cannot be written or its lock stays taken.
+    Raises OSError if the file cannot be written or its lock cannot be acquired.
     """
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
@@ -67,7 +67,7 @@ def note_failure(
 
 @dataclass(frozen=True)
 class Note:
-    """One recorded failure; a value that is damaged or incorrectly edited is considered missing."""
+    """One recorded failure. A value that is damaged or incorrectly edited is considered missing."""
 
     host: str = ""
     kind: str = ""
@@ -94,7 +94,7 @@ def excluded(
 
     A host is excluded if, within the last 24 hours, it died, failed the preflight checks, or was the culprit
     in `FAILURES_OF_A_CULPRIT` failures of a single run. If `run` is a run folder, hosts where a start of this
-    run failed are excluded too.
+    run failed are also excluded.
     """
     notes = _notes(memory_file(cluster, environ), now or datetime.now(timezone.utc))
     found: dict[str, str] = {}

@@ -79,7 +79,7 @@ def has_slurm() -> bool:
 def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     """Query the controller about a cluster, with up to four commands in parallel.
 
-    The cluster is this machine's unless `name` is given. The result includes accounts and QOS only if
+    The cluster defaults to this machine's cluster. The result includes accounts and QOS only if
     `with_accounts` is set. Only the accounting database knows which QOS an account may use and which limits a
     QOS overrides (see `query_qos`). Raises SlurmUnreachable if the controller does not answer within
     `CLUSTER_TIMEOUT_S`.
@@ -94,14 +94,14 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
 
 
 def _query_associations(cluster: str = "") -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """Return the user's accounts and all QOS that the controller knows, or none if it does not answer."""
+    """Return the user's accounts and all QOS that the controller knows; empty if it does not answer."""
     user = user_name()
     argv = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
     return parse_assoc_mgr(_try(argv, CLUSTER_TIMEOUT_S, cluster) or "", user)
 
 
 def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
-    """Query a cluster's settings, and the cluster itself, excluding accounts and QOS."""
+    """Query a cluster's settings, partitions and nodes, but not its accounts and QOS."""
     commands = (CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV)
     with ThreadPoolExecutor(len(commands)) as threads:
         settings, partitions, nodes = threads.map(lambda argv: _ask(argv, timeout_s, name), commands)
@@ -166,7 +166,10 @@ def discover_cluster() -> Cluster | None:
 
 
 def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> tuple[Account, ...] | None:
-    """Merge Slurm's entries per account and partition by account; None if Slurm checks no accounts."""
+    """Merge Slurm's entries, one per account and partition, into one per account.
+
+    Returns None if Slurm checks no accounts.
+    """
     merged: dict[str, Account] = {}
     for account in accounts or ():
         known = merged.get(account.name, account)
@@ -184,7 +187,10 @@ def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> 
 def _with_accounts(
     cluster: Cluster, config: Mapping[str, str], accounts: Iterable[Account] | None
 ) -> Cluster:
-    """Return the cluster with `accounts`; if Slurm does not check them, its partitions accept any account."""
+    """Return the cluster with `accounts`.
+
+    If Slurm does not check accounts, the partitions accept any account.
+    """
     known = _enforced(config, accounts)
     partitions = cluster.partitions
     # If the setting is missing, it is unknown whether Slurm checks accounts.
@@ -199,13 +205,13 @@ def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """Return the sbatch option that requests GPUs; `config` is the output of `scontrol show config`."""
+    """Return the sbatch option that requests GPUs. `config` is the output of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
-    """Parse `scontrol show partition --oneliner`; `kinds` maps partition names to their nodes."""
+    """Parse `scontrol show partition --oneliner`. `kinds` maps partition names to their nodes."""
     return [
         _partition(_pairs(line), kinds) for line in text.splitlines() if line.startswith("PartitionName=")
     ]

@@ -1,6 +1,6 @@
 """Checks a job's request against the limits of a cluster, without running a command.
 
-sbatch rejects only a few requests that exceed limits; most such jobs are accepted and then stay pending
+sbatch rejects only a few requests that exceed limits; most of these jobs are accepted and then stay pending
 forever.
 """
 
@@ -38,7 +38,7 @@ class ResourceRequest:
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """The acceptable GPU types, if there are several; the type depends on the partition where the job
+    """The acceptable GPU types, if there are several. The type depends on the partition where the job
     starts."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
@@ -60,7 +60,7 @@ class ResourceRequest:
 
     @classmethod
     def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
-        """Return the request for the config section `resources`; a plan later adds the workers per node."""
+        """Return the request for the config section `resources`; a plan adds the workers per node."""
         types = resources.gpu_types
         names: Iterable[str | None] = (None,)
         if resources.partition is not None:
@@ -127,7 +127,7 @@ class ResourceRequest:
         return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
 
     def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """Return the request, adding the workers per node from a plan, and the GPUs and CPUs they need."""
+        """Return the request with a plan's workers per node, and the GPUs and CPUs that they need."""
         # If the plan does not set the number of threads, each task still gets one CPU.
         each = 1 if threads is None and per == "gpu" else threads
         return replace(
@@ -154,7 +154,7 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in request.partitions]
-    # If several partitions are requested, the request is valid if one of them can start the job.
+    # A request for several partitions is valid if the job can start in at least one of them.
     if found and all(found):
         yield from found[0]
 
@@ -176,7 +176,7 @@ def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, KeyProblem]:
-    """Return the first problem in each requested partition that can never start the job."""
+    """Return the first problem for each requested partition where the job can never start."""
     found = {item.name: next(partition_problems(request, cluster, item), None) for item in request.partitions}
     return {name: problem for name, problem in found.items() if problem is not None}
 
@@ -193,7 +193,7 @@ def spare_capacity(request: ResourceRequest) -> int | None:
 
 
 def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable[NodeKind]) -> int:
-    """Return how many nodes have enough GPUs, CPUs and memory; unknown amounts are considered enough."""
+    """Return how many nodes have enough GPUs, CPUs and memory; unknown amounts are considered sufficient."""
     gpus, cpus, mem_mib = request.gpus_per_node or 0, request.cpus_per_node or 0, request.mem_mib or 0
     return sum(
         kind.count
@@ -268,7 +268,10 @@ def _permission_problems(
 
 
 def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) -> bool:
-    """Return whether a partition may accept an account; `above` lists its ancestors, None if unknown."""
+    """Return whether a partition may accept an account.
+
+    `above` lists the account's ancestors, or is None if they are unknown.
+    """
     names = (account, *(above or ()))
     if partition.allowed_accounts is None:
         return not any(_is_in(name, partition.denied_accounts) for name in names)
@@ -281,7 +284,7 @@ def _is_in(name: str, names: Iterable[str] | None) -> bool:
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """Return the account that the job is charged to, or None if unknown."""
+    """Return the account to which the job is charged, or None if unknown."""
     return next(
         (
             item
@@ -312,7 +315,7 @@ def partition_problems(
         key, shown = _too_many_nodes(request, max_nodes)
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
-        request = replace(request, nodes=1, spare_nodes=0)  # already reported as too many nodes
+        request = replace(request, nodes=1, spare_nodes=0)  # the excessive number of nodes is reported above
     min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (
@@ -324,7 +327,7 @@ def partition_problems(
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """Return the requested QOS; if the QOS is unknown, return one that may override any limit."""
+    """Return the requested QOS; if it is unknown, return a QOS that may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)

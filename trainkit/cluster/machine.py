@@ -111,7 +111,7 @@ def nvml() -> Iterator[Any]:
 
 
 def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
-    """Return the names of the GPUs, a sentence about them, and the newest CUDA version for the driver."""
+    """Return the GPUs' names, a sentence about them, and the newest CUDA version that the driver supports."""
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine", None
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -140,7 +140,7 @@ def driver_cuda(nvml: Any) -> tuple[int, int] | None:
 
 
 def gpu_handle(nvml: Any, name: str) -> Any:
-    """Return the NVML handle for a GPU or MIG slice; `name` is an entry of CUDA_VISIBLE_DEVICES.
+    """Return the NVML handle for a GPU or MIG slice. `name` is an entry of CUDA_VISIBLE_DEVICES.
 
     Raises NVMLError if there is no such GPU.
 
@@ -167,7 +167,7 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         except nvml.NVMLError:
             if not name.isdigit() or int(name) >= count:
                 break
-            names.append("GPU that does not respond")  # identified by the preflight checks
+            names.append("GPU that does not respond")  # the preflight checks report this GPU
     return tuple(names)
 
 
@@ -212,7 +212,7 @@ def job_memory_gib() -> float | None:
 
 
 def memory_of_gib(pids: Iterable[int]) -> float | None:
-    """Return the memory used by processes in GiB; shared pages are divided among their users (PSS).
+    """Return the memory used by processes in GiB. Shared pages are divided among their users (PSS).
 
     Processes that have exited or belong to another user are not counted; returns None if no process remains.
     """

@@ -28,7 +28,7 @@ def features_of(constraint: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes in a partition with the same hardware and features; a value is None if it is unknown."""
+    """Nodes in a partition with the same hardware and features; None means unknown."""
 
     count: int
     cpus: int | None = None
@@ -36,7 +36,7 @@ class NodeKind:
     mem_mib: int | None = None
     """The memory per node in MiB that jobs can use."""
     gpus: dict[str, int] = field(default_factory=dict)
-    """The number of GPUs per node by type; the type is "" if the site does not name it."""
+    """The number of GPUs per node by type. The type is "" if the site does not name it."""
     features: tuple[str, ...] = ()
 
     def num_gpus(self, gpu_type: str | None = None) -> int:
@@ -46,7 +46,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition; a value is None if it is unknown, unlimited, or unrestricted."""
+    """A partition, where None means unknown, unlimited or unrestricted."""
 
     name: str
     is_default: bool = False
@@ -65,8 +65,8 @@ class Partition:
     max_mem_mib: int | None = None
     """The memory per node in MiB that jobs in the partition may use, or None if they may use all."""
     max_mem_per_cpu_mib: int | None = None
-    """The memory per CPU in MiB that jobs in the partition may use; a job that requests more gets additional
-    CPUs."""
+    """The memory per CPU in MiB that jobs in the partition may use. A job that requests more memory per CPU
+    gets additional CPUs."""
     nodes: tuple[NodeKind, ...] = ()
     """The nodes in the partition, grouped by kind; empty if unknown."""
     allowed_qos: tuple[str, ...] | None = None
@@ -88,7 +88,7 @@ class Partition:
         return self.max_time_s if self.default_time_s is None else self.default_time_s
 
     def gpu_type(self, constraint: str | None = None) -> str | None:
-        """Return the GPU type of the nodes that match `constraint`, or None if there is none or several."""
+        """Return the GPU type of the nodes that match `constraint`; None if there is no single type."""
         types = {name for kind in self.matching(constraint) for name in kind.gpus}
         return types.pop() if len(types) == 1 else None
 
@@ -122,7 +122,7 @@ def _least(*amounts: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Account:
-    """An account that the user may charge; a value is None if it is unrestricted or unknown."""
+    """An account that the user may charge; None means unrestricted or unknown."""
 
     name: str
     is_default: bool = False
@@ -144,7 +144,7 @@ class Qos:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The known properties of a cluster; configs are checked against them before submission."""
+    """The known properties of a cluster, against which configs are checked before submission."""
 
     name: str
     partitions: tuple[Partition, ...] = ()

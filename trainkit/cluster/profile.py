@@ -109,7 +109,7 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the `name` in a profile, or its file name if the profile cannot be read.
+    """Return the `name` in a profile, or the profile's file name if the profile cannot be read.
 
     The read error is reported when the profile is loaded.
     """
@@ -135,8 +135,8 @@ def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry 
 def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
     """Return a config's cluster from its profile or Slurm; set `error` if Slurm does not answer.
 
-    `run` is the folder of a run that is being restarted; the bad nodes then include hosts where a start of
-    this run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is
+    If `run`, the folder of a run that is being restarted, is given, the bad nodes include hosts where a start
+    of this run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is
     unknown.
     """
     if loaded.config.resources.clusters:
@@ -244,7 +244,7 @@ GpuCounts = Annotated[
 
 
 class NodesProfile(Section):
-    """A `NodeKind` in a profile; `gpus` is a plain number if the cluster does not name its GPU types."""
+    """A `NodeKind` in a profile. `gpus` is a plain number if the cluster does not name its GPU types."""
 
     count: AtLeastOne = 1
     cpus: AtLeastOne | None = None
@@ -254,7 +254,7 @@ class NodesProfile(Section):
 
 
 class PartitionProfile(Section):
-    """A `Partition` in a profile; a value is null if there is no limit."""
+    """A `Partition` in a profile; null means that there is no limit."""
 
     is_default: bool = Field(default=False, alias="default")
     is_hidden: bool = Field(default=False, alias="hidden")
@@ -293,8 +293,8 @@ class QosProfile(Section):
 class ClusterProfile(Section):
     """A `Cluster` against which configs are checked, and default config values for runs on that cluster.
 
-    A key in the file is the alias of its field or else the field's name; a null or missing value means
-    unknown.
+    A key in the file is the alias of its field or, without an alias, the field's name. A null or missing
+    value means unknown.
     """
 
     profile_version: Literal[1] = 1
@@ -330,7 +330,7 @@ class ClusterProfile(Section):
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
-    """Read a profile and its `defaults` section; `shown` is the file name for messages.
+    """Read a profile and its `defaults` section. `shown` is the file name for messages.
 
     Raises a ConfigError that lists every problem.
     """
@@ -344,7 +344,7 @@ def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
 
 
 def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """Return one problem per key, in file order; problems in a list item have the list's line number."""
+    """Return one problem per key, in file order. Problems in a list item have the list's line number."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         path = tuple(map(str, item["loc"]))

@@ -29,12 +29,13 @@ class Target:
     cluster: Cluster | None = None
     """The cluster, or None if the backend does not use Slurm."""
     node_sizes: tuple[int, ...] | None = None
-    """The workers on each node, if a Slurm step or another launcher (``srun launcher``) has already started
+    """The number of workers on each node, if a Slurm step or a launcher such as torchrun has already started
     the processes."""
     per: Literal["gpu", "node"] | None = None
     """Whether the running Slurm step has one task per GPU or one task per node, or None outside a step."""
     finds_cluster: bool = True
-    """True if a cluster's profile may set defaults; False for ranks that another launcher started."""
+    """True if a cluster's profile may set defaults; False for ranks that a launcher such as torchrun
+    started."""
 
     @property
     def submits_job(self) -> bool:
@@ -45,7 +46,7 @@ LOCAL = Target("local", "this machine")
 
 
 def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
-    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
+    """Return the backend that `launch.backend` selects here, and why. `cluster` is `launch.cluster`.
 
     Raises SlurmError if it is unclear whether this machine belongs to a cluster.
     """
@@ -84,7 +85,7 @@ def is_cluster_of_host(cluster: str | None) -> bool:
 
 
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
-    """Return a config's target, including a description of its cluster; `backend` overrides the config's.
+    """Return a config's target, including a description of its cluster. `backend` overrides `launch.backend`.
 
     `run` is the folder of a run that is being restarted; see `known_cluster`. Raises ConfigError if a cluster
     profile is invalid or does not exist, or if the clusters cannot be reached by Slurm commands.
@@ -113,7 +114,7 @@ def load_with_cluster(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config like `load_config`, but let `defaults` in its cluster's profile override `defaults`.
+    """Load a config like `load_config`, but the cluster profile's `defaults` override the given `defaults`.
 
     Raises the same InvalidConfig as `load_config` and the same ConfigError as `make_target`.
     """

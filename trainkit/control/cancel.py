@@ -68,15 +68,16 @@ class CancelResult:
     facts: CancelledJson
     """The values that ``--json`` prints."""
     entry: AttemptRecord | None = None
-    """The attempt that is saving, or None if no attempt is."""
+    """The attempt that is saving, or None if no attempt is saving."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
-    """Ask a run to save and exit, or kill it if `now` is set; if `wait` is set, wait until it has ended.
+    """Ask a run to save and exit, or kill it if `now` is set.
 
-    The cancellation is recorded in job.json while holding the run's lock. The supervisor reads job.json
-    before each attempt, so the cancellation takes effect even if the signal is lost. Raises UsageError if
-    this host cannot reach the run, and SlurmUnreachable if Slurm does not answer.
+    If `wait` is set, waits until the run has ended. The cancellation is recorded in job.json while holding
+    the run's lock. The supervisor reads job.json before each attempt, so the cancellation takes effect even
+    if the signal is lost. Raises UsageError if this host cannot reach the run, and SlurmUnreachable if Slurm
+    does not answer.
     """
     outcome = ""
     with run_lock(run):
@@ -126,7 +127,7 @@ def _got_stop_signal(run: RunDir, entry: AttemptRecord) -> bool:
 
 
 def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
-    """Cancel the job of an ended run if Slurm still lists the job, because it hangs or would start again."""
+    """Cancel the job of an ended run if Slurm still lists the job, because the job hangs or would restart."""
     job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
@@ -269,7 +270,10 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
 def _cancel_trials(
     group: RunGroup, running: Sequence[int], pending: Sequence[int], jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel trials by index; `jobs` contains their arrays, and the jobs of trials outside the arrays."""
+    """Cancel trials by index.
+
+    `jobs` contains the trials' arrays, and the jobs of trials outside the arrays.
+    """
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     entries: list[tuple[RunDir, AttemptRecord]] = []

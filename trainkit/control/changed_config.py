@@ -28,7 +28,7 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
-"""The keys that determine the order of the samples; the trainer additionally compares the data itself."""
+"""The keys that determine the order of the samples. The trainer additionally compares the data itself."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,10 @@ def flat_values(config: RunConfig) -> dict[str, object]:
 
 
 def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str | None:
-    """Describe how the learning rate changes at the step where a run resumes, or None if it does not."""
+    """Describe how the learning rate changes at the step where a run resumes.
+
+    Returns None if the learning rate does not change.
+    """
     before, step, steps = so_far.config, so_far.step, after.train.steps
     if not so_far.saved or before.train.steps is None or steps is None:
         return None
@@ -99,7 +102,7 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
 def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> float | None:
     """Return how many seconds the run takes until step `steps` at the newest attempt's speed.
 
-    Returns None if the speed is unknown or the plan changes it.
+    Returns None if the speed is unknown or the plan changes the speed.
     """
     names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a training step
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
@@ -109,7 +112,7 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
 
 def missing_save(so_far: RunSoFar) -> str | None:
-    """Describe where a run that has not saved yet starts again, or None if the run has saved.
+    """Describe where a run without a saved checkpoint would restart; return None if the run has saved.
 
     A command that does not use `trainkit.loop` reports a save only through its exit code.
     """
@@ -208,5 +211,8 @@ def _problems(
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model's parameters; omits dropout, which may change."""
+    """Return the dimensions that determine the model's parameters.
+
+    The dropout, which may change, is set to 0.
+    """
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)

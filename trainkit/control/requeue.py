@@ -54,8 +54,8 @@ def requeue_run(run: RunDir) -> Requeued:
             own = backend_of(entry).job(entry)
             outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
-            # Between two steps of a job, no process receives the signal. Therefore, record the request in
-            # job.json too.
+            # Between two steps of a job, no process receives the signal, so record the request in job.json,
+            # too.
             with suppress(OSError):  # if the disk is full, only the signal is sent
                 change_newest(run, requeue_requested_at=utc_now())
             outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""Resumes a run, optionally with a changed config or as a new run, or the remaining runs in a group."""
+"""Resumes a run, with an unchanged or changed config or as a new run, or resumes the runs in a group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlannedResume:
     loaded: LoadedConfig
     plan: LaunchPlan
     choice: NodesChoice | None = None
-    """How the number of nodes was chosen, or None unless `chooses_nodes` was set."""
+    """The explanation of how the number of nodes was chosen; None unless `chooses_nodes` was set."""
 
 
 @contextmanager
@@ -111,12 +111,12 @@ def resume_run(
 ) -> AttemptRecord:
     """Start the next attempt of an ended run with this config and plan; return the attempt's job.json entry.
 
-    `new_code` replaces the run's copy of the code; for `now` and `foreground`, see `NewAttempt`.
+    `new_code` replaces the run's copy of the code. For `now` and `foreground`, see `NewAttempt`.
     Raises UsageError if the run is still running.
     """
     with run_lock(run):
         job = read_whole_job(run)
-        # Check a second time under the lock, because another command may have started the run in the
+        # Repeat the check while holding the lock, because another command may have started the run in the
         # meantime.
         require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:

@@ -1,8 +1,9 @@
-"""The interface of an allocation: the machine or the hosts of a job on which a run's attempts execute.
+"""Defines the interface of an allocation, on which a run's attempts execute.
 
-An allocation claims attempts, starts their processes and lists the ways to restart the run. If the run
-continues in another allocation, the current allocation is released. An `AttemptWatch` starts and monitors the
-processes of one attempt. The supervisor uses the same interface for local and Slurm allocations.
+An allocation is this machine, or the hosts of a Slurm job. An allocation claims attempts, starts their
+processes and lists the ways to restart the run. If the run continues in another allocation, the current
+allocation is released. An `AttemptWatch` starts and monitors the processes of one attempt. The supervisor
+uses the same interface for local and Slurm allocations.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ SIGNAL_RECORD_S = 2.0
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
-    """Return a decision that ends the run if its folder differs from what was submitted, else None.
+    """Return the decision to end the run if its folder differs from what was submitted, else None.
 
-    If the run is ended, only the attempt's end record is written to the run folder. `entry` is the attempt's
-    entry in job.json, or None if job.json has no such entry.
+    If the decision is to end the run, only the attempt's end record is written to the run folder. `entry` is
+    the attempt's entry in job.json, or None if job.json has no such entry.
     """
     try:
         read_submitted(attempt)
@@ -69,20 +70,20 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
                 write_end(attempt, entry, NOT_RUN, decision)
         return decision
     except (OSError, ValueError) as error:
-        # Running the attempt reports the same error again, together with a hint.
+        # The attempt will report the same error, together with a hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
 
 class Allocation:
-    """The machine, or the hosts of a job, where a supervisor runs attempts of a run.
+    """The machine, or the hosts of a job, on which a supervisor runs attempts of a run.
 
-    Methods whose return type includes `Decision` return one if no further attempt should run. The default
-    implementations are for a single machine; SlurmAllocation overrides them.
+    Methods whose return type includes `Decision` return a Decision if no further attempt should run. The
+    default implementations are for a single machine. SlurmAllocation overrides these methods.
     """
 
     lock_timeout_s: ClassVar[float]
-    """Seconds to wait for a lock of the run, which the previous supervisor may still hold while it exits."""
+    """Seconds to wait for a lock of the run. A previous supervisor may hold the lock until it has exited."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -98,7 +99,7 @@ class Allocation:
         raise NotImplementedError
 
     def claim_next(self, attempt: Attempt) -> Attempt | Decision:
-        """Open the next attempt in this allocation; return a decision if the run must not restart."""
+        """Create the next attempt in this allocation; return a decision if the run must not restart."""
         with run_lock(self.run, self.lock_timeout_s):
             attempt.update()
             if (newer := attempt.superseding) is not None:
@@ -112,21 +113,21 @@ class Allocation:
         return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
-        """Add a restarted attempt to job.json and return its job id; the caller must hold the run's lock."""
+        """Add a restarted attempt to job.json and return its job id. The caller must hold the run's lock."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         """Write end records for earlier attempts whose host died.
 
-        Returns a decision that ends `attempt` if the failures of the dead attempts do not allow a restart,
-        else None.
+        Returns the decision to end `attempt` if the failures of the earlier attempts rule out a restart, else
+        None.
         """
         return None
 
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
-        """Wait for the run's turn in this machine's queue; return a decision if the run is stopped.
+        """Wait for the run's turn in this machine's queue; return a decision if the run is stopped meanwhile.
 
-        A restarted attempt does not queue again.
+        An attempt that restarts a run does not wait in the queue.
         """
         return None
 
@@ -190,7 +191,7 @@ class Allocation:
         return decision
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel pending jobs of a run that has ended; `job` is the content of the run's job.json."""
+        """Cancel pending jobs of a run that has ended. `job` is the content of the run's job.json."""
 
 
 class AttemptWatch(ProcessGroup):
@@ -240,7 +241,10 @@ class AttemptWatch(ProcessGroup):
         raise NotImplementedError
 
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
-        """Make the ranks save and exit as if they had received the signal `as_if`; SIGTERM stops the run."""
+        """Make the ranks save and exit as if they had received the signal `as_if`.
+
+        The default, SIGTERM, stops the run; SIGUSR2 restarts the run.
+        """
         raise NotImplementedError
 
     def leave(self, planned_stop: PlannedStop) -> None:
@@ -253,20 +257,20 @@ class AttemptWatch(ProcessGroup):
                 self.observed.planned_stop = planned_stop
 
     def collect(self) -> None:
-        """Read the records that the attempt's processes left in the run folder into `observed`.
+        """Read into `observed` the records that the attempt's processes left in the run folder.
 
         Raises OSError; the caller may then call `collect` again.
         """
 
     def kill_after_grace(self) -> None:
-        """Kill the remaining processes after the grace time; agents kill their workers slightly earlier."""
+        """Kill the remaining processes after the grace time, slightly after agents kill their workers."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _poll_processes(self) -> None:
         """Poll the attempt's processes; called by `poll` unless the attempt's folder was deleted."""
 
     def _requested_signal(self) -> str | None:
-        """Return the stop signal for a request in job.json, or None if there is no request."""
+        """Return the stop signal for a user's request in job.json, or None if there is no request."""
         entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name

@@ -17,7 +17,7 @@ from trainkit.shipped import Guard
 
 
 class Attempt:
-    """A live attempt: its folder, its plan, the observations of its processes, and its outcome."""
+    """An attempt that a supervisor runs: its folder, plan and observations and, at the end, its outcome."""
 
     def __init__(self, folder: AttemptDir, plan: LaunchPlan | None = None) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Attempt:
         return self.folder.number
 
     def update(self) -> None:
-        """Read job.json again, because commands such as `trainkit cancel` write requests to it."""
+        """Read job.json again, because commands such as `trainkit cancel` write requests to the file."""
         self.job = read_job(self.run)
 
     @property
@@ -52,9 +52,10 @@ class Attempt:
 
     @property
     def plan(self) -> LaunchPlan:
-        """The plan as adapted to the available nodes, or else as submitted (read from the run folder once).
+        """The plan as adapted to the available nodes.
 
-        Raises OSError or UsageError if the submitted plan cannot be read.
+        Until a plan has been set, the property reads the submitted plan from the run folder. Raises OSError
+        or UsageError if the submitted plan cannot be read.
         """
         if self._plan is None:
             try:
@@ -79,7 +80,7 @@ def _polled(watch: Watch) -> PlannedStop | None:
 class AttemptCapabilities:
     """The capabilities that take part in one attempt.
 
-    Raises UsageError if a capability's package is not installed.
+    The constructor raises UsageError if the package of a capability in the plan is not installed.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
@@ -93,11 +94,14 @@ class AttemptCapabilities:
         self._events.position = self._events.size()
 
     def begin(self, hosts: Hosts) -> None:
-        """Start the capabilities' watches for an attempt that is about to start."""
+        """Create the capabilities' watches, just before the processes of the attempt start."""
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
     def poll(self, *, is_stopping: bool) -> PlannedStop | None:
-        """Poll the watches; return the planned stop if a watch asks the ranks to stop, else None."""
+        """Poll the watches; return the first planned stop that a watch returns, or None.
+
+        If the ranks are already stopping (`is_stopping`), only watches with `while_stopping` are polled.
+        """
         polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
         found = [self._guard.call(name, _polled, watch) for name, watch in polled]
         return next(filter(None, found), None)

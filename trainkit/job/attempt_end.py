@@ -1,4 +1,4 @@
-"""Decides whether to restart a run after an attempt ends, and reads and writes end.json files."""
+"""Decides how to continue after an attempt has ended, and reads and writes end.json files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LONG_ATTEMPT_S = 1800.0
 """For a run without checkpoints, an attempt is considered progress if it ran for at least this many
 seconds."""
 LATE_RECORDS = 1000
-"""Number of the newest metrics records to search for the last step of an attempt. The newest records may
-already belong to the next attempt."""
+"""Number of metrics records, starting with the newest, that are searched for the last step of an attempt. The
+newest records may already belong to the next attempt."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
@@ -65,7 +65,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Return whether a user requested another attempt; False if this one was cancelled or superseded."""
+    """Return whether a user requested another attempt; False if this attempt was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 
@@ -76,11 +76,11 @@ def close_dead_attempts(
     """Write end.json for this job's earlier attempts whose host died before the supervisor could write it.
 
     Slurm requeues a job every time its host dies, so this function must stop runs that keep crashing their
-    hosts. If the failures of the dead attempts do not allow a restart, copies their outcome to `live` and
-    returns the decision that ends `live`; otherwise, returns None.
+    hosts. If the failures of the dead attempts rule out a restart, copies their outcome to `live` and returns
+    the decision to end `live`. Returns None if a restart is allowed.
 
-    `is_down(host)` returns whether a host is currently down. If the host of a dead attempt is up, Slurm may
-    have preempted the job without grace time.
+    `is_down(host)` returns whether a host is currently down. If the host of a dead attempt is up, the attempt
+    may have died because Slurm preempted the job without grace time.
     """
     attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
@@ -92,7 +92,7 @@ def close_dead_attempts(
             ends = previous_ends(attempt, live.job).items()
             previous = tuple(end for number, end in ends if number < dead.number)
             lost_host = host if host and is_down(host) else None
-            # If a host was lost, errors of ranks on other hosts are only a consequence.
+            # If a host was lost, errors of ranks on other hosts are only consequences of the loss.
             failure = first_rank_failure(dead) if lost_host is None else None
             failure = failure or dead_host_failure(host, last_log_write(dead))
             outcome = dead_outcome(failure, lost_host)
@@ -125,7 +125,7 @@ def write_end(
     best = None
     with contextlib.suppress(OSError):  # write end.json even if the metrics cannot be read
         best = best_result(run)
-    # Write end.json before the events, because the events only repeat its content.
+    # Write end.json before the events, because the events only repeat the content of end.json.
     state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
@@ -158,7 +158,7 @@ def write_end(
 
 
 def state_after(entry: AttemptRecord, decision: Decision) -> str:
-    """Return the state of the run after `decision` was made about its newest attempt."""
+    """Return the state of a run, given the `decision` about its newest attempt."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:
@@ -167,9 +167,10 @@ def state_after(entry: AttemptRecord, decision: Decision) -> str:
 
 
 def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
-    """Return the end records of earlier attempts since the last start by a command, by number, oldest first.
+    """Return the end records of earlier attempts, keyed by attempt number, oldest first.
 
-    `job` is the content of the run's job.json if the caller has already read it.
+    Only attempts since a command last started the run are included. `job` is the content of the run's
+    job.json if the caller has already read it.
     """
     run = attempt.run
     job = job or read_job(run)
@@ -202,7 +203,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
     checkpoints = published(attempt.run.checkpoints_dir)
     if not checkpoints:
         return False
-    # Import lazily: the import is slow, and most attempts do not need it.
+    # Import lazily: the import is slow, and most attempts do not need the module.
     from trainkit.config import read_effective
 
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
@@ -222,7 +223,10 @@ def remaining_s(live: Attempt) -> float:
 
 
 def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
-    """Return the duration of an attempt in seconds, up to its last log write if it recorded no end."""
+    """Return the duration of an attempt in seconds.
+
+    Without an end record, the duration is measured up to the attempt's last log write.
+    """
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     ended = None if is_newest else read_end(attempt)
     end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)
@@ -238,7 +242,7 @@ def last_log_write(attempt: AttemptDir) -> datetime | None:
 
 
 def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
-    """Return the step at which an attempt failed, or else the last step that was logged or saved."""
+    """Return the step at which an attempt failed or, if unknown, the last step that was logged or saved."""
     if failure is not None and failure.step is not None:
         return failure.step
     files = (attempt.run.metrics_file, attempt.run.events_file)

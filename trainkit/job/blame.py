@@ -21,17 +21,17 @@ from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_
 COMMUNICATES = re.compile(
     r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
 )
-"""Matches stack frames of calls that wait for other ranks; needed because some calls, such as gloo's receive,
-are not recorded."""
+"""Matches stack frames of calls that wait for other ranks. The stacks are needed because flight records lack
+some calls, such as gloo's receive."""
 UNKNOWN = "the flight records do not show which rank is at fault"
 _ANSWER = {"send": "recv", "recv": "send"}
 MAX_SHOWN = 3
-"""Number of open collectives to describe if no rank can be blamed."""
+"""Maximum number of unfinished collectives to describe if no rank can be blamed."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks that block the other ranks, and a description of what they did wrong."""
+    """The ranks that block the other ranks, and a description of the fault."""
 
     ranks: tuple[int, ...]
     """All ranks at fault; empty if the ranks at fault cannot be determined."""
@@ -44,7 +44,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class _Wait:
-    """An unfinished call, and the ranks that it is waiting for."""
+    """An unfinished call, and the ranks for which it is waiting."""
 
     call: Call
     waiting: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Wait:
     inside: tuple[int, ...]
     """The ranks that have made the call, including ranks on which it has completed."""
     absent: tuple[int, ...]
-    """The ranks that have not made the call according to the records."""
+    """The ranks that, according to the records, have not made the call."""
 
 
 def find_blame(
@@ -60,7 +60,7 @@ def find_blame(
     silent: Collection[int] = (),
     stacks: Mapping[int, Sequence[str]] | None = None,
 ) -> Blame | None:
-    """Find the ranks that block the others; return None if no flight record shows a waiting rank.
+    """Find the ranks that block the other ranks; return None if no flight record shows a waiting rank.
 
     `silent` contains the ranks that do not respond. `stacks` maps each responding rank to its frames,
     innermost first.
@@ -102,8 +102,9 @@ def find_blame(
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
     """Return the ranks whose collective differs from the majority's; empty if there is no clear majority.
 
-    gloo raised an error in rank `ended` because of unexpected data, so rank `ended` left no flight record.
-    If all other ranks agree on their last common collective, rank `ended` must have made the differing call.
+    gloo raised an error in rank `ended` because the rank received unexpected data, so the rank left no flight
+    record. If all other ranks agree on their last common collective, rank `ended` must have made the
+    differing call.
     """
     calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
     for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
@@ -121,10 +122,10 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
 
 
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
-    """Find the ranks that, by their innermost frames, do not wait while all others do; None if unclear.
+    """Find the ranks whose innermost frames show no wait while all other ranks wait.
 
-    Searching by stacks requires no flight records, but only works on CPUs: a rank on a GPU may block on its
-    device in any frame.
+    Returns None if the frames are inconclusive. This search requires no flight records, but only works on
+    CPUs: a rank on a GPU may block on its device in any frame.
     """
     waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
     others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
@@ -156,7 +157,7 @@ def _waits(frame: str) -> bool:
 
 
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
-    """Return each rank's calls, with complete groups and with call numbers comparable across ranks.
+    """Return each rank's calls, with each group's ranks filled in and call numbers comparable across ranks.
 
     gloo's flight records lack the ranks of a group, and gloo's call numbers include sends and receives, which
     are not recorded. If unrecorded sends and receives have shifted gloo's call numbers, only unfinished calls
@@ -246,7 +247,7 @@ def _find_waits(
 
 
 SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
-"""Matches collectives that complete on a rank only after all ranks have taken part."""
+"""Matches the names of collectives that complete on a rank only after all ranks have taken part."""
 
 
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
@@ -294,7 +295,7 @@ def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
-    """Find the first unfinished collective that ranks called differently, and blame the minority."""
+    """Find the first unfinished collective that ranks called with different arguments; blame the minority."""
     pending = {
         (call.group, call.number)
         for own in calls.values()
@@ -378,9 +379,9 @@ def _are_alike(one: Call, other: Call) -> bool:
 def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
     """Return the ranks that call collectives of several groups in a different order than the majority.
 
-    If ranks call the groups in different orders, all ranks wait for one another. In each group, the suspects
-    are the smaller side: either the ranks that have called the collective or the ranks that have not. The
-    suspects are blamed if they are the same ranks in all groups.
+    If ranks call the groups' collectives in different orders, all ranks wait for one another. In each group,
+    the suspects are the smaller side: either the ranks that have called the collective or the ranks that have
+    not. The suspects are blamed if they are the same ranks in all groups.
     """
     blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
     accused = {
@@ -432,7 +433,7 @@ def _describe_absent(
 
 
 def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Describe where ranks are in their code, for ranks with known stacks."""
+    """Describe the code location of each rank whose stack is known."""
     subjects = {
         rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
     }

@@ -27,8 +27,8 @@ RESTART_SIGNAL = "SIGUSR2"
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes of a restart that are not considered a lack of progress. Causes defined by capabilities are not
-considered failures either."""
+"""Causes of a restart that `_makes_no_progress` ignores, in addition to the causes defined by
+capabilities."""
 MAX_ENDS_AT_STEP = 3
 """Number of consecutive attempts that may end at the same step without a new checkpoint before the run
 fails."""
@@ -45,8 +45,8 @@ OWN_ERRORS = (
     "ZeroDivisionError",
     "NotImplementedError",
 )
-"""Suffixes of exception types that the same code would raise again; excludes errors caused by files, peers
-and GPUs."""
+"""Suffixes of the names of exceptions that the same code would raise again; excludes errors caused by files,
+peers and GPUs."""
 _BY_CHANCE = re.compile(
     r"connect|time[d ]? ?out|temporar|unavailable|unreachable|reset|network|socket|http|NCCL|CUDA|gloo",
     re.IGNORECASE,
@@ -93,11 +93,11 @@ class Observed:
     step_may_still_run: bool = False
     """True if srun had to be killed; Slurm may then still consider the step running."""
     moved_to: str | None = None
-    """The new path of the run folder if it was moved, which ends the run; else None."""
+    """The run folder's new path if the folder was moved, else None. Moving the folder ends the run."""
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code, in order of the agents' exits."""
+    """Pairs of node rank and exit code, ordered by the time of the agent's exit."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -109,7 +109,7 @@ class Outcome:
     """The outcome of an attempt, including the supervisor's observations; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code, in order of the agents' exits."""
+    """Pairs of node rank and exit code, ordered by the time of the agent's exit."""
     stop_signal: str | None = None
     """The signal that asked the job to stop, or None."""
     cause: str | None = None
@@ -122,7 +122,7 @@ class Outcome:
     out_of_time: bool = False
     """True if some processes were still running when the grace time expired."""
     moved_to: str | None = None
-    """The new path of the run folder if it was moved, which ends the run; else None."""
+    """The run folder's new path if the folder was moved, else None. Moving the folder ends the run."""
     launch_error: str | None = None
     """The error message of srun if Slurm could not start the step, else None."""
     lost_nodes: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Standing:
     previous: tuple[AttemptEnd, ...] = ()
     """The end records of the previous attempts, oldest first."""
     progress: int = 0
-    """A number that grows with every checkpoint of the run."""
+    """A number that increases with every checkpoint of the run."""
     step: int | None = None
     """The step at which the attempt ended, or None if unknown."""
     ran_s: float = 0.0
@@ -169,7 +169,8 @@ class Standing:
     workload: Workload = TRAINER
     """The kind of program run by the workers."""
     attended_in: str | None = None
-    """The capability through which a user may have controlled a rank in a terminal, or None."""
+    """The capability, such as the debugger, that may have given a user control of a rank in a terminal, or
+    None."""
     is_done: bool = False
     """True if a command has reported that it is done, so that exit code 0 after a stop signal means
     "finished"."""
@@ -184,7 +185,8 @@ class RestartOptions:
     resubmit: bool = False
     follow_up: bool = False
     unavailable_reason: str = ""
-    """The reason if the run cannot be restarted in any way; included in the decision's text."""
+    """The reason why the run cannot be restarted, which the decision's text includes; empty if the run can be
+    restarted."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,8 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     # A command may exit with any code if the stop signal killed one of its ranks.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    # Otherwise, every worker must have saved, been killed by the signal, or exited because it was stuck.
+    # Unless `is_excused` is set, every worker must have saved, been killed by the signal, or exited because
+    # it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_stop_signal(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
@@ -252,9 +255,10 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
 def decide_no_start(
     summary: str, code: int, starts: Sequence[AttemptEnd], options: RestartOptions, *, in_place: bool
 ) -> Decision:
-    """Decide on a retry of a job or step that could not start: up to `MAX_STARTS`, with growing delays.
+    """Decide whether to retry a job or step that could not start.
 
-    `in_place` means that the retry happens in the current allocation.
+    There are up to `MAX_STARTS` tries, with increasing delays. `in_place` means that the retry happens in the
+    current allocation.
 
     `starts` contains the previous attempts, including attempts that could not start.
     """
@@ -266,14 +270,17 @@ def decide_no_start(
 
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
-    """Return the decision to start another attempt at a user's request, which no restart limit prevents."""
+    """Return the decision to start another attempt at a user's request.
+
+    Restart limits do not apply to this attempt.
+    """
     summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
     return replace(found, hint=end.hint)
 
 
 def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
-    """Return the final decision for a `decision` that could not be carried out because of `problem`."""
+    """Return the final decision after `decision` could not be carried out because of `problem`."""
     ended = replace(decision, action="stopped", details=not_again(problem))
     if decision.cause not in FAILURES:
         return ended
@@ -339,8 +346,8 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # After a stop signal, a job leaves its allocation. There are two exceptions: the stop was only meant to
-    # exclude one host, or a user requested a restart and the job cannot be requeued.
+    # After a stop signal, a job stays in its allocation only if the stop serves to exclude one host, or if a
+    # user requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
@@ -365,7 +372,7 @@ def _after_failure(
     limit = _restart_limit(result, cause, run, policy)
     if limit is not None:
         return Decision("failed", summary, code, cause, details=limit and not_again(limit))
-    # After a stop signal, the allocation is about to end, which leaves no time for another attempt.
+    # After a stop signal, the allocation is about to be revoked, which leaves no time for another attempt.
     in_place = result.stop_signal is None
     # The delay doubles with every consecutive failure that made no progress.
     failures = _num_failures_without_progress(run)
@@ -378,7 +385,10 @@ def _failure_code(result: Outcome) -> int:
 
 
 def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: RequeuePolicy) -> str | None:
-    """Return the reason not to restart after a failure; "" if obvious, None if restarts are allowed."""
+    """Return why a run is not restarted after a failure, or None if a restart is allowed.
+
+    The result is "" if the reason is obvious.
+    """
     failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
         return ""  # a user requested that the run end
@@ -402,7 +412,7 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
 
 
 def is_of_capability(cause: str | None) -> bool:
-    """Return whether a restart's cause is defined by a capability, so that the cause is not a failure."""
+    """Return whether a restart's cause is defined by a capability and is therefore not a failure."""
     return cause is not None and cause not in get_args(Cause)
 
 
@@ -473,7 +483,7 @@ def _num_failures_without_progress(run: Standing) -> int:
 def _makes_no_progress(run: Standing) -> bool:
     """Return whether the last MAX_ENDS_AT_STEP attempts all ended at the same step.
 
-    Attempts that ended because of a preemption or a request are ignored.
+    Attempts that ended because of a preemption or at a user's request are ignored.
     """
     counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
     counted = counted[1 - MAX_ENDS_AT_STEP :]
@@ -494,7 +504,7 @@ def _resume(
     in_place: bool,
     delay_s: float = 0.0,
 ) -> Decision:
-    """Return the decision to resume the run in the cheapest available way.
+    """Return the decision to resume the run with the first available action in `RESUME_ACTIONS`.
 
     `in_place` allows a restart in the current allocation.
     """

@@ -37,12 +37,12 @@ DUMP_S = 8.0
 resolving the stacks takes time."""
 DUMP_POLL_S = 0.1
 MAX_BYTES = 32 << 20
-"""The maximum size in bytes of a record to read; 1000 collectives with stacks take 0.2 MB."""
+"""Maximum size, in bytes, of a flight record that is read; 1000 collectives with stacks take 0.2 MB."""
 MAX_TENSORS = 8
-"""Maximum number of tensors per call to compare and show."""
+"""Maximum number of tensors per call that are compared and shown."""
 Group = tuple[str, str, tuple[int, ...]]
-"""The backend, name and ranks of a process group. Groups created by splitting another group share its
-name."""
+"""The backend, name and ranks of a process group. Groups created by splitting another group have the same
+name as that group."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
 def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
     """Return the environment variables that make torch write flight records; create the records' folder.
 
-    Returns an empty dict if the user has set another path. torch aborts a rank that cannot create its pipe,
-    so on-demand records are disabled if the filesystem does not support pipes.
+    Returns an empty dict if the user has set another path. torch aborts a rank that cannot create the pipe
+    for requests, so requests are disabled if the filesystem does not support pipes.
     """
     if any(name in plan.environment.variables or name in os.environ for name in DUMP_VARIABLES):
         return {}
@@ -191,7 +191,7 @@ def remove_pipes(attempt: AttemptDir, ranks: Iterable[int]) -> None:
 def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
     """Make torch write the flight records of local ranks, and wait up to `DUMP_S` for the records.
 
-    A rank that uses NCCL reads its pipe even while the rank hangs. Ranks without NCCL have no pipe.
+    A rank that uses NCCL reads its pipe even while it hangs. Ranks without NCCL have no pipe.
     """
     before = {}
     for rank in ranks:
@@ -219,7 +219,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a record is completely written; torch does not write records atomically."""
+    """Return whether a record is completely written. torch does not write records atomically."""
     try:
         return bool(read_dump(path))
     except ValueError:
@@ -317,7 +317,7 @@ def short_frame(frame: str) -> str:
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Copy each batch's state to all its calls; NCCL records the state only for the batch's last call."""
+    """Copy the state of each batch of calls to all its calls; NCCL records it only for the last call."""
     last = {(call.group, call.is_p2p, call.number): call for call in calls}
     found = []
     for call in calls:

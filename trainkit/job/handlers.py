@@ -59,7 +59,7 @@ def is_in_foreground(pid: int) -> bool:
 
 
 def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
-    """Run a handler only once if Slurm signals all processes and a parent forwards the same signal.
+    """Make a handler run only once if Slurm signals all processes and a parent also forwards the signal.
 
     Does nothing if no process between this process and the agent handles a stop signal. `own_handlers`
     removes signals that a process filters but does not handle.

@@ -58,7 +58,7 @@ def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
 
 
 def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
-    """Return the ranks without a hang report, whose processes are stopped or whose hosts are lost."""
+    """Return the ranks without a hang report: their processes are stopped, or their hosts are lost."""
     reported = {record.rank for record in records}
     return [rank for rank in range(plan.world_size) if rank not in reported]
 
@@ -79,7 +79,7 @@ CONNECT_HINT = (
 
 
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
-    """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
+    """Return a failure of type ``Hang`` for the rank that blocks the others. `records` must not be empty.
 
     If flight records show a waiting rank, they alone determine the ranks that the failure names. If no flight
     record shows a waiting rank, the failure names the first rank without a hang report or, if all ranks
@@ -124,9 +124,9 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def find_blocking(
     attempt: AttemptDir, plan: LaunchPlan, stacks: Mapping[int, Sequence[str]], *, is_silence: bool
 ) -> Blame | None:
-    """Find the ranks that block the others, using flight records and the responding ranks' stacks.
+    """Find the ranks that block the other ranks, using flight records and the responding ranks' stacks.
 
-    `is_silence` means that a command has produced no output; the ranks of a command report stacks, but
+    `is_silence` means that a command has produced no output. The ranks of a command report stacks, but
     neither step nor phase.
     """
     silent = [rank for rank in range(plan.world_size) if rank not in stacks]
@@ -156,7 +156,7 @@ def blamed_failure(
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
-    """Return the report of the rank that is furthest behind, and whether the rank is clearly behind.
+    """Return the report of the rank that is furthest behind, and whether it is clearly behind the others.
 
     If all ranks are at the same position, the blocking rank is the one whose stack differs from the
     majority's.
@@ -171,7 +171,7 @@ def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
 
 
 def node_of(plan: LaunchPlan, rank: int) -> int:
-    """Return the node rank of the node that a rank runs on."""
+    """Return the node rank of the node on which a rank runs."""
     return max(node for node in range(plan.num_nodes) if plan.first_rank_of(node) <= rank)
 
 

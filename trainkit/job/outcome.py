@@ -32,8 +32,8 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of an attempt whose processes have all exited.
 
-    Pass `failure` if the caller has already determined the failure, and `planned_stop` if it differs from
-    `observed.planned_stop`.
+    Pass `failure` if the caller has already determined the failure, and `planned_stop` if the value differs
+    from `observed.planned_stop`.
 
     Raises OSError if the run folder cannot be read.
     """
@@ -63,14 +63,17 @@ def only_observed(observed: Observed) -> Outcome:
 
 
 def dead_outcome(failure: RankFailure, lost_host: str | None) -> Outcome:
-    """Return the outcome of an attempt whose supervisor died; `lost_host` is its host if the host is lost."""
+    """Return the outcome of an attempt whose supervisor died.
+
+    `lost_host` is the attempt's host if that host is lost, else None.
+    """
     if lost_host is None:
         return Outcome(failure=failure)
     return Outcome(((0, signal_exit_code(signal.SIGKILL)),), lost_nodes=(lost_host,), failure=failure)
 
 
 def without_cause(outcome: Outcome) -> Outcome:
-    """Return the outcome with its cause removed, because a user has cancelled the run."""
+    """Return the outcome without its cause, for a run that a user has cancelled."""
     return replace(outcome, cause=None)
 
 

@@ -1,4 +1,4 @@
-"""Checks a node before a job's ranks start; `trainkit doctor` runs the same checks.
+"""Checks a node before a job's ranks start. `trainkit doctor` runs the same checks.
 
 The supervisor checks the run folder before the step starts; each agent then checks its own node. If a node
 fails a check that is specific to the node, the run stops using the node.
@@ -38,7 +38,7 @@ class Finding:
     value: str
     hint: str = ""
     host: str | None = None
-    """The checked host, or None if the check is not about a single host."""
+    """The checked host, or None if the check does not concern a single host."""
 
 
 def warn_if(is_bad: bool, name: str, value: str, hint: str) -> Finding:
@@ -58,7 +58,7 @@ class PreflightFailed(TrainkitError):
 
 
 def _require(subject: str, finding: Finding) -> None:
-    """Raise PreflightFailed if a check of this node failed; `subject` names what was checked."""
+    """Raise PreflightFailed if a check of this node failed. `subject` names what was checked."""
     if finding.state == "failure":
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
@@ -71,7 +71,7 @@ def require_gpus(
     is_task: bool = False,
     torch: TorchBuild | None = None,
 ) -> None:
-    """Raise PreflightFailed if a rank's GPU is missing, lost, needs a reset, or cannot run this `torch`.
+    """Raise PreflightFailed if a rank's GPU is missing, broken, or not supported by the build `torch`.
 
     `is_task` has the same meaning as in `gpu_index`.
     """
@@ -84,7 +84,8 @@ def require_gpus(
         if name is None or (name.isdigit() and int(name) >= count):
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
-            continue  # NVML may not find an abbreviated UUID, and has no error counters for MIG devices
+            # NVML may not find an abbreviated UUID, and has no error counters for MIG devices.
+            continue
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
@@ -116,7 +117,7 @@ def _missing_gpu(
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
-        # The node may be fine: if a cgroup restricts a task to one GPU, that GPU has index 0.
+        # The node may be healthy: if a cgroup restricts a task to one GPU, that GPU has index 0.
         hint = (
             "run `nvidia-smi` on the host, and find out what sets CUDA_VISIBLE_DEVICES: "
             "a single visible GPU has index 0"
@@ -226,7 +227,7 @@ def require_node(
                     "node of the job sees",
                     hint="the run folder must be on a filesystem that all nodes share",
                 )
-            # If the supervisor's clock differs from the file server's clock too, the file server's clock is
+            # If the supervisor's clock also differs from the file server's clock, the file server's clock is
             # wrong.
             if abs(float(supervisor_offset_s)) <= MAX_CLOCK_OFFSET_S:
                 _require(f"the clock of {socket.gethostname()} is", check_clock(offset_s))
@@ -243,12 +244,12 @@ def require_node(
 
 
 def plan_digest(attempt: AttemptDir) -> str:
-    """Return a digest of plan.json, for checking that two hosts see the same file."""
+    """Return a digest of plan.json, used to check that two hosts see the same file."""
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 
 def clock_offset_s(folder: Path) -> float:
-    """Return the number of seconds that this host's clock is ahead of the clock of a folder's file server.
+    """Return by how many seconds this host's clock is ahead of the clock of a folder's file server.
 
     Raises OSError if the folder cannot be written.
     """

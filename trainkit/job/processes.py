@@ -53,7 +53,7 @@ def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def block_signals(*more: signal.Signals) -> None:
-    """Block the stop signals, SIGCHLD and the signals in `more`, for `wait_for_signal` to receive."""
+    """Block the stop signals, SIGCHLD and the signals in `more`; `wait_for_signal` receives them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {*WATCHED, *more})
 
 
@@ -105,7 +105,8 @@ DISK_PATIENCE_S = 300.0
 DISK_RETRY_S = 5.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
-"""Errors that a network filesystem returns while its server restarts or the filesystem is being remounted."""
+"""Errors that a network filesystem returns while its server restarts or while the filesystem is being
+remounted."""
 T = TypeVar("T")
 
 
@@ -185,12 +186,11 @@ def start_child(
     cwd: str | None = None,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own process group; the kernel kills the process when this process dies.
+    """Start a child in its own process group. The kernel kills the child when this process dies.
 
-    If `keeps_mask` is set, the new process starts with the stop signals blocked, and must unblock or wait for
-    them itself. The new process and its children ignore the signals in `ignored` unless they install a
-    handler. Terminal signals are not ignored, even if they were ignored by a script that ran `trainkit run …
-    &`.
+    If `keeps_mask` is set, the child starts with the stop signals blocked, and must unblock them or wait for
+    them itself. The child and its own children ignore the signals in `ignored` unless they install a handler.
+    Terminal signals are not ignored, even if they were ignored by a script that ran `trainkit run … &`.
     """
 
     def before_exec() -> None:
@@ -293,7 +293,7 @@ def link_of(pid: int, name: str) -> str:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it cannot be read."""
+    """Return the initial environment of a process; empty if the environment cannot be read."""
     lines = proc_file(pid, "environ").split(b"\0")
     return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
@@ -332,10 +332,10 @@ def exit_code_of(handle: int, pid: int) -> int | None:
 
 
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
-    """Return the signal for asking a command to save: `configured` or, for ``auto``, the one it handles.
+    """Return the signal that asks a command to save.
 
-    Most scripts that save on a signal handle SIGTERM. A script that handles none of the signals gets SIGTERM,
-    which kills the script.
+    If `configured` is ``auto``, the signal is the one that the process handles. Most scripts that save on a
+    signal handle SIGTERM. A script that handles none of the signals gets SIGTERM, which kills the script.
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
@@ -345,7 +345,7 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has set a signal to be ignored."""
+    """Return whether a process ignores a signal."""
     return number in signal_mask(pid, "SigIgn")
 
 
@@ -359,7 +359,7 @@ def parent_pid(pid: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not exited; a zombie is considered exited."""
+    """Return whether a process exists and has not exited. A zombie is considered exited."""
     stat = proc_file(pid, "stat").rpartition(b")")[2].split()
     return bool(stat) and stat[0] not in (b"Z", b"X")
 
@@ -381,7 +381,7 @@ def children_by_parent() -> dict[int, list[int]]:
 def children_of(pid: int) -> list[int]:
     """Return the pids of a process's children.
 
-    If a child exits during the call, the result may lack that child and the next one in the list.
+    If a child exits during the call, the result may lack that child and the child listed after it.
     """
     tasks = PROC / str(pid) / "task"
     try:
@@ -409,10 +409,10 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
 
 
 PEER_EXIT_S = 5.0
-"""Seconds that the other members of a group have to exit and report on their own after a member has
-failed."""
+"""Seconds to wait, after a member of a group has failed, for the other members to exit and report on their
+own."""
 KILL_MARGIN_S = 5.0
-"""Seconds after the grace time at which an agent kills workers that have not exited on their own."""
+"""How many seconds after the grace time an agent kills workers that have not exited on their own."""
 
 
 class ProcessGroup:
@@ -432,12 +432,12 @@ class ProcessGroup:
         self.deadline_s: float | None = None
         """The monotonic time at which the remaining members are killed, or None."""
         self.received_at = ""
-        """The time of the latest stop signal, recorded before the signal is forwarded, because it may kill a
-        member."""
+        """The time of the latest stop signal, recorded before the signal is forwarded, because the signal may
+        kill a member."""
         self._poll_error = ""
         self.attended: int | None = None
-        """The member that a user controls in a terminal, or None; while it runs, failures of other members do
-        not stop it."""
+        """The member that a user controls in a terminal, or None. Failures of other members do not stop this
+        member."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
@@ -453,11 +453,11 @@ class ProcessGroup:
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        """React to the exit of a member; `killed` means that this group killed the member."""
+        """React to the exit of a member. `killed` means that this group killed the member."""
         raise NotImplementedError
 
     def died_of_stop_signal(self, code: int) -> bool:
-        """Return whether the forwarded signal killed a member, so that the others keep their grace time."""
+        """Return whether the forwarded signal killed a member; if so, other members keep their grace time."""
         return False
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:

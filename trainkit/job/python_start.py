@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def is_main_interpreter() -> bool:
-    """Return whether this is the main interpreter, the only one that may handle signals."""
+    """Return whether this is the main interpreter, which is the only interpreter that may handle signals."""
     for name in ("_interpreters", "_xxsubinterpreters"):
         try:
             module = __import__(name)
@@ -53,7 +53,10 @@ def is_main_interpreter() -> bool:
 
 
 def spare_what_a_rank_starts() -> None:
-    """Protect a rank's children from stop signals or, if a rank started this process, the process itself."""
+    """Protect a rank's children from stop signals.
+
+    If a rank started this process, protect the process itself.
+    """
     module = load("spare_children")
     own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
     is_below_rank = os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid
@@ -95,10 +98,10 @@ def prepare_for_capabilities(*, is_rank: bool) -> None:
 
 
 class CopyFinder:
-    """Imports modules from the copy of the code instead of the folder that the run was submitted from.
+    """Imports modules from the copy of the code instead of the original folder.
 
     For a package installed with ``pip install -e``, a line in a .pth file or a finder points to the original
-    folder. Some finders of editable installations come before the finder that reads PYTHONPATH.
+    folder. Some finders of editable installations are consulted before the finder that reads PYTHONPATH.
     """
 
     def __init__(self, source: str, copy: str) -> None:

@@ -24,8 +24,8 @@ NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """The environment variable with an attempt's nonce, by which ranks recognize rank 0 of their own attempt if
 another job uses the same address."""
 ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
-"""The environment variable that is set while a user controls a rank in a terminal, so that ranks may wait for
-hours."""
+"""The environment variable that is set while a user controls a rank in a terminal, which may make other ranks
+wait for hours."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """The environment variable with the path of the terminal where `trainkit run` was started."""
 RANK_VARIABLES = (
@@ -35,8 +35,8 @@ RANK_VARIABLES = (
     LAUNCHER_PID_VARIABLE,
     RANK_PID_VARIABLE,
 )
-"""Environment variables that make a process a rank; a job submitted from inside another job must not inherit
-them."""
+"""Environment variables that make a process a rank, and that a job submitted from inside another job must not
+inherit."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class RankEnv:
     source: str
     """The source of the values: ``environment``, ``single process`` or ``agent``."""
     nonce: str = field(default="", repr=False)
-    """A random value shared by all ranks of an attempt; empty if another launcher started the ranks."""
+    """A random value shared by all ranks of an attempt; empty if a launcher other than trainkit started the
+    ranks."""
 
     def to_environ(self) -> dict[str, str]:
         """Return the environment variables that are read by torch.distributed and launchers."""
@@ -142,9 +143,9 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if this process is a rank of another launcher, such as torchrun or mpirun.
+    """Raise UsageError if a launcher such as torchrun or mpirun started this process as a rank.
 
-    Otherwise, each rank of the other launcher would train a separate run.
+    Without this check, each rank would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")

@@ -1,8 +1,8 @@
 """The signals between supervisor, agents and workers, and the exit codes that result from signals.
 
 In a worker, a signal only sets a flag; at the next step boundary, all ranks agree on how to react. Python
-signal handlers do not run while the main thread is inside a collective, so they would not run in a stuck
-rank. The C-level handler does run; it writes the signal number to the wakeup file descriptor, which a thread
+signal handlers do not run while the main thread is inside a collective, so they do not run in a stuck rank.
+The C-level handler does run, and writes the signal number to the wakeup file descriptor, which a thread
 reads.
 """
 
@@ -34,7 +34,7 @@ STACKS_SIGNAL = signal.SIGURG
 
 
 AGENT_SIGNAL = signal.SIGURG
-"""The signal that agents treat as SIGUSR2; all other processes of a step ignore it by default.
+"""The signal that agents treat as SIGUSR2; all other processes of a step ignore the signal by default.
 
 In a command that uses `trainkit.loop`, a rank treats AGENT_SIGNAL as `STACKS_SIGNAL` and only writes its
 stacks.
@@ -42,7 +42,7 @@ stacks.
 
 
 class StopRequest:
-    """A request for this process to stop or report its stacks, with the signal and the time."""
+    """A request for this process to stop or to report its stacks, including the signal and its time."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -75,7 +75,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:
-        """Request a stop as if the signal `reason` had arrived; ignored if a stop was already requested."""
+        """Request a stop as if the signal `reason` had arrived; ignored if a stop was requested before."""
         if self.signal_name is None:
             self.received_monotonic_s = time.monotonic()
             self.signal_name = reason
@@ -96,7 +96,7 @@ class StopRequest:
 
 
 def _restore_in_child() -> None:
-    signal.set_wakeup_fd(-1)  # otherwise, this child's signals would be recorded in the parent process
+    signal.set_wakeup_fd(-1)  # without this call, the child's signals would be recorded in the parent process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -107,7 +107,7 @@ def _restore_in_child() -> None:
 def exit_on_stop() -> Iterator[None]:
     """Raise SystemExit on SIGTERM or SIGHUP inside the block, so that the block's cleanup code runs.
 
-    If SIGHUP is ignored, it stays ignored, because nohup relies on this.
+    If SIGHUP is ignored, it remains ignored, as nohup requires.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -123,7 +123,7 @@ def exit_on_stop() -> Iterator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing; only replaces the signal's default action, because a thread handles the signal."""
+    """Do nothing. This handler only replaces the signal's default action; a thread handles the signal."""
 
 
 def signal_exit_code(number: int) -> int:
@@ -137,7 +137,7 @@ def is_death_by_stop_signal(code: int) -> bool:
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
-    """Combine the exit codes of several workers; `codes` is in order of exit.
+    """Combine the exit codes of several workers. `codes` is in order of exit.
 
     The result is 78 if any worker exited with 78, else the first failure, else 75 if any worker saved, else
     0.

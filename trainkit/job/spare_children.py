@@ -12,7 +12,7 @@ returns the same value as without the filter. A process that installs its own ha
 blocks and waits for the signal, receives it unfiltered.
 
 This module imports only the standard library, because `trainkit.job.startup` loads it in the interpreter of
-any script. This module keeps its imports few, because every Python interpreter in a job loads it.
+any script. This module has few imports, because every Python interpreter in a job loads it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ process handles itself."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
-"""The environment variable with the pid of the rank that receives stop signals; processes below that rank are
-protected."""
+"""The environment variable with the pid of the rank that receives stop signals. Processes below this rank are
+protected from stop signals."""
 
 TORCH_HANDLERS = "torch.utils.data._utils.signal_handling"
 PAGE, READ_WRITE, READ_EXECUTE, PRIVATE_ANONYMOUS = 4096, 3, 5, 0x22
@@ -122,7 +122,7 @@ def _register() -> None:
 
 
 def _block() -> None:
-    """Block stop signals before a fork, because they would kill the child before it is protected."""
+    """Block stop signals before a fork, so that they cannot kill the child before it is protected."""
     # Create the filter before the fork, because another thread may hold an import lock during the fork.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
@@ -172,7 +172,7 @@ def _filter_before_torch(module: Any) -> None:
 
 @lru_cache(None)
 def _new_filter() -> Filter | None:
-    """Return a filter for this process, or None if that fails, which is reported once per rank."""
+    """Return a filter for this process, or None on failure. A failure is reported once per rank."""
     agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
     try:
         return Filter(_ancestors(int(agent)))
@@ -204,7 +204,7 @@ class Filter:
         self._before(int(signal.SIG_DFL))
 
     def install(self, *, is_new_program: bool) -> None:
-        """Install the filter; in a new program, only in front of default actions."""
+        """Install the filter. In a new program, the filter is installed only in front of default actions."""
         for number in NOTICES:
             handler = self._inherited[number] = _signal.getsignal(number)
             if not is_new_program or _is_default(number, handler):

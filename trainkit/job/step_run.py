@@ -1,9 +1,10 @@
-"""Runs `trainkit run` in the tasks of a Slurm step or the ranks of another launcher; each one is an agent.
+"""Runs `trainkit run` in the tasks of a Slurm step, or in ranks started by a launcher such as torchrun.
 
-The processes share only the filesystem. Therefore, the first process announces the run in a file whose name
-every process can derive. In a Slurm step, the announcement file is ``runs/.steps/JOB.STEP.RESTART.PORT.json``
-in the working directory; its name is unique to this start of the step. Outside of Slurm, the announcement
-file is ``runs/.steps/ADDRESS.PORT.json``, which is valid while rank 0 is running.
+Each of these processes acts as an agent. The processes share only the filesystem. Therefore, the first
+process announces the run in a file whose name every process can derive. In a Slurm step, the announcement
+file is ``runs/.steps/JOB.STEP.RESTART.PORT.json`` in the working directory. The name of this file is unique
+to this start of the step. Outside of Slurm, the announcement file is ``runs/.steps/ADDRESS.PORT.json``, which
+is valid while rank 0 is running.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not resta
 
 
 def announcement_file(folder: Path, task: Task) -> Path:
-    """Return the file in which the first task announces the attempt."""
+    """Return the file that the first task writes to announce the attempt."""
     return folder / ".steps" / f"{task.key}.json"
 
 

@@ -189,8 +189,8 @@ class Supervisor:
                 if watch.superseded_by is not None:
                     with contextlib.suppress(OSError):
                         watch.collect()
-                    # A command also exits with 0 after a save; if it was superseded, the newer attempt
-                    # continues from that save.
+                    # A command also exits with 0 after a save; if the attempt was superseded, the newer
+                    # attempt continues from that save.
                     is_done = folder.done_file.exists()
                     is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:
@@ -216,7 +216,7 @@ class Supervisor:
         return judge(attempt, self.allocation.restart_options(attempt))
 
     def _restart(self, attempt: Attempt, decision: Decision) -> Attempt | Decision:
-        """Open the next attempt in this allocation; return a Decision after a signal or an error."""
+        """Create the next attempt in this allocation; return a Decision after a signal or an error."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
             if received is not None:
@@ -234,7 +234,10 @@ class Supervisor:
             return Decision("failed", f"the run could not be restarted: {error}", EXIT_FAILED, decision.cause)
 
     def _leave(self, attempt: Attempt, decision: Decision) -> int:
-        """Leave the allocation; the run continues in another one. Return the supervisor's exit code."""
+        """Leave the allocation; the run continues in another allocation.
+
+        Return the supervisor's exit code.
+        """
         self.conclude(attempt, decision)
         try:
             retry_on_disk_error(lambda: attempt.plan)
@@ -257,8 +260,8 @@ class Supervisor:
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
         """Record the end of the run, unless a user requested another attempt; return the decision.
 
-        The run's lock prevents commands from changing job.json in the meantime. Commands that take the lock
-        later see that the run has ended.
+        The run's lock prevents commands from changing job.json in the meantime. Commands that acquire the
+        lock afterwards see that the run has ended.
         """
         attempt.update()
         with contextlib.ExitStack() as held:
@@ -302,7 +305,7 @@ class Supervisor:
         return self._capabilities[attempt.number]
 
     def _report_end(self, attempt: Attempt, end: AttemptEnd) -> None:
-        """Notify the capabilities of an attempt that its end was recorded."""
+        """Notify an attempt's capabilities that the end of the attempt was recorded."""
         try:
             self._capabilities_of(attempt).end(end)
         except (OSError, TrainkitError) as error:

@@ -1,7 +1,7 @@
 """The working directory of a command, which contains a copy of the run's code and the command's output files.
 
 The code snapshot in ``code/`` never changes and is shared by all trials of a sweep. A command that writes to
-``out/`` must not change the snapshot or find files there from another run.
+``out/`` must neither change the snapshot nor find files of another run in ``out/``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
 """The environment variable with the directory where a command runs."""
 NUM_THREADS = 8
-"""Number of threads for copying files; on a shared filesystem, copying a file takes milliseconds."""
+"""Number of threads for copying files. On a shared filesystem, copying a file takes milliseconds."""
 
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
@@ -39,7 +39,7 @@ def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
 
 
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
-    """Return the directory where the run's command starts, or None without a code snapshot.
+    """Return the directory where the run's command starts, or None if there is no code snapshot.
 
     The working directory is created at the first start of a run. If the run's code has been updated since the
     last start, files that the run has not changed are replaced, and the run's outputs are kept. Raises

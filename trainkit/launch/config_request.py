@@ -39,8 +39,8 @@ class ConfigRequest:
     """A config to load, and the changes to it from the command line."""
 
     path: str
-    """The config file as typed, or the name of a built-in config. If CONFIG was omitted, the name of the
-    default config or an empty string."""
+    """The config file as typed, or the name of a built-in config. If CONFIG was omitted, the value is the
+    name of the default config or an empty string."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
@@ -55,8 +55,8 @@ class ConfigRequest:
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all its layers; raise a ConfigError that lists every problem.
 
-        On a host without Slurm, does not search for a cluster, so the `defaults` of cluster profiles do not
-        apply.
+        On a host without Slurm, the function does not search for a cluster, so the `defaults` of cluster
+        profiles do not apply.
         """
         if self.repeats is not None:
             from trainkit.launch.repeat import load_again

@@ -1,4 +1,4 @@
-"""Create the folder of a run or group where no other user can change it, and start its job."""
+"""Create the folder of a run or group, protected from changes by other users, and start the job."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def create_submission(
 ) -> CreatedRun:
     """Create the folder of a run or group without starting its job.
 
-    `option` is the command-line option for `run_dir`, which is shown in errors. Raises UsageError if
+    `option` is the name, shown in errors, of the command-line option for `run_dir`. Raises UsageError if
     `run_dir` is not empty or not writable, or if a secret would be written to a file.
     """
     config, plan = submission.trials[0].config, submission.trials[0].plan
@@ -91,7 +91,7 @@ def create_run(
 ) -> CreatedRun:
     """Create the folder of a run: `run_dir`, which must be new or empty, or by default ``runs/NAME``.
 
-    `code_from` is the code copy of another run, which is used instead of the current code. `stdin` is the
+    `code_from` is another run's code copy, used instead of the current code. `stdin` is the
     content of standard input for rank 0 of a COMMAND, reused in each attempt.
 
     Raises UsageError if the folder is not writable, the code cannot be copied, or a secret would be written
@@ -118,7 +118,7 @@ def start_submission(
     """Start a created submission; return its job id and, for a single run, the attempt number.
 
     For a single run, `now` is passed to `NewAttempt`. If Slurm rejects the job, removes the folder and raises
-    SlurmRefused. If the job may exist, keeps the folder and raises SlurmUnreachable.
+    SlurmRefused. If it is unknown whether the job exists, keeps the folder and raises SlurmUnreachable.
     """
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
@@ -130,8 +130,8 @@ def start_submission(
 def start_group(group: RunGroup) -> str:
     """Start a group and return its job id.
 
-    If Slurm rejects the job, removes the group and raises SlurmRefused. If the job may exist, keeps the group
-    and raises SlurmUnreachable.
+    If Slurm rejects the job, removes the group and raises SlurmRefused. If it is unknown whether the job
+    exists, keeps the group and raises SlurmUnreachable.
     """
     with defer_sigint():  # Ctrl-C must not leave a started group that is not recorded.
         job_id = backend_named(group.record.backend).start_group(group)
@@ -162,8 +162,8 @@ def start_attempt(
 ) -> AttemptRecord:
     """Start the next attempt of a run, and return its entry in job.json.
 
-    The caller must hold the run's lock. `job` is the content of job.json, and `reason` is one of ``submit run
-    requeue resume``. `now` affects only runs on this machine.
+    The caller must hold the run's lock. `job` is the content of job.json, and `reason` is ``submit``,
+    ``run``, ``requeue`` or ``resume``. `now` affects only runs on this machine.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -245,8 +245,8 @@ def defer_sigint() -> Iterator[None]:
 def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
     """Create a new folder for a run or group, and yield (folder, name).
 
-    If the block raises an exception, the folder is removed. `option` is the command-line option for
-    `run_dir`, which is shown in errors. Raises UsageError for the same reasons as `refuse_place`.
+    If the block raises an exception, the folder is removed. `option` is the name, shown in errors, of the
+    command-line option for `run_dir`. Raises UsageError for the same reasons as `refuse_place`.
     """
     refuse_place(name, run_dir, option)
     folder = None

@@ -25,7 +25,7 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
 Dependency = RunStatus | TrialStatus
-"""A run that a new job waits for; its job id is None if the run was never submitted."""
+"""A run on which a new job depends. The run's job id is None if the run was never submitted."""
 
 
 def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
@@ -101,7 +101,7 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
     """Return the jobs, or run folders on this machine, that must succeed before the named runs are finished.
 
-    With `on_slurm`, returns job ids, otherwise run folders on this machine. Raises UsageError for a run that
+    Returns job ids if `on_slurm` is set, and run folders otherwise. Raises UsageError for a run that
     is unknown or has failed and, with `on_slurm`, for a run on this machine.
     """
     waits_for: list[str] = []

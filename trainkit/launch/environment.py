@@ -24,7 +24,7 @@ _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 def find_interpreter(
     launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """Return the Python interpreter for a launch section, and the problems found in the section.
+    """Return the Python interpreter for the section `launch`, and the problems found in the section.
 
     The default is the interpreter of this process. Relative folders in the section are resolved against
     `cwd`.
@@ -78,8 +78,9 @@ def command_python(
 ) -> tuple[str, ...]:
     """Return the Python interpreter for a launcher such as torchrun.
 
-    The interpreter is taken from the config or, if the config has none, from the command. If neither
-    specifies one, the interpreter of the active environment or of this process is used.
+    The interpreter is taken from the config or, if the config has none, from the command. If neither the
+    config nor the command specifies an interpreter, the interpreter of the active environment or of this
+    process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
@@ -212,7 +213,7 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _options(program: str) -> tuple[str, ...]:
-    """Return the options for an interpreter; its version is derived from its resolved file name."""
+    """Return the options for an interpreter, whose version is derived from its resolved file name."""
     if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))
@@ -259,7 +260,10 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
 
 
 def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:
-    """Yield problems in the container settings; image paths are relative to `cwd`, which is mounted."""
+    """Yield problems in the container settings.
+
+    Image paths are relative to `cwd`, which the container mounts.
+    """
     image = launch.container
     if image is None:
         if launch.container_mounts:
@@ -294,8 +298,8 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
 
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""Affected Slurm versions (first inclusive, second exclusive), where srun ignores the --cpus-per-task of
-sbatch."""
+"""The range of Slurm versions (first inclusive, second exclusive) where srun ignores sbatch's
+--cpus-per-task."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,7 @@ class JobEnvironment:
     python_path: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
-    """True if the script must pass --cpus-per-task to srun in addition to sbatch."""
+    """True if the script must pass --cpus-per-task to srun as well as to sbatch."""
     rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 

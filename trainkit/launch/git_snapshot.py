@@ -1,8 +1,8 @@
-"""Create a Git repository for a code copy; it behaves like the original but has no credentials.
+"""Create a Git repository for a code copy. The repository behaves like the original but has no credentials.
 
 Git only reads the original repository, using commands that start no hooks, filters or other programs. The
 complete history is not copied. The copied repository has a pack with the objects of recent commits and of
-uncommitted changes; it reads all other objects from the original repository, as long as that exists.
+uncommitted changes. All other objects are read from the original repository, as long as it exists.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CONFIG = re.compile(
     r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
     re.DOTALL,
 )
-"""Matches the keys in a repository's Git config that are copied. These keys affect Git's output but never
-make Git start a program."""
+"""Matches the Git config keys that are copied from the original repository. These keys affect Git's output
+but never make Git start a program."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
 _PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
 
@@ -77,7 +77,7 @@ def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, in
 
 
 def finish_repository(tree: SourceTree, prefix: str, stage: str, index: Path, hash_size: int) -> None:
-    """Write the copied repository's index after the files are copied; raises OSError and ValueError."""
+    """Write the copied repository's index after the files are copied. Raises OSError and ValueError."""
     if index.exists():
         write_index(Path(tree.root, prefix), Path(stage, prefix), index, hash_size)
 
@@ -149,7 +149,7 @@ def _escaped(text: str) -> str:
 
 
 def without_credentials(value: str) -> str:
-    """Return a Git config value; if it is a URL, remove its password, token and query.
+    """Return a Git config value without the password, token and query of a URL.
 
     Returns "" for a URL for which Git would start a transport program.
     """

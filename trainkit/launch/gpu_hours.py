@@ -13,7 +13,8 @@ from trainkit.plan.launch import LaunchPlan
 
 KEY = "resources.max_gpu_hours"
 ROUNDING = 1e-9
-"""Relative error of a sum of GPU-hours, which must not reject a submission exactly at the limit."""
+"""The tolerated relative rounding error in a sum of GPU-hours; without it, a submission exactly at the limit
+could be rejected."""
 
 
 def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> None:
@@ -63,7 +64,7 @@ def _hours(plan: LaunchPlan, num_jobs: int) -> float | None:
 
 
 def _num_gpus(plan: LaunchPlan) -> int:
-    """Return the largest number of GPUs that a job may get, including those of spare nodes."""
+    """Return the largest number of GPUs that a job may get, including the GPUs of spare nodes."""
     return (plan.num_nodes + plan.spare_nodes) * plan.workers_per_node
 
 
@@ -74,7 +75,10 @@ def _limit_s(plan: LaunchPlan) -> float | None:
 
 
 def _num_jobs(plan: LaunchPlan) -> int:
-    """Return how many jobs may run one after another; slices share one limit, so they count as one job."""
+    """Return how many jobs may run one after another.
+
+    Slices share one limit and are therefore considered one job.
+    """
     requeue = plan.requeue
     return 1 if requeue.total_s is not None or not requeue.on else 1 + requeue.max
 

@@ -151,7 +151,7 @@ def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
 
 
 def trainkit_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return (reason, hint) if the trainkit of the interpreter `program` is not usable; None if it is."""
+    """Return (reason, hint) if the trainkit package of the interpreter `program` is not usable, else None."""
     if "trainkit" not in packages.files:
         return "has no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
     version = packages.versions["trainkit"]

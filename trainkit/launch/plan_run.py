@@ -48,7 +48,7 @@ class Gatherer:
         self._environments: dict[tuple[str, bool, bool], Environment] = {}
 
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
-        """Return the facts about the machine, cluster, environment and data that a config refers to.
+        """Return the facts about the machine, cluster, environment and data to which a config refers.
 
         Set `resumes` if the run has a checkpoint to resume from.
 
@@ -114,7 +114,7 @@ def gather(
     resumes: bool = False,
     code_dir: Path | None = None,
 ) -> Facts:
-    """Return the result of `Gatherer.facts` for one config; with `target`, do not detect the cluster."""
+    """Return `Gatherer.facts` for one config; if `target` is given, the cluster is not detected."""
     return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 
@@ -184,7 +184,7 @@ def plan_run(
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
-    """Return an error with the problems of an invalid config and of planning with its valid keys."""
+    """Return an error with an invalid config's problems, and problems found by planning its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
@@ -223,7 +223,7 @@ BUILTINS = ("cd", "source", ".", "export", "set", "exec", "ulimit", "alias", "ev
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """Return the Python script that a command runs; None if there is none or if it is ambiguous."""
+    """Return the Python script that a command runs, or None if there is no script or several are possible."""
     if PurePath(command[0]).name in SHELLS:
         return None  # The argument is a shell script, which may run any files.
     before = takewhile(lambda word: word not in ("-m", "-c"), command)

@@ -21,7 +21,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import keys_of
 
 REPLAY_FILE = "replay.json"
-"""A file in the job folder of `trainkit replay`, which contains the run and the steps to replay."""
+"""The file, in the job folder of `trainkit replay`, that contains the run and the steps to replay."""
 FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
 """Maps each key that may be ``auto`` to the plan attribute with its resolved value."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
@@ -130,10 +130,11 @@ def load_again(
 
 @contextmanager
 def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[Path]:
-    """Change to the working directory at a run's submission, because paths in its config are relative to it.
+    """Change to the working directory at a run's submission.
 
-    Yields the working directory of the run's COMMAND: a folder in the code snapshot or, if there is no
-    snapshot or `takes_new_code` is set, the folder of submission.
+    Paths in the run's config are relative to this directory. Yields the working directory of the run's
+    COMMAND: a folder in the code snapshot or, if there is no snapshot or `takes_new_code` is set, the folder
+    of submission.
     """
     here = Path.cwd()
     submitted = Path(job.cwd or here)

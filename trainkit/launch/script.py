@@ -175,7 +175,8 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
         raise UsageError(message, hint="check the name after `extends` or `include`") from error
     except Exception as error:
-        # An expression in the template failed, for example with an undefined name or a division by zero.
+        # An expression in the template failed, for example because of an undefined name or a division by
+        # zero.
         place = _place(error, folders) or f"{name}: "
         names = (
             f"variables in templates: {', '.join(sorted(context))}"
@@ -229,7 +230,7 @@ def _environment(folders: list[Path]) -> Environment:
 
 def _verbatim(value: str) -> str:
     # Hex-encode the lines between NULs so that `_tidy` does not change them. The NULs are unambiguous,
-    # because no other filter outputs one.
+    # because no other filter outputs NULs.
     if "\0" in value:
         message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")

@@ -42,7 +42,7 @@ def looks_secret(name: str) -> bool:
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """Return a command line with values masked by `***` if they look like secrets or have a secret's name.
+    """Return a command line, masking values that look like secrets or have a secret's name with `***`.
 
     `secrets` contains the variable names in `launch.secrets`.
     """
@@ -151,7 +151,7 @@ def _masked_assignment(match: re.Match[str]) -> str:
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError if `text` contains the value of an environment variable in `names`.
 
-    `where` is the file that the text will be written to, for example ``submit.sbatch``. The error message
+    `where` is the file to which the text will be written, for example ``submit.sbatch``. The error message
     contains the name of the variable, but not its value.
     """
     if (name := leaked(text, names, environ)) is not None:
@@ -188,6 +188,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # as bash escapes it in single quotes
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # as bash escapes it in $'…' quotes
+    yield value.replace("'", "'\"'\"'")  # the value in bash's single quotes
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # the value in bash's $'…' quotes
     yield url_quote(value, safe="")

@@ -43,8 +43,8 @@ milliseconds."""
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--src-prefix=a/", "--dst-prefix=b/")
-"""Options that fix the path prefixes in a diff: the user's git config may change the prefixes, but
-`mask_diff` needs these."""
+"""Options that fix the path prefixes in a diff, because `mask_diff` needs these prefixes and the user's git
+config may set others."""
 MAX_SCRIPT_BYTES = 1_000_000
 _WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")
 """Separates the words of a command, as in ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
@@ -73,8 +73,8 @@ def write_origin(
 ) -> CodeCopy | None:
     """Copy a run's code and write provenance.json; return a description of the copy.
 
-    `code_from` is the code copy of another run, which is used instead of the current code. Raises UsageError
-    if the code cannot be copied, or if a secret would be written to a file.
+    `code_from` is another run's code copy, used instead of the current code. Raises UsageError if the code
+    cannot be copied, or if a secret would be written to a file.
     """
     cwd = Path.cwd()
     # Run git and the copy in parallel, because both take about the same time.
@@ -96,7 +96,7 @@ def write_origin(
 def future_code(
     run: RunDir, config: RunConfig, plan: LaunchPlan, code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """Return the description that `write_origin` would return, but write nothing.
+    """Return the description that `write_origin` would return, without writing anything.
 
     Raises UsageError for the same reasons as `write_origin`.
     """
@@ -290,7 +290,7 @@ def _size(num_bytes: int) -> str:
 def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
     """Yield a note for each relative path in a command or its script that is missing in the code copy.
 
-    Paths that do not exist in the source either are ignored. Raises UsageError if an argument or option value
+    Paths that are also missing in the source are ignored. Raises UsageError if an argument or option value
     is a path outside of the copied folder.
     """
     in_place = "or use the files in place with --no-snapshot"
@@ -363,7 +363,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
                 # Make the copy read-only, because the trials of a sweep share it; outputs should go to a
-                # run's working folder.
+                # run's working directory.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
                 found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
@@ -388,10 +388,10 @@ def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
 def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[str], list[str]]:
     """Return folders in the copy to add to PYTHONPATH, and notes about folders that cannot be added.
 
-    Otherwise, a project installed with ``pip install -e`` would be imported from its source, which may change
-    after submission; PYTHONPATH takes precedence over the installation. The folders are the working
-    directory, the package folder of each project that contains it, and the copies of those folders of
-    `inherited` (PYTHONPATH) that are below the source.
+    Without these folders in PYTHONPATH, a project installed with ``pip install -e`` would be imported from
+    its source, which may change after submission. PYTHONPATH takes precedence over the installation. The
+    folders are the working directory, the package folder of each project that contains it, and the copies of
+    those folders of `inherited` (PYTHONPATH) that are below the source.
     """
     folders = tree.folders | {tree.subfolder}
     wanted = [tree.subfolder]
@@ -426,7 +426,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def collect_provenance(cwd: Path) -> dict[str, object]:
-    """Return the versions, host, user and git state for a run's provenance; runs git three times."""
+    """Return the versions, host, user and git state for a run's provenance."""
     return {
         "time": utc_now(),
         "trainkit": __version__,

@@ -80,7 +80,10 @@ def looks_like_output(path: str) -> bool:
 
 @dataclass
 class SourceTree:
-    """The files of a project by path relative to its root; paths may contain invalid UTF-8."""
+    """The files of a project, keyed by their path relative to the project's root.
+
+    Paths may contain invalid UTF-8.
+    """
 
     root: str
     kind: str
@@ -109,7 +112,7 @@ class SourceTree:
             self.left_out.append((path, "is not a regular file"))
 
     def keep_apart(self, path: str, reason: str) -> None:
-        """Omit a file that other runs must not use; its parent folders are not symlinked as a whole."""
+        """Omit a file that other runs must not use, and never symlink a parent folder as a whole."""
         self.left_out.append((path, reason))
         self.apart.update(parents(path))
 
@@ -149,7 +152,10 @@ def _is_run(folder: str) -> bool:
 
 
 def find_tree(cwd: str, run_dir: str) -> SourceTree:
-    """Return the files listed by git; without git or in an ignored folder, files that look like code."""
+    """Return the files listed by git.
+
+    Without git or in an ignored folder, returns the files that look like code.
+    """
     known = repository_tree(cwd, run_dir)
     if known is None:
         return pattern_tree(cwd, run_dir)
@@ -164,8 +170,8 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
 
     All tracked files, and all untracked files that are not ignored, are considered code, including files in
     submodules and nested clones. Run folders are omitted. Untracked files that look like keys or passwords
-    are omitted; tracked ones are included, because they are in the repository anyway and the code may need
-    them. The paths `cwd` and `run_dir` must not contain symlinks. Raises UsageError if git fails.
+    are omitted. Tracked files with such names are included, because the code may need them. The paths `cwd`
+    and `run_dir` must not contain symlinks. Raises UsageError if git fails.
     """
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None
@@ -192,7 +198,10 @@ def _git_error(folder: str, stderr: str) -> UsageError:
 
 
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
-    """Add the files of a repository and its nested repositories; tracked files in `runs_dir` are code."""
+    """Add the files of a repository and its nested repositories.
+
+    Tracked files in `runs_dir` are considered code.
+    """
     folder = f"{tree.root}/{prefix}"
     tree.repositories.append(prefix)
     # Pass the run folders to git as literal .gitignore patterns, so that git does not search them.
@@ -353,8 +362,8 @@ _GIT_KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_F
 config."""
 _GIT_OWN = {
     "LC_ALL": "C",
-    # Otherwise, Git would fetch missing objects of a partial clone with a program that the repository
-    # specifies.
+    # Without this setting, Git would fetch missing objects of a partial clone with a program that the
+    # repository specifies.
     "GIT_ALLOW_PROTOCOL": "",
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_TERMINAL_PROMPT": "0",
@@ -371,7 +380,8 @@ _COMPARING = {
     "diff": ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty"),
     "status": ("--ignore-submodules=dirty",),
 }
-"""Maps Git commands that read the work tree, and would therefore start filters, to options that prevent this.
+"""Maps Git commands that read the work tree, and would therefore start filters, to the options that disable
+filters.
 
 For a submodule with changed files, Git would start another process that runs the filters in the submodule's
 config.

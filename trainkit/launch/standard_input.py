@@ -30,8 +30,8 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
     """Return (standard input to store for rank 0 of a COMMAND, message for the user); each may be None.
 
     With `streams`, rank 0 inherits the stream, and the content is stored only if it is complete and the
-    command line shows that the COMMAND reads it. The run can then be resumed with the same input. Raises
-    UsageError if the content is too large or the stream does not end.
+    command line shows that the COMMAND reads it. A run whose input is stored can be resumed with the same
+    input. Raises UsageError if the content is too large or the stream does not end.
     """
     if not workload.is_command:
         return None, None
@@ -122,7 +122,7 @@ def _is_shared(found: os.stat_result) -> bool:
             fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             name = (process / "comm").read_text(errors="replace").strip()
         except OSError:
-            return False  # The process belongs to another user and has a different standard input.
+            return False  # The process belongs to another user and therefore has a different standard input.
         if name not in WRAPPERS:  # Wrappers only pass on their standard input.
             return os.path.samestat(own, found)
         pid = int(fields[1])

@@ -1,7 +1,7 @@
 """Plan the runs that a command submits: a single run, or the trials of a sweep or array as one group.
 
-A single run is planned like a group with one trial. All trials are checked before any file is written (by
-`create.py`).
+A single run is planned like a group with one trial. All trials are checked before `create.py` writes any
+file.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Submission:
 
     @cached_property
     def plan(self) -> LaunchPlan:
-        """Return the plan of the first trial with the warnings of all trials.
+        """Return the plan of the first trial, combined with the warnings of all trials.
 
-        If a reason differs between trials, its text mentions this.
+        If a reason differs between trials, its text says so.
         """
         first = self.trials[0].plan
         others = [trial.plan.reasons for trial in self.trials[1:]]
@@ -109,7 +109,7 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
-        """Yield the runs with their folders; of several runs with identical plan files, only the first."""
+        """Yield the runs with their folders, but only the first of several runs with identical plan files."""
         seen: list[Mapping[str, str]] = []
         for trial in self.trials:
             if trial.plan.files not in seen:
@@ -309,10 +309,10 @@ def disk_forecast(
 def checked(
     planned: list[PlannedTrial], refused: Sequence[LoadedTrial], array: ArraySpec | None
 ) -> Submission:
-    """Return a submission of the planned trials after checking that they have plans and fit into one array.
+    """Return a submission of the planned trials after checking that all can be planned and share an array.
 
     Raises a ConfigError that lists the problems of all trials, each labelled with the first trial that has
-    it. Raises UsageError if the trials need jobs with different Slurm options.
+    the problem. Raises UsageError if the trials need jobs with different Slurm options.
     """
     if refused:
         raise ConfigError(list(_with_trials(refused, len(planned) + len(refused))))
@@ -345,7 +345,7 @@ def checked(
 
 
 def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Problem]:
-    """Yield each problem, labelled with its trials unless all trials have it."""
+    """Yield each problem, labelled with the affected trials unless all trials are affected."""
     found: dict[Problem, list[LoadedTrial]] = {}
     for trial in refused:
         for problem in trial.loaded.problems if isinstance(trial.loaded, ConfigError) else ():
@@ -406,7 +406,7 @@ def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[st
 def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, object]:
     """Return the `difference` between two configs.
 
-    Sections that are the same object in both configs, as most are, are not compared.
+    Most sections are the same object in both configs; such sections are not compared.
     """
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))

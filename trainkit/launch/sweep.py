@@ -108,7 +108,10 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """Yield the config for each trial of a sweep; trials that differ only in the seed share a single load."""
+    """Yield the config for each trial of a sweep.
+
+    Trials that differ only in the seed are loaded only once.
+    """
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)
@@ -121,7 +124,7 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
                 for key, value in values.items()
-                if is_known(tuple(key.split(".")))  # Any other key occurs only in the COMMAND.
+                if is_known(tuple(key.split(".")))  # A key outside the config occurs only in the COMMAND.
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
             yield LoadedTrial(index, values, loaded[key])

@@ -96,7 +96,7 @@ def read_all(
 ) -> tuple[list[RunStatus | GroupStatus], int]:
     """Return the status of all known runs and groups, newest first, with a single `query` of Slurm.
 
-    `max_ended` limits how many ended runs are read; the second return value is the number of ended runs
+    `max_ended` limits how many ended runs are read. The second return value is the number of ended runs
     skipped. `histories` caches each run's history for the next call. `warn` receives a message for each group
     that cannot be read. If `below` is given, only runs in that folder are returned.
     """

@@ -113,7 +113,7 @@ class TrialFiles:
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """The state of a trial when the group was read."""
+    """A snapshot of a trial's state."""
 
     index: int
     values: dict[str, object]
@@ -192,7 +192,7 @@ class GroupJson(_GroupJson, total=False):
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """The state of a group when it was read."""
+    """A snapshot of a group's state."""
 
     name: str
     run_dir: str
@@ -310,7 +310,7 @@ class GroupFiles:
         ]
 
     def _is_here(self, files: TrialFiles) -> bool:
-        """Return whether a supervisor without Slurm runs the trial's newest or next attempt."""
+        """Return whether the trial's newest or next attempt runs without Slurm."""
         return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
     def _cluster(self, files: TrialFiles) -> str | None:
@@ -326,7 +326,7 @@ class GroupFiles:
         return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
-        """Return the group's status; `jobs` is None if Slurm could not be queried."""
+        """Return the group's status. `jobs` is None if Slurm could not be queried."""
         record, plan = self.group.record, PlanRecord(self.group.record.plan)
         return GroupStatus(
             name=self.group.name,
@@ -493,7 +493,7 @@ def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) 
 
 
 def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
-    """Return the trials in ascending order of a column; for None, ordered by result, best first.
+    """Return the trials in ascending order of a column or, if it is None, by result, best first.
 
     If a config key and one of `FIGURES` have the same name, the key is used.
     """

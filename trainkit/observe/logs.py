@@ -56,7 +56,7 @@ def last_lines(path: Path) -> tuple[list[str], int | None]:
 
 
 def last_texts(path: Path, count: int) -> list[str]:
-    """Return a file's last `count` complete lines for a live view; none if the file cannot be read."""
+    """Return a file's last `count` complete lines for a live view; empty if the file cannot be read."""
     try:
         with open_file(path) as stream:
             lines = islice(reversed_lines(stream, stream.seek(0, os.SEEK_END)), 1, count + 1)
@@ -68,7 +68,7 @@ def last_texts(path: Path, count: int) -> list[str]:
 def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> int:
     """Return the byte offset at which the last `count` lines of a file begin.
 
-    If `unfinished` is True, a last line without a newline is counted too.
+    If `unfinished` is True, a last line without a newline is also counted.
     """
     end = stream.seek(0, os.SEEK_END)
     lines = reversed_lines(stream, end)
@@ -154,7 +154,7 @@ def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float |
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
         text = stream.read().decode(errors="replace")
     # A progress bar ends its line with a carriage return instead of a newline. Drop the text after the last
-    # line end, because it is incomplete.
+    # line ending, because it is incomplete.
     lines = reversed(re.split(r"[\r\n]", text)[:-1])
     found = None if pattern is None else next(filter(None, map(re.compile(pattern).search, lines)), None)
     values = {} if found is None else found.groupdict()

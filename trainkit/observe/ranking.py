@@ -48,7 +48,7 @@ NUM_READERS = 4
 """Number of threads for reading runs in parallel. On a network file system, reading one file takes about a
 millisecond."""
 MAX_MEASURED = 16_384
-"""Maximum number of results of ended runs to cache."""
+"""Maximum number of cached results of ended runs."""
 MAX_NAMED = 20
 """Maximum number of runs whose metric names are listed in an error's hint."""
 MAX_NAMES = 40
@@ -98,7 +98,7 @@ VAL_LOSS, LOSS = Ranking("val_loss"), Ranking("loss")
 def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
     """Return the ranking that ``checkpoint.best_metric`` and ``best_mode`` define in `configs` (dotted keys).
 
-    Returns None if the configs differ or do not keep a best checkpoint; configs that cannot be read are
+    Returns None if the configs differ or do not keep a best checkpoint. Configs that cannot be read are
     ignored.
     """
     own = map(Record, filter(None, configs))
@@ -144,7 +144,7 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
         values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
-    # A metric without finite values is considered not measured, but a loss without finite values is
+    # A metric without finite values is treated as not measured, but a loss without finite values is
     # considered diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))
     if since is None and is_logged:
@@ -173,7 +173,7 @@ def _measured(folder: Path, ranking: Ranking, stamps: tuple[object, ...]) -> Mea
 
 
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:
-    """Return the metric that ``--metric`` requests, or else the one that ``--sort`` names."""
+    """Return the metric that ``--metric`` requests, or else the metric that ``--sort`` names."""
     if None in (metric, sort) or metric == sort:
         return sort if metric is None else metric
     raise UsageError(
@@ -216,7 +216,7 @@ class UnknownMetricError(UsageError):
         self.metric = metric
 
     def as_sort_key(self, columns: Iterable[str]) -> UsageError:
-        """Return the error for a metric requested by ``--sort``; its hint also lists `columns`."""
+        """Return the error for a metric requested by ``--sort``. The error's hint also lists `columns`."""
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",

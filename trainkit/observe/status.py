@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 FlatConfig = dict[str, Any]
 """Maps dotted config keys to their JSON values."""
 STALE_S = 60.0
-"""Age of the newest metrics, in seconds, above which a warning is shown if `STALE_INTERVALS` usual logging
-intervals have passed too."""
+"""Age of the newest metrics, in seconds, above which a warning is shown, provided that `STALE_INTERVALS`
+typical logging intervals have also passed."""
 STALE_INTERVALS = 10
 STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continued")
 """The events that `attempt_state` needs to determine an attempt's state."""
@@ -166,7 +166,7 @@ class Used:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run when it was read. Values that are missing or unknown are None."""
+    """A snapshot of a run's state. Values that are missing or unknown are None."""
 
     name: str
     run_dir: str
@@ -193,7 +193,7 @@ class RunStatus:
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script's log, if the script ended before the supervisor started."""
     lasting: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
-    """Events recorded by capabilities that still apply while the newest attempt runs."""
+    """Capabilities' events that still apply while the newest attempt runs."""
     added: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """Keys that capabilities add to ``status --json``."""
 
@@ -376,7 +376,10 @@ def _failed_notice(name: str, text: str) -> list[Notice]:
 
 
 def capability_rows(reading: Reading) -> dict[str, Mapping[str, str]]:
-    """Return the lines that capabilities add to a run's details, mapped from capability to label to text."""
+    """Return the lines that capabilities add to a run's details.
+
+    The result maps each capability to a mapping from label to text.
+    """
     return ask_each(reading.plan.parts, lambda one: one.rows(reading), lambda name, text: {name: text})
 
 
@@ -501,7 +504,7 @@ def _slurm_end(job: JobInfo) -> str:
 def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
     """Return the last step of a run.
 
-    A run that finished or stopped may not have logged its last step, so end.json is read too.
+    A run that finished or stopped may not have logged its last step, so end.json is also read.
     """
     if end is None or end.step is None or end.state not in ("finished", "stopped"):
         return logged

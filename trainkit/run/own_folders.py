@@ -1,9 +1,9 @@
-"""Choose folders for temporary and compiled files so that no other user can plant files there.
+"""Choose folders for temporary and compiled files that no other user can write to.
 
 torch and other libraries execute or unpickle files with predictable names below ``$TMPDIR``:
-``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
-(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would follow symlinks that another user has planted
-there, and overwrite the target.
+``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard and
+MLflow write to files with predictable names in ``$TMPDIR`` (``.tensorboard-info``, ``db_init_lock-*``). If
+another user has created a symlink with such a name, these programs would overwrite the symlink's target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trainkit.folders import ensure_folder, make_private, state_folder, user_nam
 from trainkit.run.process import own_host
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Maps environment variables to folders for compiled files, which should be kept longer than temporary
-files."""
+"""Maps environment variables to the names of folders for compiled files. Compiled files should be kept longer
+than temporary files."""
 _TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
-"""Characters in a user name that torch replaces when it derives a folder name from the user name."""
+"""The characters in a user name that torch replaces to form a folder name."""
 
 
 class OwnFolders(NamedTuple):
@@ -35,17 +35,18 @@ class OwnFolders(NamedTuple):
     """A note for the user if the default folders cannot be trusted; otherwise empty."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` with TMPDIR and the cache folders set; keep the cache folders set by the user."""
+        """Return `environ` with TMPDIR and the cache folders set; cache folders set by the user are kept."""
         own = _without_outer(environ)
         return {**self.caches, **own, "TMPDIR": self.temporary}
 
 
 def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = False) -> OwnFolders:
-    """Create private folders below ``$TMPDIR`` or ``/tmp``; if that fails, in the private folder `fallback`.
+    """Create private folders below ``$TMPDIR``, which defaults to ``/tmp``.
 
-    TMPDIR is not changed if only this user can create files in it. With `keeps`, TMPDIR is not changed even
-    if other users can create files in it. TMPDIR is always replaced if another user owns, or can write to,
-    torch's default cache folder. Raises OSError if a folder cannot be created.
+    If private folders cannot be created there safely, they are created in `fallback`.
+    A private folder replaces TMPDIR if other users can create files in TMPDIR, unless `keeps` is set. A
+    private folder also replaces TMPDIR if another user owns or can write to torch's default cache folder, or
+    if `fallback` is used. Raises OSError.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())
@@ -64,7 +65,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environ` with private folders for temporary and compiled files; raise OSError on failure."""
+    """Return `environ` with private folders for temporary and compiled files. Raises OSError."""
     folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
     if folders.note:
         print_note(folders.note)
@@ -72,10 +73,13 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without cache folders set by trainkit or torch; keep cache folders set by the user."""
+    """Return `environ` without the folders that trainkit or torch set in an outer process.
+
+    The result lacks the cache folders of trainkit and torch and trainkit's part of TMPDIR.
+    """
     own = f"/{_name()}/"
-    # torch adds its default cache folder to os.environ, so if the value equals this default, the user did not
-    # set it.
+    # torch adds its default cache folder to os.environ, so a value equal to this default was not set by the
+    # user.
     defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
     found = {
         name: value
@@ -100,7 +104,10 @@ def _caches_in(folder: Path) -> Mapping[str, str]:
 
 
 def _problem_of(folder: Path, others: int = 0o077) -> str | None:
-    """Create a private folder; return why the folder cannot be trusted, or None if it can be."""
+    """Create `folder` if it is missing; return why the folder cannot be trusted, or None if it can.
+
+    `others` contains the permission bits that other users must not have.
+    """
     try:
         return None if make_private(folder, others) else f"{folder} can be written or replaced by other users"
     except OSError as error:

@@ -1,1 +1,4 @@
-"""The only package that runs Slurm commands; it parses Slurm's host lists, states, reasons and versions."""
+"""The only package that runs Slurm commands.
+
+This package also parses Slurm's host lists, states, reasons and versions.
+"""

@@ -35,7 +35,7 @@ SQUEUE_STATES=RUNNING hides pending jobs.
 _ACCOUNTING = ("sacct", "sacctmgr")
 
 NO_ANSWER_S = 5.0
-"""For this many seconds after Slurm failed to answer a request, queries have only SHORT_TIMEOUT_S and are not
+"""For this many seconds after Slurm failed to answer a request, queries use SHORT_TIMEOUT_S and are not
 retried."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
@@ -78,7 +78,7 @@ def run_slurm(
     cluster: str = "",
     with_stderr: bool = False,
 ) -> str:
-    """Run a Slurm command once, without a shell, and return its stdout; invalid UTF-8 becomes U+FFFD.
+    """Run a Slurm command once, without a shell, and return its stdout. Invalid UTF-8 becomes U+FFFD.
 
     The command is sent to `cluster`, which may be a comma-separated list; by default, to the cluster that the
     environment selects. If `with_stderr` is set, the result is the command's stderr followed by its stdout.
@@ -153,9 +153,9 @@ def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
 def require_controller(clusters: Sequence[str] = ()) -> None:
     """Raise SlurmUnreachable unless Slurm answers a query now or has answered one within ANSWER_VALID_S.
 
-    Call this before submitting a job: if Slurm is down and the answer to a submission is lost, finding out
-    whether the job exists takes minutes. If there are several `clusters`, sbatch itself skips clusters that
-    do not answer.
+    Call this function before submitting a job: if Slurm is down and the answer to a submission is lost,
+    finding out whether the job exists takes minutes. If there are several `clusters`, sbatch itself skips
+    clusters that do not answer.
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
     place = _place(os.environ, cluster)
@@ -164,7 +164,7 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
-    """Return the error for a command's exit code and output; an unknown message is considered a rejection."""
+    """Return the error for a command's exit code and output. An unknown message is considered a rejection."""
     # sbatch prints a line with "sleeping and retrying" whenever it retries.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
@@ -335,7 +335,7 @@ def query(
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the user's settings for Slurm's output, so that it can be parsed."""
+    """Return the environment without the user's settings for the output of Slurm's commands."""
     plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
     # By default, Slurm truncates the index list of a pending array to 64 characters.
@@ -377,7 +377,7 @@ RECORD = "\x1e"
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """Yield the fields of every complete record; the last field may contain the field separator."""
+    """Yield the fields of every complete record. The last field may contain the field separator."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
@@ -388,12 +388,12 @@ def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]
 
 
 def time_of(text: str) -> datetime | None:
-    """Parse a time that Slurm printed in Unix seconds, as UTC; None for `N/A`, `Unknown` and `None`."""
+    """Parse a time in Unix seconds into a UTC datetime; return None for `N/A`, `Unknown` and `None`."""
     return datetime.fromtimestamp(int(text), timezone.utc) if text.isdigit() and text != "0" else None
 
 
 def seconds_of(text: str) -> int | None:
-    """Parse a duration such as `1-02:03:04` or `03:04` into seconds; None for `UNLIMITED` and `INVALID`."""
+    """Parse a duration such as `1-02:03:04` into seconds; return None for `UNLIMITED` and `INVALID`."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:

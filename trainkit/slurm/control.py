@@ -59,9 +59,9 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 
 
 def exclude_hosts(job_id: str, hosts: str) -> None:
-    """Replace the list of hosts that a pending job excludes; `hosts` is a Slurm host list.
+    """Replace the list of hosts that a pending job excludes. `hosts` is a Slurm host list.
 
-    Raises SlurmRefused for a running job; a requeued job is considered pending immediately.
+    Raises SlurmRefused for a running job. Slurm considers a requeued job pending immediately.
     """
     change = [f"JobId={checked_job_id(job_id)}", f"ExcNodeList={hosts}"]
     query(["scontrol", "update", *change])
@@ -73,7 +73,7 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 
 def cancel_waiting(job_ids: Sequence[str]) -> None:
-    """Cancel the pending jobs and array tasks among `job_ids`; running ones continue."""
+    """Cancel the pending jobs and array tasks among `job_ids`; running jobs and tasks continue."""
     _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
@@ -85,7 +85,7 @@ def send_signal(job_ids: Sequence[str], signal: str) -> None:
 def kill_steps(
     steps: Sequence[tuple[str, str]], signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
-    """Kill steps, given as (job id, step id), with SIGKILL, or send a different signal to them.
+    """Send a signal, by default SIGKILL, to steps given as (job id, step id).
 
     Cancelling the whole job would send SIGTERM first, and SIGKILL only after KillWait (30 s by default).
     """
@@ -95,7 +95,7 @@ def kill_steps(
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
-    """Run scancel for jobs or steps, if any; ignore those that have already finished.
+    """Run scancel for jobs or steps, if any; ignore jobs and steps that have already finished.
 
     If several clusters return an error, the first error is raised after all clusters have received the
     request.

@@ -40,7 +40,7 @@ def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return `named`, a job's cluster, if Slurm's commands use a different one by default, or else None.
+    """Return `named`, a job's cluster, or None if Slurm's commands use this cluster by default.
 
     If the result is not None, pass the cluster to Slurm's commands, because a job id is valid only on its own
     cluster.
@@ -150,7 +150,7 @@ _DEVICES_OF_A_JOB = frozenset(
 
 
 def is_inherited(name: str) -> bool:
-    """Return whether an enclosing job, step or launcher set a variable, rather than the user."""
+    """Return whether a variable was set by an enclosing job, step or launcher rather than by the user."""
     return name not in KEPT and (name.startswith(_PREFIXES) or name in _RANK_NAMES)
 
 
@@ -158,7 +158,7 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for sbatch and salloc, without `SBATCH_*` and variables of the enclosing job.
 
     `SBATCH_*` variables are removed because they would override the options in the script. Inside a job,
-    variables that bind the job's GPUs are removed too. SBATCH_CLUSTERS is renamed to SLURM_CLUSTERS, which
+    variables that bind the job's GPUs are also removed. SBATCH_CLUSTERS is renamed to SLURM_CLUSTERS, which
     all Slurm commands understand.
     """
     is_in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ

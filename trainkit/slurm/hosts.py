@@ -71,7 +71,7 @@ def is_down(state: str) -> bool:
 
 
 def hosts_of_job(job_id: str) -> list[str]:
-    """Return the job's current hosts; a job with --no-kill permanently loses a host that goes down.
+    """Return the job's current hosts. A job with --no-kill permanently loses a host that goes down.
 
     Raises SlurmUnreachable if Slurm does not answer, and SlurmRefused if Slurm no longer knows the job.
     """

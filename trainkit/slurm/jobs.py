@@ -57,7 +57,7 @@ UNKNOWN_JOB = "neither squeue nor sacct lists the job"
 _NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
-"""The maximum length in characters of a list of job ids in one argument; Linux limits an argument to 128
+"""The maximum length in characters of a list of job ids in one argument. Linux limits an argument to 128
 KiB."""
 _LOG_NOT_OPENED = 53
 """The signal number that Slurm reports if a node cannot open the batch script's output file; it does not mean
@@ -68,7 +68,7 @@ In all versions of Slurm, internal error 4021 is truncated to this number in an 
 
 
 class SlurmJob(JobInfo):
-    """A job whose reasons and signals are those that Slurm reports."""
+    """A job with the reasons and signals that Slurm reports."""
 
     @property
     def log_not_opened(self) -> bool:
@@ -92,11 +92,11 @@ def query_clusters(
 ) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs with these ids, and the error of each cluster whose query failed.
 
-    The jobs are sorted by cluster, the default one first, then by the order of `ids`; the keys are the names
-    that `on_cluster` returns. The id of an array selects all tasks in the array; each task gets its own key.
-    Tasks that were cancelled while pending may share one entry with the array's id as its key. If neither
-    squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster, and retries
-    squeue for `patience_s` seconds.
+    The jobs are sorted by cluster, the default cluster first, then by the order of `ids`. The keys are the
+    names that `on_cluster` returns. The id of an array selects all tasks in the array. Each task gets its own
+    key. Tasks that were cancelled while pending may share one entry with the array's id as its key. If
+    neither squeue nor sacct lists a job, its state is `unknown`. Runs at most two commands per cluster, and
+    retries squeue for `patience_s` seconds.
     """
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
@@ -220,7 +220,7 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """Parse sacct's output into jobs by id; call this for jobs that squeue does not list."""
+    """Parse sacct's output into jobs by id. Use this function only for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields

@@ -1,4 +1,7 @@
-"""Maps Slurm's states to job states, and explains Slurm's reasons in plain English; runs no commands."""
+"""Maps Slurm's states to job states, and explains Slurm's reasons in plain English.
+
+This module runs no commands.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Answer:
     """The expected start time, or None if the job would not start or Slurm reports no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
-    """Slurm's explanation why it reports no start time."""
+    """Slurm's explanation of why it reports no start time."""
     refused: bool = False
     """True if Slurm would reject the job."""
 
@@ -76,12 +76,12 @@ def submit_script(
 ) -> str:
     """Submit a script and return the job id; for an array job, return the id of the whole array.
 
-    If `clusters` lists several, Slurm chooses the cluster where the job would start first, and the returned
-    id includes that cluster's name (see `on_cluster`). `is_only_job` tells whether no other job is submitted
-    from this script file. If so, a lost job can also be found by the path of its script, not only by its
-    token. If sbatch's answer is lost, `submit_script` calls `notify` with a message and searches for a job
-    with the token until it is known whether Slurm accepted the job. If sbatch prints more than an id, the id
-    is verified, because a site's banner may contain numbers.
+    If `clusters` lists several clusters, Slurm chooses the cluster where the job would start first, and the
+    returned id includes that cluster's name (see `on_cluster`). `is_only_job` is True if no other job is
+    submitted from this script file. If `is_only_job` is set, a lost job can be found by the path of its
+    script as well as by its token. If sbatch's answer is lost, `submit_script` calls `notify` with a message
+    and searches for a job with the token until it is known whether Slurm accepted the job. If sbatch prints
+    more than an id, the id is verified, because a site's banner may contain numbers.
 
     Raises SlurmRefused with Slurm's message if Slurm rejects the script, or SlurmUnreachable if Slurm does
     not answer. If `may_have_arrived` is set in SlurmUnreachable, the job may exist; call
@@ -118,7 +118,7 @@ def submit_script(
 
 
 def cancel_command(job: str) -> str:
-    """Return the command that cancels a job; `job` is an id returned by `submit_script`."""
+    """Return the command that cancels a job. `job` is an id returned by `submit_script`."""
     job_id, cluster = split_job(job)
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
@@ -252,20 +252,20 @@ def parse_start_estimate(text: str) -> tuple[Answer, str]:
 
 
 ASK_TIMEOUT_S = 5.0
-"""Timeout in seconds of one estimate; a busy controller answers slowly."""
+"""Timeout in seconds of one estimate. A busy controller answers slowly."""
 ENOUGH_S = 8.0
 """Seconds after which no more estimates are requested."""
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
 # Slurm also prints "not available" or "busy" if nodes are only temporarily out of service. Slurm would still
-# accept the job, which would then wait in the queue.
+# accept such a job, which would then wait in the queue.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 
 def ask_starts(
     requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
 ) -> list[Answer]:
-    """Estimate, for each list of sbatch options, when Slurm would start a job; queries run in parallel.
+    """Estimate, for each list of sbatch options, when Slurm would start a job. Queries run in parallel.
 
     With `enough_s`, all answers arrive within this many seconds; without it, no query begins after ENOUGH_S.
     Raises SlurmUnreachable if Slurm does not answer any query.

@@ -49,7 +49,7 @@ class LocalAttemptWatch(AttemptWatch):
         self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
-        """Suspend all descendants until SIGCONT or a stop signal; extend the deadline by this time."""
+        """Suspend all descendants until SIGCONT or a stop signal, and extend the deadline accordingly."""
         paused_s, received = time.monotonic(), None
         for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
             processes.signal_all(processes.descendants(os.getpid()), sent)
@@ -149,7 +149,7 @@ class LocalAttemptWatch(AttemptWatch):
 
 
 def _remove_stale_stores() -> None:
-    """Remove store files of attempts whose processes were all killed; these files are no longer used."""
+    """Remove unused store files, which were left by attempts whose processes were all killed."""
     if stale := old_stores():
         environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
         stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}
@@ -170,7 +170,7 @@ class LocalAllocation(Allocation):
     lock_timeout_s = 10.0
 
     def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
-        """Create the allocation; `number` is the first attempt, which the starting command has recorded."""
+        """Create the allocation. `number` is the first attempt, which the starting command has recorded."""
         super().__init__(run)
         self._number, self._now, self._queue_errors = number, now, 0
         self._place: QueuePlace | None = None

@@ -194,7 +194,7 @@ def _start_process(
     *,
     foreground: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that outlives the terminal; with `foreground`, the process exits with this one."""
+    """Start a process that outlives the terminal or, with `foreground`, exits when this process exits."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
     with output.open("ab") as log:
         return subprocess.Popen(

@@ -53,7 +53,8 @@ def _is_active(run: RunDir) -> bool:
 def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
     """Return a run's job.json, and whether the run is alive.
 
-    If this host cannot tell, the run is considered alive, because otherwise it might be started twice.
+    If the run's state cannot be determined on this host, the run is considered alive, so that it is not
+    started twice.
     """
     job = read_job(run)
     return job, job.newest is not None and is_alive(run, job.newest) is not False

@@ -2,8 +2,8 @@
 
 A run needs one GPU or core per rank. Each GPU, core and waiting run has a lock file in a folder for this user
 and machine. The supervisor that owns a lock keeps it until it exits, so a killed process or a crashed machine
-leaves no lock behind. A GPU that another process uses without a lock, for example another user's process, is
-not considered free either.
+leaves no lock behind. A GPU that another process uses without a lock, for example a process of another user,
+is also considered busy.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class QueuePlace:
     def take(self, *, now: bool) -> str | None:
         """Lock GPUs or cores for the attempt until this process exits, and hide all others from the ranks.
 
-        Returns the reason to wait, or None once all of them are locked. If `now` is set, the attempt takes
-        GPUs or cores even if they are in use. Raises OSError if the folder with the lock files cannot be
-        written or locked.
+        Returns the reason to wait, or None once the required GPUs or cores are locked. If `now` is set, the
+        attempt takes GPUs or cores even if they are in use. Raises OSError if the folder with the lock files
+        cannot be written or locked.
         """
         if (reason := _unfinished(self.plan)) is not None:
             return reason
@@ -94,7 +94,7 @@ class QueuePlace:
             release_lock(descriptor)
 
     def _ahead(self) -> str | None:
-        """Enter the queue if necessary; return the run directly ahead of this one; None if there is none."""
+        """Enter the queue if necessary; return the run directly ahead, or None if this run is first."""
         if self._ticket is None:
             path = self.folder / f"{self.plan.device}-{self.submitted_at}-{os.getpid():08d}"
             self._ticket = path, acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
@@ -158,7 +158,7 @@ def _process(pid: int) -> str:
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:
-    """Return a message about the first unfinished run that the plan waits for, or None if there is none."""
+    """Return a message about the first unfinished run for which the plan waits, or None if there is none."""
     for folder in plan.after:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)
@@ -170,7 +170,7 @@ def _unfinished(plan: LaunchPlan) -> str | None:
 
 
 def _trouble(run: RunDir) -> str:
-    """Return what the user must do so that a stopped run can finish, or "" if nothing."""
+    """Return what the user must do so that a stopped run can finish, or "" if no action is required."""
     if not run.path.exists():
         return ", which does not exist," if group_of(run) is None else ""
     newest = read_job(run).newest

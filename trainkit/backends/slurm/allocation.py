@@ -94,7 +94,7 @@ REQUEUE_PATIENCE_S = 600.0
 """Seconds for which a requeue is retried while the controller is unavailable; giving up would leave the saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""Seconds for which an ending job retries submitting further trials of its group if Slurm accepts no more
+"""Seconds for which a job that is about to exit retries submitting trials while Slurm accepts no more
 jobs."""
 
 
@@ -121,7 +121,7 @@ class SlurmAllocation(Allocation):
         """The step's command line, as in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: set[str] = set()
-        """Hosts where no more steps are started, because the hosts are lost, slow or have failed."""
+        """Hosts where no more steps are started, because the hosts are lost or slow, or have failed."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         """How many times the job had been restarted when this start began (SLURM_RESTART_COUNT)."""
         self.step_may_still_run = False
@@ -132,14 +132,14 @@ class SlurmAllocation(Allocation):
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Remove the record of this start: because its supervisor has begun, the start has not failed."""
+        """Delete the record that marks this start as failed, because its supervisor has begun."""
         try:
             forget_start(self.run, self.job_id)
         except OSError as error:
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit more trials of this run's group if Slurm accepted no more jobs before."""
+        """Submit trials of this run's group that Slurm did not accept earlier because of a job limit."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].unsubmitted:
@@ -189,7 +189,7 @@ class SlurmAllocation(Allocation):
     def fitted(self, attempt: Attempt) -> LaunchPlan:
         plan = attempt.plan
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
-        # The format of the value is 64(x2),128.
+        # The value has a format such as 64(x2),128.
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         threads = min(map(int, counts), default=0) // plan.workers_per_node
         if (
@@ -270,8 +270,8 @@ class SlurmAllocation(Allocation):
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
-            # Store the signal: a disk error below repeats this whole method, but the signal is received only
-            # once.
+            # Store the signal: after a disk error, this whole method is repeated, but the signal is received
+            # only once.
             observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
@@ -314,7 +314,7 @@ class SlurmAllocation(Allocation):
         """Find out which stop signal terminated the ranks, if they exited before the signal was recorded.
 
         Also returns whether the supervisor received the stop signal. Returns no signal if the ranks crashed.
-        `sent` is the signal that killed a rank; the supervisor may receive the same signal slightly later.
+        `sent` is the signal that killed a rank. The supervisor may receive the same signal slightly later.
         """
         # A command's signal handler may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
@@ -339,7 +339,7 @@ class SlurmAllocation(Allocation):
         return found, False
 
     def _drained_host(self) -> str | None:
-        """Return a host of the running job that is being drained, or None if no host is."""
+        """Return a host of the running job that is being drained, or None if no host is being drained."""
         if self.job is None or is_taken(self.job, self.restarts):
             return None
         try:
@@ -354,8 +354,8 @@ class SlurmAllocation(Allocation):
     ) -> Cause | None:
         """Return why the job received a stop signal.
 
-        `was_signalled` means that this process received the signal too; `lost` means that the job has lost a
-        host.
+        `was_signalled` means that this process also received the signal, and `lost` means that the job has
+        lost a host.
         """
         if stop_signal is None:
             return None
@@ -383,16 +383,16 @@ class SlurmAllocation(Allocation):
             return False
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Stop using the host that probably caused a failure, and record it so that later jobs exclude it.
+        """Stop using the host that probably caused a failure; record the host, so that later jobs exclude it.
 
-        If a host's ranks were only killed or hung, keep using the host until this happens a second time.
+        A host whose ranks were only killed or hung is used until its second failure in the run.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
         for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
             self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
-        # Slurm can exclude only a name from the job's host list
+        # to exclude a host, Slurm needs its name from the job's host list
         if suspect is not None and suspect[0] in self.hosts:
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
@@ -409,7 +409,10 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """Return the hosts that failed in this or an earlier job; the next start should exclude them."""
+        """Return the hosts that failed in this or an earlier job.
+
+        The next start should exclude these hosts.
+        """
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
@@ -418,8 +421,8 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            # Slurm sends the warning signal before the time limit only once, so a step that starts afterwards
-            # would not get it.
+            # Slurm sends the warning signal before the time limit only once, so a step that starts after the
+            # signal would not receive it.
             restart=is_ours
             and len(self.good_hosts) >= plan.fewest_nodes
             and not is_nearly_over(job, plan.grace_s),
@@ -430,8 +433,8 @@ class SlurmAllocation(Allocation):
         )
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        # Either Slurm is terminating the allocation, or a user cancelled the job; the job's state tells
-        # which.
+        # Either Slurm is terminating the allocation, or a user cancelled the job; the job's state shows which
+        # is the case.
         observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
         attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
         attempt.update()
@@ -493,8 +496,8 @@ class SlurmAllocation(Allocation):
     def _request_requeue(self, attempt: Attempt) -> None:
         """Requeue the job while holding the run's lock, unless this would undo another user action.
 
-        With the lock, a concurrent `trainkit cancel` takes effect either before or after the requeue. While
-        Slurm does not answer, the lock is released, so that `trainkit cancel` need not wait.
+        Because of the lock, a concurrent `trainkit cancel` takes effect either before or after the requeue.
+        While Slurm does not answer, the lock is released, so that `trainkit cancel` need not wait.
         """
         give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:
@@ -505,7 +508,7 @@ class SlurmAllocation(Allocation):
             except SlurmUnreachable:
                 if time.monotonic() > give_up_s:
                     raise
-                # Slurm may have requeued the job although its answer was lost
+                # Slurm may have requeued the job even if its answer was lost
                 self.job = query_job(self.job_id) or self.job
 
     def _refuse_unwanted(self, attempt: Attempt) -> None:
@@ -530,7 +533,7 @@ class SlurmAllocation(Allocation):
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Return whether a user has cancelled the job since the last query; a requeue would undo that."""
+        """Return whether a user has cancelled the job since the last query; if so, do not requeue it."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)

@@ -65,11 +65,11 @@ class SlurmAttemptWatch(AttemptWatch):
     ) -> None:
         super().__init__(live)
         self._until_s = time.monotonic() + remaining_s
-        """The monotonic time when the run will have used up its total time; the ranks must save then.
+        """The monotonic time at which the run's total time is used up and the ranks must save.
         """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The run folder as the supervisor sees it; each agent compares this view with its own."""
+        """The run folder as the supervisor sees it. Each agent compares this view with its own."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None
@@ -157,7 +157,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to the ranks if the stop signal reached only this shell, or came before the step."""
+        """Send SIGUSR2 to the ranks if the stop signal reached only this shell or preceded the step."""
         if self._unconfirmed_since_s is None:
             if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
@@ -281,7 +281,7 @@ def termination_cause(
 ) -> Cause | None:
     """Return the cause of a stop signal, or None if a user cancelled the job.
 
-    `supervisor_was_signalled` means that the batch shell received the signal too. During the grace time of a
+    `supervisor_was_signalled` means that the batch shell also received the signal. During the grace time of a
     preemption, Slurm signals only the steps, not the batch shell. `restarts` is the job's restart count when
     this start began. `lost` means that one of the job's hosts does not respond. `notice` is the warning
     signal before the time limit.
@@ -311,12 +311,12 @@ def termination_cause(
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Return whether Slurm is terminating this start of a job, or is about to."""
+    """Return whether Slurm is terminating this start of a job, or is about to terminate it."""
     return is_taken(job, restarts) or is_nearly_over(job, grace_s)
 
 
 def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Return whether Slurm is terminating this start: preempted, cancelled, out of time or requeued."""
+    """Return whether Slurm is terminating this start (preempted, cancelled, out of time or requeued)."""
     if job is None:
         return False
     return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted

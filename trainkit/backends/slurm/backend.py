@@ -62,7 +62,7 @@ from trainkit.quoting import log_path
 
 
 class SlurmBackend(Backend):
-    """Executes runs as Slurm jobs; only Slurm knows whether such a job is running."""
+    """Executes runs as Slurm jobs. Only Slurm knows whether such a job is running."""
 
     poll_s = 1.0
     ask_every_s = 10.0
@@ -298,7 +298,7 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
 
 
 def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
-    """Cancel the pending chained jobs except `keep`; the caller must hold the run's lock.
+    """Cancel the pending chained jobs except `keep`. The caller must hold the run's lock.
 
     Raises SlurmUnreachable, but only prints a note if the run is over and its jobs are on another cluster.
     """
@@ -340,7 +340,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 def removed_unless_submitted(
     remove: Callable[[], None], token: str, clusters: Sequence[str]
 ) -> Iterator[None]:
-    """Call `remove` if the `with` block raises and its job certainly does not exist."""
+    """Call `remove` if the `with` block raises and the job is known not to exist."""
     began = time.time()
     try:
         yield
@@ -369,7 +369,7 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
 def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
     """Submit an attempt's script `count` more times as chained jobs that continue `job`; return their ids.
 
-    The caller must hold the run's lock. If Slurm rejects a chained job, only print a note, because the run
+    The caller must hold the run's lock. If Slurm rejects a chained job, only prints a note, because the run
     itself has been submitted.
     """
     run = attempt.run
@@ -418,7 +418,7 @@ def _restarts_of_starts(plan: LaunchPlan) -> int:
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
-    """Return the options in the `#SBATCH` lines, by name; an option that takes no value maps to True."""
+    """Return the options in the `#SBATCH` lines, by name. An option that takes no value maps to True."""
     comment = request.comment(submission_token(run, attempt))
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}

@@ -49,8 +49,8 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
 
     Returns NothingToDo if the job was cancelled while pending, if it is a chained job and the run has ended,
     or if another job executes the run. Another job may execute the run if the script was submitted twice, or
-    if an old job was requeued. Raises RunLocked like `run_lock`; UsageError if the run folder is gone or
-    cannot be locked; and OSError.
+    if an old job was requeued. Raises OSError, and RunLocked for the same reasons as `run_lock`. Raises
+    UsageError if the run folder is gone or cannot be locked.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(
@@ -110,7 +110,7 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
 
 
 def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
-    """Execute the part of `claim_attempt` that needs the lock; no other job may be executing the run."""
+    """Execute the part of `claim_attempt` that needs the lock. No other job may be executing the run."""
     refresh_listing(run.attempts_dir)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
@@ -143,6 +143,6 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
 
 
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
-    """Record that this process of a Slurm job executes an attempt; the caller must hold the lock."""
+    """Record that this process of a Slurm job executes an attempt. The caller must hold the lock."""
     backend = LaunchPlan.read(attempt.plan_file).backend
     add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend, **claimed_by(os.getpid()))

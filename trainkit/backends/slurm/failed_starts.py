@@ -22,7 +22,7 @@ from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
-"""Job states that mean a failure, as opposed to a cancellation, a preemption or a timeout."""
+"""Job states that indicate a failure, as opposed to a cancellation, a preemption or a timeout."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FailedStart:
 
 
 def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Remove the record of this start: because its supervisor has begun, the start has not failed.
+    """Delete the record that marks this start as failed, because its supervisor has begun.
 
     Raises OSError if the record cannot be removed.
     """
@@ -62,7 +62,7 @@ def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.envir
 
 
 def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
-    """Return the failed starts since the last time a supervisor began, oldest first; only reads files.
+    """Return the failed starts since a supervisor last began, oldest first, according to the run's files.
 
     `job` is Slurm's data about the run's newest job, or None if unknown.
     """

@@ -1,4 +1,4 @@
-"""Submits a group's trials to Slurm in chunks; each chunk is one job array.
+"""Submits a group's trials to Slurm in chunks. Each chunk is one job array.
 
 Chunks are needed because Slurm limits both the array size and the number of jobs. The command that starts a
 group submits as many trials as Slurm accepts. Each job in the group submits further trials when it ends, and
@@ -36,7 +36,7 @@ TASK = "${SLURM_ARRAY_TASK_ID:?}"
 """The placeholder for the name of the trial's folder in a group's batch script."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
-"""Matches sbatch messages that a user, an account or the cluster has reached its maximum number of jobs."""
+"""Matches sbatch's error messages about a job limit of the user, the account or the cluster."""
 
 
 def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
@@ -58,13 +58,13 @@ def submit_chunks(
     """Submit trials in chunks until all are submitted or Slurm accepts no more; return the number submitted.
 
     The first chunk has at most `size` trials. If Slurm rejects a chunk because of a limit on jobs, the chunk
-    is halved. If Slurm rejects even a chunk with a single trial because of such a limit, the submission is
-    retried for `patience_s`. If all jobs in a group end at the same time, only one of them submits trials;
-    the others exit, which frees room for new jobs. Does nothing while another process submits trials, or if
-    the group has been cancelled.
+    is halved. If Slurm rejects even a chunk with a single trial because of a limit on jobs, the submission is
+    retried for `patience_s` seconds. If all jobs in a group end at the same time, only one of them submits
+    trials; the others exit, which frees room for new jobs. Does nothing while another process submits trials,
+    or if the group has been cancelled.
 
-    If a submission fails, raises TrainkitError if the group has no job yet; otherwise, calls `notify` with
-    the error message.
+    If a submission fails and the group has no job yet, raises TrainkitError. If a submission fails and the
+    group already has a job, `notify` is called with the error message, and the trials stay unsubmitted.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
@@ -117,8 +117,8 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                # Another command cancelled the group before this job was recorded, so it did not cancel this
-                # job.
+                # Another command cancelled the group before this job was recorded, and therefore did not
+                # cancel this job.
                 cancel(group.jobs[-1:])
     return count
 
@@ -158,7 +158,10 @@ def _sbatch(group: RunGroup, part: Chunk, indices: Sequence[int], notify: Callab
 
 
 def clusters_of(group: RunGroup) -> Sequence[str]:
-    """Return the clusters to which a group's next array may go; all arrays go to the first one's cluster."""
+    """Return the clusters to which a group's next array may go.
+
+    All arrays go to the cluster of the first array.
+    """
     if group.job_id is None:
         return PlanRecord(group.record.plan).record("slurm").texts("clusters")
     return (group.record.other_cluster,) if group.record.other_cluster else ()

@@ -27,7 +27,8 @@ class Wait:
 
     partition: str
     is_asked: bool
-    """True if the config requests this partition, or if it is the default and the config requests none."""
+    """True if the config requests this partition, or if this is the default partition and the config requests
+    none."""
     answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:

@@ -2,8 +2,8 @@
 
 ``python -m trainkit.backends.slurm.resubmit`` runs as a step on another host and monitors the batch host,
 where the batch shell runs. A job with spare nodes uses ``--no-kill``, so if the batch host dies along with
-the supervisor, Slurm does not requeue the job. Without the monitor, the job's other hosts would then be idle
-until the time limit.
+the supervisor, Slurm does not requeue the job. Without the monitor, the job's other hosts would be idle until
+the time limit.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def resubmit(
 ) -> str:
     """Submit the run's next attempt, using the script of the current job; return the id of the new job.
 
-    Call this function in the batch shell of the current job when the job is about to end; the new job depends
-    on the current one. In an array, only the calling task is resubmitted. Of the hosts in `exclude`, excludes
-    as many as possible while Slurm can still start the job. Raises TrainkitError if the run was cancelled, if
-    its lock stays taken, or if Slurm rejects the job. Raises OSError if the run folder cannot be written.
+    Call this function in the current job's batch shell when the job is about to end. The new job depends on
+    the current job. In an array, only the calling task is resubmitted. Excludes as many of the hosts in
+    `exclude` as possible, provided that Slurm can still start the job. Raises TrainkitError if the run was
+    cancelled, if its lock cannot be acquired in time, or if Slurm rejects the job. Raises OSError if the run
+    folder cannot be written.
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
@@ -115,7 +116,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
 
 
 def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> None:
-    """Exclude hosts from a requeued job's next start; `request` is the job's resource request.
+    """Exclude hosts from a requeued job's next start. `request` is the job's resource request.
 
     A failure is only logged, because it must not prevent the requeue.
     """
@@ -134,7 +135,7 @@ def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], N
 def excludable(
     hosts: Sequence[str], request: SlurmRequest, notify: Callable[[str], None] = log_line
 ) -> list[str]:
-    """Return as many of `hosts` as can be excluded so that Slurm can still start the job.
+    """Return as many of `hosts` as can be excluded without preventing Slurm from starting the job.
 
     If too many hosts were excluded, the job would stay pending forever. `notify` is called with a sentence
     about each host that cannot be excluded. Raises SlurmUnreachable if Slurm does not answer, and
@@ -173,7 +174,7 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
 
     A host is lost if Slurm reports it as down, failed or not responding. For a running job, the result
     includes hosts that Slurm has removed from the job. For a job that is about to end, the result excludes
-    removed hosts, because Slurm also removes good hosts that have finished.
+    removed hosts, because Slurm also removes healthy hosts that have finished.
     """
     if not hosts:
         return ()
@@ -205,7 +206,7 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
 
 
 HOST_POLL_S = 60.0
-"""Seconds between two checks of the batch host; each check takes two RPCs, and Slurm needs minutes to mark a
+"""Seconds between two checks of the batch host. Each check takes two RPCs, and Slurm needs minutes to mark a
 host as down."""
 
 

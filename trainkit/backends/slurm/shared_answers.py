@@ -1,7 +1,8 @@
-"""Shares Slurm's answers about jobs between the commands of one user, as often as the site allows queries.
+"""Shares Slurm's answers about jobs between the commands of one user, so that they query Slurm less often.
 
 All commands that only show or await the state of jobs query Slurm through `query_shared`. The answers are in
-``$XDG_CACHE_HOME/trainkit/slurm/CLUSTER.json``, which only the user can read and which can be deleted.
+``$XDG_CACHE_HOME/trainkit/slurm/CLUSTER.json``. Only the user can read this file, which can be deleted at any
+time.
 
 The supervisor and the commands that act on a job (`cancel`, `requeue`, `resume`, `submit --after`) never use
 these answers, and query Slurm directly. An answer may be minutes old: an action based on an old answer could
@@ -39,7 +40,7 @@ ATTENTION_S = 60.0
 
 @dataclass(frozen=True)
 class Answers:
-    """Slurm's newest answer about the jobs on one cluster; times are in Unix seconds."""
+    """Slurm's newest answer about the jobs on one cluster. Times are in Unix seconds."""
 
     asked_at: float = 0.0
     """The time of the query."""
@@ -54,8 +55,8 @@ class Answers:
 def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs like `query_clusters`, but query each cluster at most once per minimum interval.
 
-    Within the interval, all commands of the user get the same answers, except that the first query about a
-    job is sent at once. If the site sets no minimum interval, always queries Slurm.
+    Within the interval, all of a user's commands get the same answers; only the first query about a job is
+    sent immediately. If the site sets no minimum interval, the function always queries Slurm.
     """
     ids = list(ids)
     if not least_interval_s(ids):
@@ -73,7 +74,7 @@ def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Trai
 
 
 def least_interval_s(jobs: Iterable[str]) -> float:
-    """Return the minimum seconds between two queries about jobs; 0 if the site sets no minimum."""
+    """Return the minimum number of seconds between two queries about jobs; 0 if the site sets no minimum."""
     return max((min_poll_s(cluster or cluster_name()) for cluster in by_cluster(jobs)), default=0.0)
 
 
@@ -84,7 +85,7 @@ def answers_file(cluster: str | None) -> Path:
 
 
 def _shared(file: Path, ids: Sequence[str], cluster: str, interval_s: float) -> dict[str, JobInfo]:
-    """Return the jobs with the given ids, which are plain ids in the file.
+    """Return the jobs with the given ids, which do not contain the name of a cluster.
 
     Commands on different clusters share the file if they share the home directory, so only the query itself
     contains the name of the cluster ("" for the cluster of this host).
@@ -110,10 +111,10 @@ def _shared(file: Path, ids: Sequence[str], cluster: str, interval_s: float) -> 
 
 
 def _answers(file: Path, ids: Sequence[str], cluster: str, interval_s: float) -> Answers:
-    """Return answers that are not older than the interval, after querying Slurm if necessary."""
+    """Return answers that are not older than the interval, querying Slurm if necessary."""
     known, now = _read(file), time.time()
     is_recent = -CLOCKS_S <= now - known.asked_at < interval_s
-    # If Slurm did not answer, the first query about a job has to wait too.
+    # If Slurm did not answer, even the first query about a job waits until the interval has passed.
     if is_recent and (known.problem or known.wanted.keys() >= set(ids)):
         if all(now - known.wanted.get(one, 0.0) < interval_s / 2 for one in ids):
             return known
@@ -131,7 +132,8 @@ def _asked(ids: Sequence[str], others: Mapping[str, float], cluster: str) -> Ans
     wanted = {**others, **dict.fromkeys(ids, time.time())}
     jobs, problems = query_clusters([on_cluster(one, cluster) for one in wanted], patience_s=0.0)
     for error in problems.values():
-        # Other errors concern only this process; for example, its PATH lacks squeue.
+        # Errors other than SlurmUnreachable and SlurmRefused concern only this process; for example, its PATH
+        # lacks squeue.
         if not isinstance(error, SlurmUnreachable | SlurmRefused):
             raise error
         return Answers(time.time(), wanted, problem=error.message, hint=error.hint)
@@ -139,7 +141,7 @@ def _asked(ids: Sequence[str], others: Mapping[str, float], cluster: str) -> Ans
 
 
 def _select(ids: Sequence[str], known: Mapping[str, JobInfo]) -> dict[str, JobInfo]:
-    """Return the jobs with the given ids; the id of an array selects all of its tasks."""
+    """Return the jobs with the given ids. The id of an array selects all of its tasks."""
     tasks: dict[str, list[str]] = {}
     for job_id in known:
         tasks.setdefault(base_id(job_id), []).append(job_id)
@@ -155,7 +157,10 @@ def _write(file: Path, answers: Answers) -> None:
 
 
 def _read(file: Path) -> Answers:
-    """Read the answers; return none if there is no file, or if another trainkit version wrote the file."""
+    """Read the answers.
+
+    The result is empty if there is no file, or if another trainkit version wrote the file.
+    """
     values = read_object(file)
     jobs = values.pop("jobs", None)
     try:

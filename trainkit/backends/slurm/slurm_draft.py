@@ -25,7 +25,7 @@ from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
-"""The warning signal is sent no earlier than when 1/SHARE_OF_TIME of the job's time limit remains."""
+"""The warning signal is sent when at most 1/SHARE_OF_TIME of the job's time limit remains."""
 
 _PASSED_ON = (
     "time_min",
@@ -95,7 +95,7 @@ _OWN_SRUN = (
 )
 
 _REQUEUED_BY_SLURM = ("preempted", "node_fail")
-"""The causes of a job's end after which Slurm itself requeues a job that has --requeue."""
+"""The causes for which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass
@@ -106,13 +106,13 @@ class SlurmDraft(LaunchDraft):
         assert self.target.cluster is not None
         self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
-        """The resources that the config requests; `request` later adds the workers per node."""
+        """The resources that the config requests, to which `request` adds the workers per node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])
         self.partitions = [item for item in named if item.name not in refused] or named
-        """The requested partitions, or else the default one; partitions that would reject the job are omitted
-        unless all would."""
+        """The requested partitions or, if none is requested, the default partition. Partitions that would
+        reject the job are omitted, unless all partitions would reject it."""
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
@@ -167,7 +167,10 @@ class SlurmDraft(LaunchDraft):
         return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
 
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
-        """Return the most GPUs per node that enough nodes have; if no number suffices, return the maximum."""
+        """Return the largest number of GPUs per node that enough nodes have.
+
+        Returns the maximum number if no number is available on enough nodes.
+        """
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)
         for count in filter(None, counts):
@@ -228,14 +231,17 @@ class SlurmDraft(LaunchDraft):
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return whether each Slurm task in the job stands for a GPU or for a node."""
+        """Return whether the job has one Slurm task per GPU or one per node."""
         if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
         return "node"
 
     def _check_bindings(self, per: str, workers_per_node: int) -> None:
-        """Report options that leave a rank without its own GPU; the ranks check explicit lists of GPUs."""
+        """Report options that leave a rank without its own GPU.
+
+        Explicit lists of GPUs are checked by the ranks.
+        """
         launch, extra = self.loaded.config.launch, self.loaded.config.resources.extra
         is_unbound = "none" in (launch.srun_extra.get("gpu-bind"), extra.get("gpu-bind"))
         for key, value, num_gpus, sharing in _bound_gpus(self.loaded.config):
@@ -317,7 +323,7 @@ class SlurmDraft(LaunchDraft):
     def _sbatch(
         self, asked: ResourceRequest, tasks_per_node: int, threads: int | None, notice: str
     ) -> Options:
-        """Return the sbatch options; `notice` is the value of the --signal option, such as ``USR2@120``."""
+        """Return the sbatch options. `notice` is the value of the --signal option, such as ``USR2@120``."""
         config, resources = self.loaded.config, self.loaded.config.resources
         options: Options = {
             "job-name": config.name,
@@ -382,7 +388,7 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """Report that a value is missing that could only be derived from the cluster's data.
+        """Report a missing value that could only be derived from the cluster's data.
 
         Raises SlurmError if Slurm did not answer.
         """
@@ -392,7 +398,7 @@ class SlurmDraft(LaunchDraft):
 
 
 def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for each option in `resources.extra` that trainkit or a different config key sets."""
+    """Yield a problem for each option in `resources.extra` that trainkit or another config key sets."""
     for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
@@ -422,9 +428,9 @@ def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
 FULL_RANGES = (24, 11)
 """The first Slurm version known to accept a list of node counts, such as ``--nodes=2,4``.
 
-Since this version, Slurm also allocates as many nodes as possible to a job with a task option. Slurm 22.05
-accepts only a range and, if ``--ntasks-per-node`` is given, allocates the smallest number of nodes in the
-range.
+Since this version, Slurm also allocates as many nodes as possible to a job with a task option such as
+``--ntasks-per-node``. Slurm 22.05 accepts only a range and, if ``--ntasks-per-node`` is given, allocates the
+smallest number of nodes in the range.
 """
 
 

@@ -44,7 +44,7 @@ FIRST_SPECIAL_STEP = -16
 """The lowest number that denotes a special step. The numbers from FIRST_SPECIAL_STEP to -1 denote the batch,
 extern and interactive steps, which have no ranks.
 
-Step numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
+Step numbers have 32 bits. Slurm 26.05 writes -6 where older versions write 4294967290.
 """
 BATCH_STEP = -5
 RESOLVE_PATIENCE_S = 20.0
@@ -63,12 +63,13 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
 def step_argv(
     step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
 ) -> list[str]:
-    """Return the command line that starts the ranks on the first of `hosts`; `step` is the script's step.
+    """Return the command line that starts the ranks on the first of `hosts`.
 
-    Without spare nodes or a range of node counts, the step uses all hosts of the job, so its command line
-    stays unchanged. A step on an unreachable host cannot be killed, so Slurm may still consider it running
-    and its memory in use. Set `overlap` if a step on an unreachable host may still be running. Raises
-    TrainkitError if there are fewer hosts than nodes in the plan, or if the step does not start with srun.
+    `step` is the step's command line in the batch script. Without spare nodes or a range of node counts, the
+    step uses all hosts of the job, so its command line stays unchanged. A step on an unreachable host cannot
+    be killed, so Slurm may still consider it running and its memory in use. Set `overlap` if a step on an
+    unreachable host may still be running. Raises TrainkitError if there are fewer hosts than nodes in the
+    plan, or if the step does not start with srun.
     """
     if len(hosts) < plan.num_nodes:
         good = f"{len(hosts)} of the job's hosts are usable: {','.join(hosts) or 'none'}"
@@ -94,9 +95,10 @@ def step_argv(
 
 
 class StepListener:
-    """A child process of the agent that records stop signals; Slurm signals the listener and the ranks alike.
+    """A child process of the agent that records stop signals.
 
-    Which processes Slurm signals depends on `ProctrackType`, the Slurm version and the kind of request.
+    Slurm sends the same signals to the listener and the ranks. Which processes Slurm signals depends on
+    `ProctrackType`, the Slurm version and the kind of request.
     """
 
     def __init__(self) -> None:
@@ -193,7 +195,7 @@ def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """Return the Slurm task that this process is, or None if it is not a task in a Slurm step.
+    """Return this process as a Slurm task, or None if the process is not a task in a Slurm step.
 
     Raises UsageError if Slurm's variables are incomplete or contradictory, or if the step spans several
     components of a heterogeneous job.
@@ -234,9 +236,9 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 
 
 def step_task() -> SlurmTask:
-    """Return the Slurm task that this process is; raise NotATask if it is not a task in a Slurm step.
+    """Return this process as a Slurm task; raise NotATask if it is not a task in a Slurm step.
 
-    Raises UsageError like `find_slurm_task`.
+    Raises UsageError for the same reasons as `find_slurm_task`.
     """
     if (task := find_slurm_task()) is None:
         raise NotATask(f"this is not a task of a Slurm step: {reason_not_a_task()}")
@@ -249,7 +251,8 @@ def _is_in_one_component(environ: Mapping[str, str]) -> bool:
     components = [
         expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
     ]
-    # If two components share a node, a step that spans both lists this node twice.
+    # If two components share a node, the host list of a step that spans both components contains this node
+    # twice.
     return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
 
 
@@ -300,11 +303,11 @@ def resolves(name: str) -> bool:
 
 
 def master_address(task: SlurmTask, published: str | None = None) -> str:
-    """Return the name of the step's first host, or its NodeAddr if this host cannot resolve the name.
+    """Return an address of the step's first host that this host can resolve.
 
-    `published` is the address that the first task uses; passing it avoids a request to Slurm's controller.
-    Raises TrainkitError if neither can be resolved, and StopSignalReceived if a stop signal arrives while
-    resolving.
+    The address is the host's name or, if that does not resolve, `published`, the address that the first task
+    published, or else the host's NodeAddr. With a single node, the address is 127.0.0.1. Raises TrainkitError
+    if no address can be resolved, and StopSignalReceived if a stop signal arrives while resolving.
     """
     if task.num_nodes == 1:
         return LOCAL_ADDR
@@ -336,7 +339,10 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
 
 
 def _peer_address(name: str) -> str:
-    """Return an address of another host, for finding the interface on the route to it, or else its name."""
+    """Return another host's name if it resolves, else the host's NodeAddr.
+
+    The result is used to find the interface on the route to that host.
+    """
     if resolves(name):
         return name
     try:

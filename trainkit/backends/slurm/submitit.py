@@ -1,4 +1,7 @@
-"""The backend for Slurm jobs submitted by submitit; their batch script calls a pickled function."""
+"""The backend for Slurm jobs submitted by submitit.
+
+The batch script of such a job calls a pickled function.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ not need these lines, because its supervisor replaces the shell.
 
 
 def _own_folder(folder: Path) -> Iterator[str]:
-    """Yield bash lines that exit the job unless the user owns the folder of the job's pickle."""
+    """Yield bash lines that terminate the job unless the user owns the folder of the job's pickle."""
     word = quote(str(folder))
     yield f"[[ -O {word} && ! -L {word} ]] ||"
     yield f"    {{ printf 'trainkit: %s is not the folder that was submitted\\n' {word} >&2; exit 2; }}"
@@ -59,7 +62,7 @@ class SubmititJob:
 
 
 class SubmititBackend(SbatchBackend):
-    """Executes runs as submitit jobs; submitit adds its own script around the lines that start the ranks."""
+    """Executes runs as submitit jobs. submitit adds its own script around the lines that start the ranks."""
 
     name = "submitit"
     template = "partials/setup.sh.j2"
@@ -101,7 +104,10 @@ class SubmititBackend(SbatchBackend):
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script, then move the pickle into place; the job waits for it for up to a minute."""
+        """Submit the script, then move the pickle into place.
+
+        The job waits for the pickle for up to a minute.
+        """
         from submitit.core.utils import DelayedSubmission, JobPaths
 
         run = attempt.run

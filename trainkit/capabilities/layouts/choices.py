@@ -43,8 +43,9 @@ class Hardware:
 def find_hardware(
     config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
 ) -> Hardware:
-    """Return the hardware given on the command line or, for values not given there, in the config.
+    """Return the hardware to plan for.
 
+    The command line takes precedence over the config, and the machine or cluster provides missing values.
     Raises UsageError if the hardware cannot be determined.
     """
     names = [gpu_type] if gpu_type is not None else gpu_names(config, machine, target)
@@ -92,7 +93,7 @@ COMPLEXITY = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its batch sizes and recomputation, and their estimated memory use and cost."""
+    """A layout with batch sizes and activation checkpointing, and their estimated memory use and cost."""
 
     work: StepWork
     hardware: Hardware
@@ -109,14 +110,18 @@ class Choice:
 
     @cached_property
     def fit(self) -> str:
-        """Return ``fits``, ``tight`` (fits into the total, but not the usable GPU memory) or ``no``."""
+        """Return ``fits``, ``tight`` (fits the total, but not the usable GPU memory) or ``no``."""
         if self.memory.peak <= self.hardware.gpu.usable:
             return "fits"
         return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Return a sort key: first fits, then tight choices, each by speed; then all others, by memory."""
+        """Return a sort key.
+
+        Choices that fit come first, then tight ones, each sorted by speed; all others follow, sorted by
+        memory.
+        """
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
@@ -125,18 +130,23 @@ class Choice:
 
 
 def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """Return the best choice for each layout that the model and the batch size allow, best choice first.
+    """Return the best choice for each layout that the model and the batch size allow, from best to worst.
 
     `base` determines the sequence length, the pipeline schedule and the maximum number of samples per pass.
     The function chooses activation checkpointing, the device batch size, the number of microbatches and
-    ``zero``, but keeps the global batch size.
+    ``zero``. Every choice has the given global batch size or, if it is None, the device batch size of `base`
+    on every data-parallel rank.
     """
     best = (best_on_layout(base, layout, hardware, global_batch_size) for layout in layouts(base, hardware))
     return sorted((choice for choice in best if choice is not None), key=lambda choice: choice.rank)
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield layouts that use all GPUs, and in which the model can be divided by tp and pp."""
+    """Yield the layouts on all GPUs that are possible for the model.
+
+    In such a layout, tp divides the number of key/value heads, and every pipeline stage has a layer. With a
+    document mask, pp and cp are 1.
+    """
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
@@ -145,7 +155,10 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """Yield all layouts of `world_size` processes that keep tensor parallelism within a node."""
+    """Yield all layouts of `world_size` processes that keep tensor parallelism within a node.
+
+    The degree cp is 1 unless `splits_sequence` is set.
+    """
     factors = divisors_of(world_size)
     tps = [tp for tp in factors if tp <= node_size]
     for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
@@ -180,9 +193,10 @@ def best_on_layout(
 
 
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
-    """Yield `work` with each possible device batch size, largest first; the size in `work` is the maximum.
+    """Yield `work` with each possible device batch size, largest first.
 
-    The yielded work does not use activation checkpointing, because not every schedule supports it.
+    The device batch size of `work` is the upper limit. The yielded work does not use activation
+    checkpointing, because not every schedule supports it.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
@@ -199,7 +213,7 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """Return the work with `samples` per pass and `passes` per step, or None if a config rule forbids it."""
+    """Return `work` with `samples` per pass and `passes` per step, or None if a config rule forbids them."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if next(layout_problems(made), None) is not None else made
@@ -218,7 +232,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """Return the choice with ZeRO-2 if this fits and is faster, or the unchanged choice otherwise."""
+    """Return the choice with ZeRO-2 if it then fits and is faster; otherwise, return the unchanged choice."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
@@ -229,7 +243,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """Return the choice for the config's layout, or None and the problems that make it impossible."""
+    """Return the choice for the config's layout, or None and the problems that rule the layout out."""
     config = loaded.config
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
@@ -242,7 +256,10 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the work from which `choose` derives other layouts; its device batch size is their maximum."""
+    """Return the work from which `choose` derives other layouts.
+
+    The work's device batch size, the upper limit for all layouts, is the config's number of samples per pass.
+    """
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))

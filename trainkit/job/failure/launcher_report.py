@@ -62,7 +62,7 @@ class RankExit:
 
     @property
     def killed_outside_launcher(self) -> bool:
-        """Return whether a signal that the launcher did not send killed the rank.
+        """Return whether the rank was killed by a signal that the launcher did not send.
 
         Returns False for SIGTERM and SIGABRT, because launchers send SIGTERM themselves, and a rank may abort
         itself.
@@ -89,8 +89,7 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     roots = [item for item in exits if item.index > _line(text, start)]
     if not roots:
         return None
-    # Of all ranks that exited since its last check, torchrun reports the one with the lowest number as the
-    # first failure.
+    # Among the ranks that exited since its last check, torchrun reports the lowest rank as the first failure.
     first = roots[0]
     for item in exits:
         later_s = seconds_between(roots[0].time, parse_time(item.time))
@@ -141,7 +140,7 @@ class LaunchedRanks:
 
     @property
     def have_saved(self) -> bool:
-        """Return whether all exited ranks succeeded or saved, and at least one of them saved."""
+        """Return whether all exited ranks succeeded or saved, and at least one rank saved."""
         codes = {*self.codes}
         return EXIT_STOPPED in codes and codes <= {EXIT_OK, EXIT_STOPPED}
 
@@ -206,10 +205,10 @@ def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Return whether srun aborted the step; srun's exit code then ignores lost tasks.
+    """Return whether srun aborted the step. After an abort, srun's exit code does not reflect lost tasks.
 
-    If srun has lost contact with all tasks, for example because their host is disconnected, the exit code of
-    srun is 0.
+    If srun has lost contact with all tasks, for example because their host is disconnected, srun exits with
+    0.
     """
     return _ABORTED.search(_output(attempt)) is not None
 

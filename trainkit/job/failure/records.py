@@ -57,7 +57,7 @@ def _last_lines(path: Path) -> list[str]:
 def killed_rank(
     attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None
 ) -> RankExit | None:
-    """Return the rank whose death stopped a launcher or a script that starts ranks, or None.
+    """Return the rank whose death stopped a launcher or a script that starts ranks, or None if unknown.
 
     `seen` is the first rank exit that the agent itself observed.
     """
@@ -148,7 +148,7 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
     """Write the failure record for a rank that could not start because of `error`."""
     kind, code = type(error).__name__, error.exit_code
-    # The check may pass on another node.
+    # Another node may pass the check.
     node = True if isinstance(error, PreflightFailed) and error.is_node else None
     _write(
         attempt,
@@ -176,7 +176,7 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
-    """Return the failure for lost hosts, which also cause errors of ranks on other hosts."""
+    """Return the failure for lost hosts, whose loss also causes errors in ranks on other hosts."""
     hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
@@ -252,8 +252,8 @@ def find_first_failure(
 def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
     """Return the failure if gloo raised an error in a rank that received unexpected data, else None.
 
-    The rank that reports the gloo error need not be at fault, and ranks that lose their connection to it may
-    fail earlier. The failure names no host, because the error is in the program.
+    The rank that reports the gloo error need not be at fault. Ranks that lose their connection to the
+    reporting rank may fail first. The failure names no host, because the error is in the program.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
     found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
@@ -271,7 +271,7 @@ def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -
 
 
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
-    """Return the failure for a collective that timed out, naming the ranks that the other ranks waited for.
+    """Return the failure for a collective that timed out, naming the ranks for which the others waited.
 
     When a collective times out, torch makes every rank write its flight record. A rank without a flight
     record is considered at fault if most of the other ranks have one. Returns `first` unchanged if the flight
@@ -292,7 +292,7 @@ def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailur
 def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> str | None:
     """Return the signal in `ENDING_SIGNALS` that killed the first failed process, or None.
 
-    The signal is taken from the failure record or, without a record, from the exit codes.
+    The signal is taken from the failure record or, if there is none, from the exit codes.
     """
     codes = exit_codes if failure is None else [failure.exit_code or EXIT_OK]
     number = next((code - SIGNALLED for code in codes if is_death_by_stop_signal(code)), signal.SIGTERM)

@@ -2,8 +2,8 @@
 
 A request is stored as ``attempts/NNN/stacks/requests/ID.json``, and a reply as
 ``…/requests/ID/rank-NNNN.json``. Each agent reads the request and signals its ranks, which write the replies.
-If a rank cannot reply, its agent replies for it, and adds any lock file of an extension build that the rank
-may be waiting for.
+If a rank cannot reply, its agent replies for it. The agent's reply names any lock file of an extension build
+that the rank may be waiting for.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Reply:
     since_s: float | None = None
     """Seconds since the rank entered its current phase."""
     problem: str = ""
-    """The reason if there are no stacks."""
+    """The reason why there are no stacks; empty if there are stacks."""
     lock: LockFile | None = None
     """The lock file that the rank may be waiting for; set only if the rank did not reply itself."""
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the state of the rank's process in the kernel prevents it from running."""
+        """Return whether the rank's process is in a kernel state that prevents it from running."""
         return self.problem in STATE_PROBLEMS.values()
 
     @property
@@ -122,7 +122,7 @@ def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = Fal
 
 
 def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request the stacks of one rank, or of all ranks if `rank` is None, and return the replies by rank.
+    """Request the stacks of one rank, or of all ranks if `rank` is None; return the replies, ordered by rank.
 
     Replies that arrive after `timeout_s` are ignored. Raises OSError if the run folder cannot be
     written.
@@ -181,11 +181,11 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
 
 
 REPLY_S = 3.0
-"""Seconds that a rank has to reply before the agent reads the rank's stacks with py-spy."""
+"""Seconds to wait for a rank's reply before the agent reads the rank's stacks with py-spy."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The torch source file that contains the wait for the lock of an extension build, as named in stack frames.
+"""The torch source file that waits for the lock of an extension build, as named in stack frames.
 """
 
 STATE_PROBLEMS = {
@@ -250,7 +250,10 @@ def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]
 
 
 def spy_on(rank: int, pid: int) -> Reply:
-    """Read a process's stacks with py-spy; return them, or the problem and any lock file it waits for."""
+    """Read a process's stacks with py-spy.
+
+    The reply contains the stacks, or the problem and any lock file that the process may be waiting for.
+    """
     host = socket.gethostname()
     # Also search the interpreter's folder, which may not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))

@@ -1,9 +1,9 @@
-"""The agent of a node or task: starts workers, forwards signals to the workers and returns their exit code.
+"""The agent of a node or task starts workers, forwards signals to them and combines their exit codes.
 
 On a single machine, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
 --master-port P``. In a Slurm step, an agent runs as ``python -m trainkit.job.node.agent RUN_DIR`` and takes
 its node and ranks from Slurm's variables. `trainkit run` calls `run_task` directly, both in a Slurm step and
-as a rank of another launcher.
+in a rank started by a launcher such as torchrun.
 
 The agent's exit code combines the exit codes of its workers (`trainkit.job.signals.combine_exit_codes`).
 """
@@ -88,7 +88,7 @@ DRAIN_S = 0.2
 NOTICE_PATIENCE_S = 10.0
 """Maximum delay in seconds between a signal's arrival at a rank and at the agent, if Slurm signals both."""
 HANG_REPORT_S = 2.0
-"""Seconds that the other ranks have to write their hang reports after the first report."""
+"""Seconds to wait, after the first hang report, for the hang reports of the other ranks."""
 
 
 class Agent(ProcessGroup):
@@ -308,7 +308,7 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank whose death stopped the launcher, or None if no rank died or it is unknown."""
+        """Return the rank whose death stopped the launcher, or None if no such rank is known."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
@@ -363,7 +363,7 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
     codes = agent.codes
     if EXIT_STOPPED in codes:
         # If some workers saved, ignore the exit codes of workers that did not handle the stop signal and were
-        # killed by it.
+        # killed by that signal.
         codes = [code for code in codes if not agent.died_of_stop_signal(code)]
     return combine_exit_codes(codes)
 
@@ -398,7 +398,7 @@ def run_task(attempt: AttemptDir, task: Task) -> int:
 
 
 def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
-    """Run the agent for a task of a step, or for a rank of another launcher; return the agent's exit code."""
+    """Run the agent for a task of a step or a rank started by a launcher; return the agent's exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
@@ -414,14 +414,17 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
 
 
 def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
-    """Return the stop signal that `received` represents; AGENT_SIGNAL means SIGTERM for a cancelled run."""
+    """Return the stop signal that `received` stands for.
+
+    AGENT_SIGNAL stands for SIGTERM in a cancelled run, and for SIGUSR2 in any other run.
+    """
     if received != AGENT_SIGNAL:
         return received
     return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
-    """Record the failure of a rank that cannot start, for example because its command was not found."""
+    """Record the failure of a rank that cannot start, for example because there is no such command."""
     refusal = error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
     print(refusal.render(), flush=True)
     record_refusal(attempt, rank, node_rank, refusal)
@@ -429,7 +432,7 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:
-    """Return the newest later attempt whose ranks have started on other hosts, or None.
+    """Return the newest attempt after this attempt whose ranks have started on other hosts, or None.
 
     If a disconnected host becomes reachable again, its old ranks must be killed in favour of the newer
     attempt. Attempts that are pending or whose ranks have not started are ignored.

@@ -13,8 +13,8 @@ from trainkit.job.processes import link_of, proc_file
 from trainkit.run.process import PROC
 
 DEAD_READER_S = 3.0
-"""Seconds to keep a pipe open after its reader has exited: if a stop signal killed the reader, the agent may
-receive the signal slightly later."""
+"""Seconds to keep a pipe open after its reader has exited. If a stop signal killed the reader, the signal may
+reach the agent slightly later."""
 
 
 @dataclass

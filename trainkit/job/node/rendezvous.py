@@ -46,7 +46,7 @@ def candidate_ports() -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """Return whether rank 0 could listen on a port; like TCPStore, tests all addresses."""
+    """Return whether rank 0 could listen on a port. Like TCPStore, this function tests all addresses."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -75,7 +75,7 @@ def choose_port() -> int:
 RENDEZVOUS_TIMEOUT_S = 300.0
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
-"""Seconds to wait for a file to appear; an NFS client may cache the file's absence for a minute."""
+"""Seconds to wait for a file to appear. An NFS client may cache the file's absence for a minute."""
 
 
 class StopSignalReceived(Exception):
@@ -98,7 +98,7 @@ class Listener(Protocol):
 
 
 class Task(ABC):
-    """The role of an agent: a task of a scheduler's step, or a rank started by a launcher."""
+    """What an agent runs as: a task of a scheduler's step, or a rank started by a launcher."""
 
     has_scheduler = True
     """True if `key` is unique to this start of the step and signals reach all tasks."""
@@ -131,7 +131,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def first(self) -> str:
-        """The name, in messages, of the first task, which announces the run."""
+        """The name of the first task in messages. The first task announces the run."""
 
     @property
     @abstractmethod
@@ -168,7 +168,7 @@ class Rendezvous:
     """A random value by which ranks recognize rank 0 of their own attempt, in case another job uses the same
     address."""
     task: Task | None = None
-    """The role of the agent; None in a local run, where the supervisor starts and signals all agents."""
+    """The agent's task; None in a local run, where the supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
@@ -177,7 +177,7 @@ class Rendezvous:
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
-    """Record a stop signal for the step's supervisor, or for rank 0 if another launcher started the ranks."""
+    """Record a stop signal for the step's supervisor or, if a launcher started the ranks, for rank 0."""
     if task.has_scheduler and not task.is_first:
         return  # the scheduler signals all tasks, and the first task records the signal
     if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
@@ -226,7 +226,7 @@ def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: 
 
 
 class PauseUntilFailure:
-    """Pauses while this task waits for other tasks, which may fail in the meantime.
+    """Pauses while this task waits for other tasks, any of which may fail in the meantime.
 
     Raises TrainkitError if another task has failed, and StopSignalReceived if any task received a stop
     signal.

@@ -4,10 +4,11 @@ Wrappers such as a shell, `time`, `accelerate launch` or Python code that uses `
 signals. A stop signal would kill such a wrapper and, with it, the training process that must save. Programs
 that only start another program and forward signals to it, such as `uv run` and `timeout`, are skipped. Any
 other process above the training process, for example torchrun or a shell with a trap, also gets the signal if
-it handles the signal. If the process above is a shell or only waits for a child, the training process is
-stopped (SIGSTOP) until the forwarded signal is pending for the training process. If the process above does
-not forward the signal in time, trainkit sends the signal to the training process itself. The training process
-handles only one signal, regardless of how many arrive while it is stopped.
+it handles the signal. If the process directly above the training process is a shell or only waits for a
+child, the training process is stopped (SIGSTOP) until the forwarded signal is pending for the training
+process. If no process above the training process forwards the signal in time, trainkit sends the signal to
+the training process itself. The training process handles only one signal, regardless of how many arrive while
+it is stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
 """Signals for which torch installs C handlers in a DataLoader worker, only to report the worker's death."""
 STOPS_S = 1.0
-"""Seconds that a process may take to stop after SIGSTOP; a process in a disk read stops only after the
+"""Seconds that a process may take to stop after SIGSTOP. A process in a disk read stops only after the
 read."""
 STOP_POLL_S = 0.002
 PASSED_ON_SHARE = 0.25
@@ -105,7 +106,7 @@ def _is_starter(pid: int) -> bool:
 
 
 def _only_waits(pid: int) -> bool:
-    """Return whether a process is a shell or only waits for a child, unlike any training process."""
+    """Return whether a process is a shell or only waits for a child, which a training process never does."""
     return is_shell(pid) or processes.proc_file(pid, "wchan").startswith(b"do_wait")
 
 
@@ -125,9 +126,9 @@ def was_signalled(pid: int) -> bool:
 
 @dataclass
 class _Relay:
-    """A process that received the stop signal, and the processes below, to which it may forward the signal.
+    """A process that received the stop signal, and the processes below it that are still stopped.
 
-    The processes below are stopped (SIGSTOP) until the signal has been forwarded.
+    The processes below the first process stay stopped (SIGSTOP) until it has forwarded the signal.
     """
 
     rank: int
@@ -213,8 +214,8 @@ class CommandStopSignal:
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
-            # If Slurm killed a shell in the meantime, Slurm has also signalled the processes that the shell
-            # left behind.
+            # If Slurm killed a shell in the meantime, the processes that the shell left behind have also
+            # received Slurm's signal.
             kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
@@ -252,7 +253,7 @@ class CommandStopSignal:
             for pid in [*relay.below]:
                 pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}
                 if pending or is_over or not processes.is_running(pid):
-                    # A signal that is already pending would not be delivered twice.
+                    # A signal that is already pending would be delivered only once.
                     number = signal.Signals(min(pending)) if pending else relay.below[pid]
                     below = {*savers_below(pid, processes.tree_of(pid))} if pid in relay.waiting else {}
                     self._kept[relay.rank].update(below)
@@ -272,7 +273,7 @@ class CommandStopSignal:
         return processes.ranks_below(member) or processes.descendants(member)[:1]
 
     def _is_notice_for(self, pid: int, heard: signal.Signals) -> bool:
-        """Return whether a process that Slurm sent the signal `heard` needs no further signal."""
+        """Return whether a process to which Slurm sent the signal `heard` needs no further signal."""
         if self.configured == "auto":
             # The process may have had a handler that restored the signal's default action.
             return heard != signal.SIGUSR2 or not processes.ignores(pid, heard)
@@ -292,16 +293,16 @@ class CommandStopSignal:
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         """Return whether Slurm's signal may be the reason that a member failed.
 
-        Slurm's signal may have killed the member itself, or the member is a shell or one of `STARTERS` and
-        left saving processes behind. For example, make exits with 2 if a signal kills its recipe, and a shell
-        with a trap may exit with any code. A crash of any other program is reported immediately, even if the
-        program leaves processes behind.
+        Slurm's signal may have killed the member itself. If the member is a shell or one of `STARTERS` and
+        has left saving processes behind, Slurm's signal may have killed one of its children. For example,
+        make exits with 2 if a signal kills its recipe, and a shell with a trap may exit with any code. A
+        crash of any other program is reported immediately, even if the program leaves processes behind.
         """
         if was_signalled(member.pid):
             return True
         if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
             return False
-        # For an exited process, only the name can still be read.
+        # Once a process has exited, only its name can be read from /proc.
         name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()
         if name not in (*SHELLS, *STARTERS):
             return False
@@ -312,7 +313,8 @@ class CommandStopSignal:
         """Return whether a process started by an exited member is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # Any other exit code is a failure; for example, make exits with 2 if a signal kills its recipe.
+        # Exit codes other than EXIT_OK and EXIT_STOPPED are failures; for example, make exits with 2 if a
+        # signal kills its recipe.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)

@@ -54,7 +54,7 @@ DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 
 
 def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> RankEnv:
-    """Return the rank environment for one worker; ranks are numbered node by node."""
+    """Return the rank environment for one worker. Ranks are numbered node by node."""
     return RankEnv(
         rank=plan.first_rank_of(rendezvous.node_rank) + local_rank,
         local_rank=local_rank,
@@ -141,16 +141,17 @@ def worker_environ(
             _keep_git_inside(environ, plan, [str(attempt.run.path), str(Path(code.code).parent)])
         return environ
     if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
-        # Without expandable segments, varying batch sizes, as in the last batch of a validation, would
-        # fragment the memory.
+        # Without expandable segments, varying batch sizes, such as a smaller last batch of a validation,
+        # would fragment the memory.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environ
 
 
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
-    """Keep Git from using a repository above `folders` or one set in the submitting shell's environment.
+    """Keep Git from using a repository above `folders`, or one set in the submitting shell's environment.
 
-    Otherwise, Git commands in a run folder inside the project would show the project's current state.
+    Without these variables, Git commands in a run folder inside the project would show the project's current
+    state.
     """
     for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
@@ -161,8 +162,8 @@ def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequenc
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
     environ[DONE_FILE_VARIABLE] = str(attempt.done_file)
     if not plan.workload.has_launcher:
-        # Set the same variable as torchrun, so that frameworks use the ranks set here instead of those in
-        # Slurm's variables. If Lightning used Slurm's variables, it would also ignore SIGTERM.
+        # Set TORCHELASTIC_RUN_ID, as torchrun does, so that frameworks use the ranks set here instead of the
+        # ranks in Slurm's variables. A Lightning process that uses Slurm's variables would ignore SIGTERM.
         environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
     # TORCH_ELASTIC_SHUTDOWN_TIMEOUT is how long torchrun waits for its ranks after SIGTERM; the default is 30
@@ -240,7 +241,7 @@ IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
 VIRTUAL = ("docker", "virbr")
-"""Name prefixes of virtual interfaces, which cannot reach other hosts; NCCL also avoids these interfaces."""
+"""Name prefixes of virtual interfaces, which cannot reach other hosts and which NCCL also avoids."""
 DISCARD_PORT = 9
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -308,7 +309,10 @@ def addresses() -> Mapping[str, str]:
 
 
 def usable_interfaces() -> list[str]:
-    """Return the interfaces that can reach other hosts: up, with an IPv4 address, not loopback or virtual."""
+    """Return the interfaces that can reach other hosts.
+
+    These interfaces are up, have an IPv4 address, and are neither loopback nor virtual interfaces.
+    """
     return [
         name
         for name in addresses().values()
