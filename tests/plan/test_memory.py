@@ -157,6 +157,25 @@ def test_as_torch_tracked_it(tracked_gib, what):
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
 
 
+# Each row is (GB, case): the peak of trainkit with compiled blocks on one GPU, from the records of an H100 and
+# an H200 in benchmarks/gpu.
+ONE_GPU: dict[str, Any] = {"layout": Layout(), "activation_checkpointing": "none"}
+SUMMED = {**ONE_GPU, "accumulation_steps": 8, "optimizer_bytes": 4}
+RECORDED: list[tuple[float, str, dict[str, Any]]] = [
+    (33.7, "1b", {**ONE_GPU, "device_batch_size": 2}),
+    (43.8, "1b", {**ONE_GPU, "device_batch_size": 4}),
+    (63.1, "3b", SUMMED),
+    (122.0, "8b", {**SUMMED, **SELECTIVE}),
+]
+
+
+@pytest.mark.parametrize(("recorded_gb", "preset", "what"), RECORDED)
+def test_as_recorded_on_a_gpu(recorded_gb, preset, what):
+    averages = what.pop("optimizer_bytes", 8)
+    work = step_work(llama(preset, vocab_size=128_256), **what)
+    assert memory_of(replace(work, optimizer_bytes=averages)).peak / 1e9 == pytest.approx(recorded_gb, rel=0.02)
+
+
 # Each row is (GiB, rank of the pipeline, case), from `trainkit check --simulate-world` with torch's
 # schedules.
 TWO_RANKS: dict[str, Any] = {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2)}
