@@ -100,7 +100,7 @@ def block_bytes(work: StepWork) -> int:
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + num_inner * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
     if work.is_fused:
-        a_token += FLOAT32 * (2 + shape.num_heads / layout.tp)
+        a_token += FLOAT32 * (2 + shape.num_heads)
     if shape.dropout:
         a_token += 2 * stream_bytes(work)  # Attention and feed-forward each save a dropout mask.
     mask = 0
@@ -140,11 +140,6 @@ def _logits(work: StepWork) -> float:
     return work.tokens_per_pass * work.shape.vocab_size / ranks
 
 
-def _has_fused_loss(work: StepWork) -> bool:
-    """Return whether the loss is compiled, too; with tensor parallelism, only the blocks are."""
-    return work.is_fused and work.layout.tp == 1
-
-
 def loss_bytes(work: StepWork) -> int:
     """Return the bytes that the loss of one microbatch occupies when its backward pass begins.
 
@@ -156,7 +151,7 @@ def loss_bytes(work: StepWork) -> int:
     """
     a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
     a_logit += work.itemsize if work.layout.pp > 1 else 0
-    if _has_fused_loss(work):
+    if work.is_fused:
         a_logit = 2 * work.itemsize
     found = _logits(work) / work.loss_chunks * a_logit
     if work.loss_chunks > 1:
@@ -327,7 +322,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         again, in_block = round(max(layers) * RECOMPUTED_COPIES * block), 0
     if has_head:
         others = losses_in_flight(schedule, pp, passes) - 1
-        a_logit = item if is_deferred or _has_fused_loss(work) else FLOAT32 + item
+        a_logit = item if is_deferred or work.is_fused else FLOAT32 + item
         losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
         # Deferred weight gradients are also kept in the compute dtype, except on the first stage.

@@ -110,9 +110,12 @@ class StepWork:
 
     @property
     def is_fused(self) -> bool:
-        """Return whether compiled kernels of a GPU compute the blocks in a 16-bit dtype."""
+        """Return whether compiled kernels of a GPU compute whole blocks and the loss in a 16-bit dtype.
+
+        With tensor parallelism, the loss is not compiled, and the memory of compiled blocks is not measured.
+        """
         compiled = compiles(self.parallel, self.layout, self.device)
-        return compiled and self.device == "cuda" and self.itemsize == 2
+        return compiled and self.device == "cuda" and self.itemsize == 2 and self.layout.tp == 1
 
     @property
     def block_itemsize(self) -> int:
