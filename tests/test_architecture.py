@@ -64,11 +64,11 @@ SIZES = {
     "trainkit/job": (30, 7_051),
     "trainkit/launch": (18, 3_998),
     "trainkit/observe": (8, 1_876),
-    "trainkit/plan": (16, 3_339),
+    "trainkit/plan": (16, 3_369),
     "trainkit/run": (17, 5_134),
     "trainkit/slurm": (8, 1_663),
-    "trainkit/trainer": (38, 9_843),
-    "tests": (403, 66_350),
+    "trainkit/trainer": (38, 9_842),
+    "tests": (403, 66_374),
 }
 """Maps a folder to its number of Python files and lines.
 

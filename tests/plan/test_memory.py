@@ -58,7 +58,10 @@ def test_a_block_by_hand():
     keeps gate, up, silu(gate) and their product (4 x 12).
     """
     work = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, device_batch_size=3)
-    assert block_bytes(work) == 30 * 2 * (16 + 16 + 16 + 8 + 48)
+    eager = work.with_parallel(compile=False)
+    assert block_bytes(eager) == 30 * 2 * (16 + 16 + 16 + 8 + 48)
+    # A compiled block computes silu(gate) again, and keeps a float32 number of each norm and head.
+    assert block_bytes(work) == block_bytes(eager) + 30 * (4 * (2 + 2) - 2 * 12)
     assert kept_bytes(work) == block_bytes(work)
     # Full recomputation keeps the input. Selective also keeps queries, values, output of attention, gate and
     # down.
@@ -92,7 +95,9 @@ def test_a_single_process_keeps_every_weight_twice():
 
 def test_the_loss_by_hand():
     """The loss keeps log probabilities and two gradients in float32, and a fourth number if it is split."""
-    assert loss_bytes(step_work(SMALL, seq_len=10)) == 10 * 64 * 12
+    work = step_work(SMALL, seq_len=10)
+    assert loss_bytes(work.with_parallel(compile=False)) == 10 * 64 * 12
+    assert loss_bytes(work) == 10 * 64 * 4, "compiled: the logits and their gradients"
     split = step_work(SMALL, layout=Layout(tp=2), seq_len=10)
     assert loss_bytes(split) == 10 * 32 * 16
     assert loss_bytes(split.with_parallel(loss_parallel=False)) == 10 * 64 * 12
@@ -155,6 +160,25 @@ def test_as_torch_tracked_it(tracked_gib, what):
     shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers", 4))
     peak = memory_of(step_work(shape, device="cpu", **rest)).peak
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
+
+
+# Each row is (GB, case): the peak of trainkit with compiled blocks on one GPU, as recorded in benchmarks/gpu.
+ONE_GPU: dict[str, Any] = {"layout": Layout(), "activation_checkpointing": "none"}
+SUMMED = {**ONE_GPU, "accumulation_steps": 8, "optimizer_bytes": 4}
+RECORDED: list[tuple[float, str, dict[str, Any]]] = [
+    (33.7, "1b", {**ONE_GPU, "device_batch_size": 2}),
+    (43.8, "1b", {**ONE_GPU, "device_batch_size": 4}),
+    (63.1, "3b", SUMMED),
+    (122.0, "8b", {**SUMMED, **SELECTIVE}),
+]
+
+
+@pytest.mark.parametrize(("recorded_gb", "preset", "what"), RECORDED)
+def test_as_recorded_on_a_gpu(recorded_gb, preset, what):
+    rest = dict(what)
+    averages = rest.pop("optimizer_bytes", 8)
+    work = replace(step_work(llama(preset, vocab_size=128_256), **rest), optimizer_bytes=averages)
+    assert memory_of(work).peak / 1e9 == pytest.approx(recorded_gb, rel=0.02)
 
 
 # Each row is (GiB, rank of the pipeline, case), from `trainkit check --simulate-world` with torch's

@@ -17,10 +17,10 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import gpu_names, gpu_problems, known_gpu, unchecked_memory
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
-from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
+from trainkit.plan.layout_rules import batch_problems, layout_problems
 from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, state_bytes
 from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
-from trainkit.plan.step_work import StepWork, work_of
+from trainkit.plan.step_work import StepWork, compiles, work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import to_json
 from trainkit.shipped import load

@@ -90,13 +90,17 @@ def block_bytes(work: StepWork) -> int:
 
     For each token, a block saves the inputs of both norms, of the qkv projection, and of the gate and up
     projections. Tensor parallelism splits the other tensors: queries, keys, values, the attention output,
-    gate, up, silu(gate), and silu(gate) * up.
+    gate, up, silu(gate), and silu(gate) * up. Fused kernels compute silu(gate) again from gate, and save the
+    float32 statistics of the norms and of attention.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
     kv_dim = shape.num_kv_heads * shape.head_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of the two chunks.
-    split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
+    num_inner = 3 if work.is_fused else 4
+    split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + num_inner * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
+    if work.is_fused:
+        a_token += FLOAT32 * (2 + shape.num_heads)
     if shape.dropout:
         a_token += 2 * stream_bytes(work)  # Attention and feed-forward each save a dropout mask.
     mask = 0
@@ -140,12 +144,15 @@ def loss_bytes(work: StepWork) -> int:
     """Return the bytes that the loss of one microbatch occupies when its backward pass begins.
 
     The loss keeps log-probabilities, their gradients and the gradients of the logits, all in float32. torch's
-    loss parallelism keeps one more copy, and a pipeline also keeps the logits. If the loss is computed in
-    chunks, log-probabilities and gradients of logits exist only for one chunk, but the gradients of the
-    head's weight and of the hidden states are kept as well.
+    loss parallelism keeps one more copy, and a pipeline also keeps the logits. A fused loss keeps only the
+    logits and their gradients, in the compute dtype. If the loss is computed in chunks, log-probabilities and
+    gradients of logits exist only for one chunk, but the gradients of the head's weight and of the hidden
+    states are kept as well.
     """
     a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
     a_logit += work.itemsize if work.layout.pp > 1 else 0
+    if work.is_fused:
+        a_logit = 2 * work.itemsize
     found = _logits(work) / work.loss_chunks * a_logit
     if work.loss_chunks > 1:
         found += work.shape.vocab_size * work.shape.dim * (FLOAT32 + work.itemsize)
@@ -315,7 +322,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         again, in_block = round(max(layers) * RECOMPUTED_COPIES * block), 0
     if has_head:
         others = losses_in_flight(schedule, pp, passes) - 1
-        a_logit = item if is_deferred else FLOAT32 + item
+        a_logit = item if is_deferred or work.is_fused else FLOAT32 + item
         losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
         # Deferred weight gradients are also kept in the compute dtype, except on the first stage.

@@ -60,6 +60,17 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
+def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
+    """Return whether transformer blocks are compiled on a device type, ``cpu`` or ``cuda``.
+
+    By default, blocks are not compiled on CPUs, where compilation takes longer than a short run, or if the
+    pipeline schedule splits the backward pass.
+    """
+    if parallel.compile is not None:
+        return parallel.compile
+    return device == "cuda" and (layout.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD)
+
+
 MIN_BLOCK_HEAD_DIM = 16
 """Smallest head dimension for which the attention kernel can apply the document mask."""
 
@@ -96,6 +107,15 @@ class StepWork:
     def itemsize(self) -> int:
         """Return the bytes per element in the compute dtype."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def is_fused(self) -> bool:
+        """Return whether compiled kernels of a GPU compute whole blocks and the loss in a 16-bit dtype.
+
+        With tensor parallelism, the loss is not compiled, and the memory of compiled blocks is not measured.
+        """
+        compiled = compiles(self.parallel, self.layout, self.device)
+        return compiled and self.device == "cuda" and self.itemsize == 2 and self.layout.tp == 1
 
     @property
     def block_itemsize(self) -> int:

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.layout_rules import compiles
-from trainkit.plan.step_work import attends_in_blocks, loss_chunks
+from trainkit.plan.step_work import attends_in_blocks, compiles, loss_chunks
 from trainkit.run.files import open_private, write_atomic
 from trainkit.run.rundir import RunDir
 from trainkit.task import Task

@@ -20,7 +20,7 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import Batch, LaunchPlan
-from trainkit.plan.layout_rules import compiles
+from trainkit.plan.step_work import compiles
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
 from trainkit.shipped import of_media
