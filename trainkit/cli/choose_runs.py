@@ -49,9 +49,9 @@ class Choice:
         return [key.upper().replace("_", " ") for key in short_keys(self.columns)]
 
     def apply(self, statuses: Sequence[RunStatus | GroupStatus]) -> list[ChosenRun]:
-        """Return the matching runs and groups in order; a group matches if any of its runs matches.
+        """Return the matching runs and groups, sorted by `sort_key`; a group matches if any of its runs does.
 
-        Raises UsageError for a key that is neither a config key nor swept in the COMMAND of a group.
+        Raises UsageError for a key that is neither a config key nor a parameter swept in a group's COMMAND.
         """
         found = [ChosenRun(status, _configs(status)) for status in statuses]
         options = [(f"--where {key}={shown_value(value)}", key) for key, value in self.where]
@@ -76,7 +76,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """A selected run or group, including the configs of its runs."""
+    """A selected run or group, together with the configs of its runs."""
 
     status: RunStatus | GroupStatus
     configs: list[FlatConfig]
@@ -92,7 +92,7 @@ class ChosenRun:
         return self.status.age_s if isinstance(self.status, GroupStatus) else self.status.to_dict()[key]
 
     def texts(self, columns: Sequence[str]) -> list[str]:
-        """Return the values in the additional columns as text."""
+        """Return the values of the additional columns as strings."""
         found = [self.value(key) for key in columns]
         return [
             cell(value, ".4f") if key in FIGURES else "-" if value is None else shown_value(value)
@@ -122,12 +122,12 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 
 def _is_same(value: object, wanted: object) -> bool:
-    """Return whether a value equals the wanted value; values from a COMMAND are compared as YAML."""
+    """Return whether a value equals the wanted value; a string also matches if its value as YAML is equal."""
     if as_number(value) == wanted or not isinstance(value, str):
         return as_number(value) == wanted
     try:
         return value == shown_value(wanted) or parse_value(value) == wanted
-    except ValueError:  # A text that is not valid YAML cannot equal a wanted value.
+    except ValueError:  # Text that is not valid YAML cannot equal the wanted value.
         return False
 
 
@@ -148,7 +148,7 @@ def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
 
 
 def _with_entries(config: Mapping[str, object]) -> FlatConfig:
-    """Add the items of mappings and lists under dotted keys, such as launch.env.NAME."""
+    """Return the config, with dotted keys such as launch.env.NAME added for items of mappings and lists."""
     found = dict(config)
     for key, value in config.items():
         if isinstance(value, dict | list):

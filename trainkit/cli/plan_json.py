@@ -23,30 +23,32 @@ class _PlanJson(TypedDict):
     grace_s: float
     """Seconds from a stop signal until the job is killed."""
     reasons: Mapping[str, str]
-    """Maps each derived value to one sentence with its reason."""
+    """Maps each derived value to a sentence that states the reason for the value."""
     env: Mapping[str, str]
-    """Environment variables that every worker gets."""
+    """Environment variables that are set for every worker."""
     network: str
     """A network preset, or the name of a network interface."""
     requeue: RequeuePolicy
     spare_nodes: int
     """The number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str
-    """Tells whether one Slurm task runs a single worker (`gpu`) or all workers of a node (`node`)."""
+    """The processes that one Slurm task runs: a single worker (`gpu`) or all workers of a node (`node`)."""
     command: Sequence[str] | None
     """The command that each rank runs; None for the built-in trainer."""
     command_signal: str
-    """The signal that asks a command to save: `USR2`, `TERM`, or `auto` for the one that it handles."""
+    """The signal that asks a COMMAND to save: `USR2`, `TERM`, or, with `auto`, the signal that the COMMAND
+    handles."""
     launcher: str
     python: Sequence[str] | None
-    """The interpreter for a launcher or the built-in trainer; if None, the agent's interpreter is used."""
+    """The Python interpreter for a launcher or the built-in trainer; if None, the agent's interpreter is
+    used."""
     venv: str | None
-    """The virtual environment that the agent activates for a command."""
+    """The virtual environment that the agent activates for a COMMAND."""
     container_program: str | None
     slurm: SlurmRequest | None
     """The job's Slurm options; None for a local job."""
     node_sizes: Sequence[int] | None
-    """The number of workers on each node if the number varies."""
+    """The number of workers on each node, if not all nodes have the same number."""
     warnings: Sequence[str]
     checkpoint_bytes: int | None
     version: int
@@ -62,30 +64,31 @@ class PlanJson(_PlanJson, total=False):
     sizes: Mapping[str, Mapping[str, object]]
     """Maps each possible node count except `num_nodes` to the plan values that differ for that node count."""
     gpu_types: Mapping[str, str]
-    """Maps each partition where the job may start to its GPU type."""
+    """Maps each partition in which the job may start to the GPU type of the partition."""
     fills_nodes: bool
     capabilities: Mapping[str, Mapping[str, object]]
-    """Maps each capability of another package to the capability's part of the plan."""
+    """Maps the name of each third-party capability to its part of the plan."""
 
 
 class _ChosenNodesJson(TypedDict, total=False):
     offers: Sequence[Mapping[str, object]]
-    """The possible requests, with `--nodes auto`."""
+    """With `--nodes auto`, the job requests that were considered."""
     taken: Mapping[str, object] | None
-    """The request that was chosen, with `--nodes auto`; None if the original request stays unchanged."""
+    """With `--nodes auto`, the job request that was chosen; None if the original request is kept."""
     reason: str | None
-    """Why no request was chosen, with `--nodes auto`."""
+    """With `--nodes auto`, the reason why no request was chosen."""
 
 
 class _StartTimeJson(TypedDict):
     partition: str
     is_asked: bool
-    """True if the config requests this partition, or if it is the default and the config requests none."""
+    """True if the config requests this partition, or if this is the default partition and the config requests
+    none."""
     start_time: str | None
     """The expected start time; None if Slurm reports no time."""
     nodes: Sequence[str]
     remark: str
-    """Slurm's explanation why it reports no start time."""
+    """Slurm's explanation for not reporting a start time."""
     refused: bool
     """True if Slurm would reject the job."""
 
@@ -94,7 +97,7 @@ class CheckJson(_ChosenNodesJson):
     """A valid config and the plan of its run."""
 
     config: Mapping[str, object]
-    """The effective config, whose schema `trainkit schema` prints."""
+    """The effective config; `trainkit schema` prints its JSON Schema."""
     origins: Mapping[str, str]
     """Maps each dotted config key to the origin of its value."""
     plan: PlanJson
@@ -122,4 +125,5 @@ class SubmittedJson(_SubmittedJson, _ChosenNodesJson, total=False):
 
 
 SubmittedOrPlan = SubmittedJson | PlanJson
-"""With `--dry-run` on this machine, `trainkit submit` prints the plan."""
+"""The JSON output of `trainkit submit`, which is a plan if a run on this machine is submitted with
+`--dry-run`."""

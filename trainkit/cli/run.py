@@ -61,7 +61,7 @@ def command(
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output.
 
-    Outside of an srun step, the run uses only this node; inside one, each task of the step becomes a rank.
+    Outside of an srun step, the run uses only this node; within an srun step, each task becomes a rank.
     With a COMMAND after --, each rank runs the COMMAND instead of the built-in trainer.
 
     Without Slurm, torchrun or mpirun can start the run on several hosts that share the file system of the run
@@ -70,8 +70,9 @@ def command(
     With --debug, one rank uses the terminal, the other ranks log to files, and hang detection is disabled. If
     the run has no terminal, such as a submitted run, use `trainkit debug` to debug one of its ranks.
 
-    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on a single
-    machine, and `fg` continues it. Closing the terminal also saves and stops the run.
+    Ctrl-C saves a checkpoint and stops the run; a second Ctrl-C stops the run immediately. Ctrl-Z pauses a
+    run on a single machine, and `fg` continues it. Closing the terminal also saves a checkpoint and stops the
+    run.
     """
     from trainkit.cluster.target import Target
     from trainkit.launch.plan_run import gather, plan_run
@@ -128,14 +129,17 @@ def _start(
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
-    """Return the plan for a foreground run, where failures are shown and nothing is restarted."""
+    """Return the plan for a foreground run, which shows failures and is not restarted automatically."""
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 
 def stay_in_foreground(
     run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan, *, shows_log: bool = True
 ) -> int:
-    """Show a foreground run until it ends, and forward the terminal's signals; return the exit code."""
+    """Print a foreground run's output until the run ends, and return the exit code.
+
+    Signals from the terminal are forwarded to the run.
+    """
     forwarder = _Forwarder()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
@@ -210,8 +214,8 @@ def lead_step(
     attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
-        # Announce the attempt first, because becoming the supervisor may take a while, and the other ranks
-        # must not read an older announcement.
+        # Announce the attempt before becoming its supervisor, which may take a while. Otherwise, the other
+        # ranks might read an outdated announcement in the meantime.
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
         # From here on, the agent writes to its own log, and the terminal shows rank 0's output.
@@ -245,7 +249,10 @@ def run_in_step(
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
-    """Print the error, kill the Slurm step (its other tasks are unreachable), and return the exit code."""
+    """Print the error, kill the Slurm step, and return the exit code.
+
+    The step must be killed, because its other tasks cannot be notified of the error.
+    """
     click.echo(error.render(), err=True)
     # Wait, because srun discards output that it has not yet read when the step exits.
     time.sleep(SRUN_READ_S)
@@ -283,7 +290,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """Return the node and GPU counts of ranks that are already running, as flags with origin and value."""
+    """Return config values for the nodes and GPUs of running ranks: keys mapped to (origin, value)."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -292,7 +299,7 @@ def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tupl
 
 
 def launched_target(task: LaunchedRank) -> Target:
-    """Return a target for ranks that another launcher has started."""
+    """Return a target for ranks that another launcher, such as torchrun, has started."""
     from trainkit.cluster.target import Target
 
     reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is rank {task.first}"
@@ -311,8 +318,8 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
     """Return the number of workers on each node of a Slurm step, and a target for the step.
 
-    Each Slurm task is one rank. If `num_procs` is given, each task is a node's agent and not a rank itself.
-    Raises UsageError if `num_procs` is given and a node has several tasks.
+    Each Slurm task is one rank or, if `num_procs` is given, the agent of a node. Raises UsageError if
+    `num_procs` is given and a node has several tasks.
     """
     from trainkit.cluster.target import Target
 
@@ -333,7 +340,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 class RankJson(TypedDict):
-    """The environment of a rank that is started here; values are None for a process that is no rank."""
+    """The rank environment of a process started here; values are None if the process would not be a rank."""
 
     is_rank: bool
     source: str | None
@@ -350,13 +357,13 @@ class RankJson(TypedDict):
     """The port of rank 0; None if the port is chosen when the ranks start."""
     hosts: list[str]
     reason: str
-    """Where the values come from, or why a process started here is no rank."""
+    """The origin of the values, or the reason why a process started here would not be a rank."""
 
 
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option("trainkit.cli.run:RankJson")
 def env(as_json: bool) -> None:
-    """Print the environment of a rank that is started here, or why a process started here is no rank."""
+    """Print the rank environment of a process started here, or why the process would not be a rank."""
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}

@@ -184,7 +184,7 @@ def command(
 def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
-    """Return the request, the workload, and the run to repeat, or None unless CONFIG names a run.
+    """Return the request, the workload, and the run to repeat, which is None unless CONFIG names a run.
 
     If no COMMAND is given, the repeated run determines the workload.
     """
@@ -214,7 +214,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield a line that describes a group's trials, and notes about them."""
+    """Yield a line that describes a group's trials, followed by notes about the trials."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials

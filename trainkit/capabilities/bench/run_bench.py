@@ -101,7 +101,7 @@ class BenchRun:
 
 
 def trial_name(values: Mapping[str, object]) -> str:
-    """Return the name of a trial, which is made from its layout or its values."""
+    """Return the name of a trial, which is formed from its layout or its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
@@ -120,7 +120,7 @@ class Bench:
     """The names of the values that define a trial."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """The runs: every trial once, and then the whole sequence again for each further repeat."""
+    """The runs: all trials in sequence, once per repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)
@@ -209,7 +209,8 @@ def wait_for_runs(
 ) -> None:
     """Wait until all runs of a bench have ended.
 
-    Logs `end_line` when a run ends, and the number of runs in each state when these numbers change.
+    When a run ends, logs the line that `end_line` returns; also logs the number of runs in each state when
+    these numbers change.
     """
     logged, known = "", set[int]()
     while True:

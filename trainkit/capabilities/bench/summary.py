@@ -37,8 +37,8 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """True if every repeat of the fastest trial was faster than every repeat of the second fastest; None
-    without repeats."""
+    """True if every repeat of the fastest trial was faster than every repeat of the second fastest; None if
+    there are no repeats."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1
@@ -92,7 +92,7 @@ class PlannedTrialJson(TypedDict, total=False):
 
 
 class PlannedBenchJson(TypedDict, total=False):
-    """The trials that would run, with `--dry-run`."""
+    """The trials that a bench would run, printed with `--dry-run`."""
 
     layouts: list[PlannedTrialJson]
     """The trials of `bench layouts`."""
@@ -102,14 +102,14 @@ class PlannedBenchJson(TypedDict, total=False):
     impossible: dict[str, str]
     """Maps the name of each trial that cannot run to the reason."""
     left_out: list[str]
-    """Possible layouts that would not run, because there are too many."""
+    """Names of possible layouts that the bench omits because there are too many."""
 
 
 BenchJson = SummaryJson | StartedBenchJson | PlannedBenchJson
 
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
-    """Write summary.csv from all measurements so far.
+    """Write summary.csv from the measurements made so far.
 
     Returns the rows, the fastest trial, and the number of runs that have not ended. The fastest trial is None
     if fewer than two trials have finished.

@@ -39,9 +39,9 @@ are written.
 Steps with a rare metric are written in addition to these records.
 """
 RARE = 10
-"""A metric is considered rare if at most this many steps in a poll have it."""
+"""A metric is considered rare if at most this number of steps in a poll contain the metric."""
 FEW_LOSSES = 20
-"""Number of lines with a loss but without a step after which an event reports that no curve was found."""
+"""If this number of lines have a loss but no step, an event reports that no curve was found."""
 MATCH_S = 1.0
 """Maximum time in seconds for a user's pattern to match the lines of one poll."""
 
@@ -189,7 +189,10 @@ class LogCurve(Companion):
         self._curve.evaluations.clear()
 
     def _announce(self, is_over: bool) -> None:
-        """Record an event with the curve's source or why there is none; skip repeated events."""
+        """Record an event with the source of the curve, or with the reason why there is no curve.
+
+        An event that was already recorded is not repeated.
+        """
         found, values = self._curve.found, dict[str, object]()
         said: tuple[object, ...]
         if self._is_off:
@@ -218,7 +221,7 @@ class LogCurve(Companion):
             log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
 
     def _warn_of_names(self) -> None:
-        """Warn only once that the script prints more metrics than a curve can contain."""
+        """Warn, only once, that the script prints more metrics than a curve can contain."""
         name = self._curve.left_out
         if name is None or self._has_warned:
             return
@@ -233,7 +236,7 @@ class LogCurve(Companion):
 
 
 def _number(text: str) -> float | None:
-    """Return the number in a text such as ``1,024`` or ``91.2%``, or None if the text is not a number."""
+    """Return the number in a string such as ``1,024`` or ``91.2%``, or None if the string is not a number."""
     try:
         return float(text.rstrip("%").replace(",", ""))
     except ValueError:

@@ -32,7 +32,7 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words that rarely occur outside training output. A line with such a word can begin a curve."""
+"""Words that rarely occur outside training output. A line with such a word can start a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
@@ -182,5 +182,5 @@ def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
 
 
 def is_of_part(name: str) -> bool:
-    """Return whether a metric name belongs to validation or test metrics."""
+    """Return whether a metric name is the name of a validation or test metric."""
     return not {*_PART.findall(name)}.isdisjoint(OF_VALIDATION | {"test"})

@@ -1,9 +1,9 @@
 """Extracts the curve from a COMMAND's output: steps with their loss, learning rate and other metrics.
 
-A number is named by the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
-progress bar. If several numbers on a line could be the step, a number that increases from line to line is
-chosen. If the printed step restarts from a low value, for example in each epoch, the step of the curve
-continues to increase. The curve starts only after the step number has increased.
+The words before a number are its name, as in ``step 10/100 | train loss: 2.31``. A number may also be the
+position of a progress bar. If several numbers on a line could be the step, a number that increases from line
+to line is chosen. If the printed step restarts from a low value, for example in each epoch, the step of the
+curve continues to increase. The curve starts only after the step number has increased.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r",\d")
-"""Matches the rest of a number with a decimal comma, as in ``loss 1,45``."""
+"""Matches the fractional part of a number with a decimal comma, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
-"""Matches a separator between two metrics. Words before the separator belong to the number before them."""
+"""Matches a separator between two metrics. Words between a number and the next separator belong to this
+number."""
 NO_LABEL = read_label("")
 _BEFORE_A_NUMBER = " \t:=\"'[(#"
 _IN_A_LIST = re.compile(r"[\[(#]")
@@ -265,9 +266,10 @@ class _Counter:
 
 
 _Key = tuple[str, int, int | None]
-"""Key of a possible source: the kind of position, the loss rank that `_loss_of` returned, and the total."""
+"""Key of a possible source: the kind of position, the priority of the loss as returned by `_loss_of`, and the
+total."""
 _WITHOUT_LOSS = 3
-"""Loss rank in a `_Key` for lines that have other metrics but no loss."""
+"""Loss priority in a `_Key` for lines that have other metrics but no loss."""
 MAX_NAMES = 64
 """Maximum number of different metrics in a curve. Additional metrics are omitted."""
 MAX_ROWS = 256
@@ -279,7 +281,7 @@ class _Source:
     """A possible source of the curve: all lines with the same kind of position and the same kind of loss."""
 
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Records from the source, kept until its step number has grown."""
+    """Records from the source, stored until the step number of the source has increased."""
     is_curve: bool = False
 
 
@@ -301,7 +303,7 @@ class PrintedCurve:
     """Reads output line by line, and collects records for metrics.jsonl."""
 
     def __init__(self, *, is_shared: bool = False, previous: Found | None = None) -> None:
-        """Start without a curve.
+        """Initialize an empty curve.
 
         `is_shared` is True if several ranks print to the same log. In a shared log, the values from the rank
         that prints a step first are used. `previous` describes the curve of an earlier attempt, whose epoch
@@ -311,19 +313,18 @@ class PrintedCurve:
         """Maps each step to its values. The caller removes records from this mapping after writing them to a
         file."""
         self.evaluations: list[tuple[int, float]] = []
-        """The steps at which a validation loss was printed, with the value of the validation loss."""
+        """The steps at which a validation loss was printed, each with the value of the loss."""
         self.left_out: str | None = None
         """The first metric omitted because of `MAX_NAMES`, or None if no metric was omitted."""
         self._names: dict[str, None] = {}
         self._rows: dict[int, dict[str, float]] = {}
         """Maps each of the newest steps to the values found for it so far."""
         self._val_loss: float | None = None
-        """The newest validation loss. It is stored because a progress bar repeats the loss until the next
+        """The newest validation loss, stored because a progress bar repeats this loss until the next
         validation."""
         self.found: Found | None = None
         self.ambiguous: tuple[str, ...] = ()
-        """Names of the losses on a line with several losses, if none of these is clearly the training
-        loss."""
+        """Names of the losses on a line with several losses, if none of them is clearly the training loss."""
         self.num_losses = 0
         """Number of lines with a loss, with or without a step."""
         self._is_shared = is_shared
@@ -474,10 +475,10 @@ class PrintedCurve:
             self.join(step, {"val_loss": reading.val_loss})
 
     def _loss_of(self, reading: Reading) -> tuple[int, float, str] | None:
-        """Return the rank, value and key of the training loss, or None if the line is ambiguous.
+        """Return the priority, value and key of the training loss, or None if the line is ambiguous.
 
-        The rank is 0 for ``loss`` alone, 1 for a word in `_PLAIN` next to ``loss``, and 2 for any other word.
-        The key is a key of `Reading.losses`.
+        The priority is 0 for ``loss`` alone, 1 for a word in `_PLAIN` next to ``loss``, and 2 for any other
+        word. The key is a key of `Reading.losses`.
         """
         losses = reading.losses
         for rank, called in enumerate(("", "train")):
@@ -573,7 +574,7 @@ def _order(key: _Key) -> tuple[bool, bool, int, int]:
 
 
 def _is_one_count(total: int | None, other: int | None) -> bool:
-    """Return whether two numbers of the same kind have the same total, where None matches any total."""
+    """Return whether two totals are equal, where None matches any total."""
     return total == other or None in (total, other)
 
 
@@ -583,6 +584,6 @@ line to overwrite it."""
 
 
 def shown_lines(data: bytes) -> tuple[list[str], bytes]:
-    """Return the lines of some output as shown on a terminal, and the remaining incomplete line."""
+    """Return the lines of output as a terminal shows them, and the remaining incomplete line."""
     *lines, rest = _ENDS.split(data)
     return [line.decode("utf-8", errors="replace") for line in lines if line.strip()], rest

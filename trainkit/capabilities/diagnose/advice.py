@@ -114,7 +114,7 @@ def _time_values(resources: ResourcesConfig) -> dict[str, str]:
 
 
 def host_values(host: str, named: str) -> dict[str, str]:
-    """Return a host keyed by ``free_host``, or ``named_host`` if ``resources.extra.nodelist`` needs it."""
+    """Return a host as ``named_host`` if the node list `named` contains it, or else as ``free_host``."""
     hosts: list[str] = []
     with suppress(UsageError):  # the file in the run folder may be damaged
         hosts = expand_hosts(named) if named else []
@@ -154,7 +154,7 @@ def hang_values(
 ) -> tuple[dict[str, str], list[Evidence]]:
     """Return the ranks that wait for the blocking rank, and evidence lines from their hang reports.
 
-    Both are empty unless the failure is a hang.
+    Returns empty collections unless the failure is a hang.
     """
     waiting, lines = [], []
     if match.signature.name != "hang":

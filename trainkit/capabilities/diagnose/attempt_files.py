@@ -110,7 +110,7 @@ class AttemptFiles:
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
-        """Yield texts that no user program can write to: from Slurm, the supervisor and the agents."""
+        """Yield texts that come from Slurm, the supervisor and the agents, and never from user programs."""
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
@@ -125,7 +125,7 @@ class AttemptFiles:
 
     @cached_property
     def diverged_since(self) -> int | None:
-        """Return the step where the attempt diverged, or None if it has not."""
+        """Return the step at which the attempt diverged, or None if it has not diverged."""
         with contextlib.suppress(OSError):
             return diverged_since(self.run, self.attempt.number)
         return None

@@ -43,8 +43,8 @@ TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
 """Commands that restart a run. ``by_hand`` is for runs that trainkit did not start."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals that a crashing process raises itself; its output may contain the reason. All other signals are
-sent by other processes."""
+"""Signals that are caused by a crash of the process itself, whose output may contain the reason. All other
+signals are sent by other processes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Diagnosis:
     evidence: list[Evidence] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
-    """The last lines of output of the first failed rank, if the cause is unknown or an error in the user's
+    """The last lines of output of the first failed rank, if the cause is unknown or is an error in the user's
     code. For a failed start, these are the last lines of the batch script's output."""
     events: list[Evidence] = field(default_factory=list)
     """The last events before the failure, if the cause is unknown or was found in an event."""
@@ -235,10 +235,9 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """Return the record that the root cause was copied from, or else the root cause itself.
+        """Return the source record of the root cause or, if there is none, the root cause itself.
 
-        If there is no root cause, return the earliest record. If launchers report failure times, the earliest
-        reported time determines this record.
+        If there is no root cause, or if launchers report failure times, return the earliest record.
         """
         verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
@@ -301,7 +300,7 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Return the match for the earliest record that is not a cascade, making it the first failure."""
+        """Return the match for the earliest record that is not a cascade, and set it as the first failure."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
@@ -314,7 +313,7 @@ class _Case:
         return None
 
     def _in_users_code(self) -> Match | None:
-        """Return a match for the first failure's exception as an error in the user's code.
+        """Return a match that classifies the first failure's exception as an error in the user's code.
 
         Returns None if the exception was not raised in the user's code.
         """
@@ -337,7 +336,7 @@ class _Case:
             texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
-            # What a rank printed before it aborted explains more than the abort itself.
+            # Output that a rank printed before it aborted explains more than the abort itself.
             found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
         return found
 
@@ -425,12 +424,12 @@ class _Case:
         )
 
     def _diverged(self, state: str) -> Diagnosis | None:
-        """Return a diagnosis of a loss that diverged in an attempt without a failure, or None."""
+        """Return a diagnosis if the loss diverged in an attempt that did not fail, or None otherwise."""
         match = self._best(self.files.curve_text())
         return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
-        """Return the rank, the host and the step, each taken from a match or else from the first failure."""
+        """Return the rank, host and step of a match; unknown values are taken from the first failure."""
         first = RankFailure() if self.first is None else self.first.failure
         step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():
@@ -447,9 +446,9 @@ class _Case:
         return own, host or match.text.host, step
 
     def _silent_rank_values(self, match: Match) -> dict[str, str]:
-        """Return the ranks in a hand-written training loop that left no record although other ranks did.
+        """Return the ranks of a hand-written training loop that have no failure record.
 
-        No agents watch the ranks of a hand-written loop.
+        Such ranks have no agent that could record their failure.
         """
         if match.signature.name != "network" or not self.run.was_started_by_hand:
             return {}
@@ -458,7 +457,7 @@ class _Case:
         return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
 
     def _host_values(self, match: Match) -> dict[str, str]:
-        """Return the hosts whose ranks reported this cause, or nothing if all hosts of the run did."""
+        """Return the hosts whose ranks reported this cause, or an empty dict if all hosts are affected."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
         if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}

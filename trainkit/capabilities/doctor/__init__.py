@@ -1,6 +1,6 @@
 """Implements ``trainkit doctor``, which finds problems on this machine or on cluster nodes.
 
-This module defines the check requests sent to nodes and the reports they return, both as JSON.
+This module defines the check requests that are sent to nodes and the reports that nodes return, both as JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> str:
-    """Return a dataclass as one line of JSON, so that it can be sent to another node."""
+    """Return a dataclass instance as one line of JSON, so that it can be sent to another node."""
     return json.dumps(asdict(value), default=str)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """Return the dataclass of type `kind` that `to_json` converted to `text`."""
+    """Return the instance of the dataclass `kind` from the JSON text that `to_json` returned."""
     return TypeAdapter(kind).validate_json(text)
 
 
@@ -58,7 +58,7 @@ class Request:
 
     @property
     def peer(self) -> str | None:
-        """One of the other hosts, or None if there are none."""
+        """One of the other hosts, or None if the job has no other host."""
         return self.peers[0] if self.peers else None
 
 

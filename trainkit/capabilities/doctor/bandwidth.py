@@ -23,21 +23,21 @@ NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Layout:
-    """The hosts and ranks of a bandwidth measurement. The ranks on one host have consecutive numbers."""
+    """The hosts and ranks of a bandwidth measurement. Ranks on the same host are numbered consecutively."""
 
     hosts: tuple[str, ...]
     num_ranks: tuple[int, ...]
     """Number of ranks on each host."""
     addr: str
     port: int
-    """The port that rank 0 listens on."""
+    """The port on which rank 0 listens."""
 
     @property
     def world_size(self) -> int:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return each end point of a ring link by name, with one rank on that end point.
+        """Return each end point of the ring's links: its name, and one rank on the end point.
 
         The end points are the hosts, or the GPUs if there is only one host.
         """
@@ -48,7 +48,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The result of one host: measurements if rank 0 runs there, otherwise nothing; or a rank's error."""
+    """The result of a bandwidth measurement on one host.
+
+    It contains the measurements if rank 0 runs on this host, or the error of a rank.
+    """
 
     error: str = ""
     backend: str = ""
@@ -219,8 +222,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         dist.recv(tensor[:1], peer)
         dist.send(tensor, peer)
 
-    # With an optimal all-reduce, each rank sends and receives this fraction of the data; nccl-tests calls the
-    # result "bus bandwidth".
+    # In an optimal all-reduce, each rank sends and receives this multiple of the data size. In nccl-tests, a
+    # bandwidth computed with this factor is called "bus bandwidth".
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
     points = layout.points()

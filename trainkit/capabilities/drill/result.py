@@ -19,11 +19,12 @@ def num_recomputed(steps: Sequence[StepRecord]) -> int:
 
 
 SIZES_TOLERANCE = 1e-5
-"""Relative tolerance for comparing losses from different numbers of ranks, which round sums differently."""
+"""Relative tolerance for comparing the losses of runs with different numbers of ranks, whose sums are rounded
+differently."""
 
 
 def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
-    """Return the first difference from the uninterrupted run as text, or an empty string if none."""
+    """Return the first difference from the uninterrupted run as text, or an empty string if there is none."""
     expected = {one.step: one for one in reference}
     for one in steps:
         known = expected.get(one.step)
@@ -161,7 +162,7 @@ def _too_many_recomputed(
 ) -> list[str]:
     """Return a problem if too many steps were recomputed, or an empty list otherwise.
 
-    No step may be recomputed after a graceful stop, and only steps since the last save after a kill.
+    After a graceful stop, no step may be recomputed; after a kill, only steps since the last save may be.
     """
     if scenario.graceful:
         return [f"{recomputed(again)} after a graceful stop"] if again else []
@@ -174,7 +175,7 @@ def _too_many_recomputed(
 
 
 def recomputed(num_steps: int) -> str:
-    """Return text for the number of recomputed steps, to begin a message with."""
+    """Return the beginning of a message, which states the number of recomputed steps."""
     return f"{plural(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} recomputed"
 
 

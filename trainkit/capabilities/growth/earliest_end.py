@@ -43,11 +43,12 @@ from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 
 ENOUGH_S = 5.0
-"""Total time limit in seconds for all Slurm queries together; later answers are ignored."""
+"""Total time limit in seconds for all Slurm queries; answers that arrive later are ignored."""
 MOST_ASKED = 24
-"""Maximum number of requests for which Slurm is asked for a start time."""
+"""Maximum number of requests for which Slurm is asked to estimate the start time."""
 SLICES_S = (3600.0, 4 * 3600.0)
-"""Time limits of slices to try if the run can be split; a restart is short compared with either limit.
+"""Time limits, in seconds, of slices to try if the run can be split. A restart takes little time compared
+with either limit.
 """
 LEAST_SIZES = 4
 """Minimum number of node counts to try in each partition; slices are tried only if further queries are
@@ -85,13 +86,14 @@ class Offer:
     start_time: datetime | None = None
     """Expected start, or None if Slurm does not predict one."""
     is_slice: bool = False
-    """True if the time limit is shorter than in the config, so that the run is split into several jobs."""
+    """True if the time limit is shorter than the config's time limit, so that the run is split into several
+    jobs."""
     end_time: datetime | None = None
     """Expected end, or None if the run would not finish."""
     num_jobs: int = 1
     """Number of jobs that the run needs to finish."""
     remark: str = ""
-    """Reason why the run would not finish; empty if it would."""
+    """Reason why the run would not finish; empty if the run would finish."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Choice(NodesChoice):
 
     offers: Sequence[Offer]
     taken: Offer | None
-    """The chosen offer, or None if the original request stays unchanged."""
+    """The chosen offer, or None if the original request is kept."""
     reason: str = ""
     """Reason why no offer was chosen, as one sentence."""
     priority: str = field(default="", metadata=LEFT_OUT)
@@ -235,7 +237,7 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """Return `own`, its integer halves, and its repeated doubles up to `most`, in ascending order."""
+    """Return `own`, its repeated halves that are integers, and its repeated doubles up to `most`, sorted."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
@@ -297,7 +299,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """Return the offer that ends first, or None; ties go to fewer jobs, then to fewer nodes."""
+    """Return the offer that ends first, or None; in a tie, prefer fewer jobs, then fewer nodes."""
     ending = [
         (offer.end_time, offer.num_jobs, offer.num_nodes, index)
         for index, offer in enumerate(offers)
@@ -395,7 +397,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work for each number and type of nodes, estimated by `trainkit plan` or the time limit."""
+    """Return the work per number and type of nodes, as `trainkit plan` estimates or from the time limit."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -421,7 +423,7 @@ def _base(
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work derived from the speed of earlier runs, including bench runs, with equivalent steps.
+    """Return the work derived from the speed of earlier runs with equivalent steps, including bench runs.
 
     Newer runs take precedence over older ones.
     """
@@ -461,7 +463,7 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
-# Function that changes the plan to the chosen offer
+# Function that adapts the plan to the chosen offer
 
 
 def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:

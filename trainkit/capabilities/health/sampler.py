@@ -112,7 +112,10 @@ def thin_out(file: Path) -> None:
 
 
 class _Counters:
-    """Measures host utilisation, with rates since the previous sample; unknown values are None."""
+    """Measures the utilisation of the host.
+
+    Rates are averages since the previous sample. Unknown values are None.
+    """
 
     def __init__(self) -> None:
         self._read_s, self._before = time.monotonic(), _counters()
@@ -186,7 +189,7 @@ class _Gpus:
                     self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
-        """Return each GPU's state, and a problem or ""; values that a GPU does not report are None."""
+        """Return the state of each GPU, and a problem or an empty string; unknown values are None."""
         problem, found = "", []
         for index, handle, name in self._handles:
             sample: dict[str, object] = {"index": index, "name": name}

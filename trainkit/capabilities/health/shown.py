@@ -14,13 +14,13 @@ from trainkit.run.files import Record, mean, numbers, read_jsonl, seconds_betwee
 from trainkit.run.rundir import AttemptDir, RunDir
 
 SILENT_SAMPLES = 3
-"""A node is considered silent if this many consecutive samples are missing."""
+"""A node is considered silent if this number of consecutive samples is missing."""
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
 """A node's GPUs are considered unusually idle if their utilisation is below this fraction of the median over
 all nodes."""
 SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
-"""Severities of node problems."""
+"""Severities of node problems; a higher number means a more severe problem."""
 HEALTH_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes of samples to parse for all nodes together."""
 MAX_SAMPLES = 1000
@@ -85,7 +85,7 @@ def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[in
 def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
-    # A busy GPU normally reaches its power limit.
+    # Ignore the power limit, because a busy GPU normally reaches its power limit.
     limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"

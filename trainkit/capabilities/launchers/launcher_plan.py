@@ -17,7 +17,7 @@ class LauncherPlan(Part):
 
     CAPABILITY = "launchers"
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of each file in the run folder that the launcher reads to the file's text."""
+    """Maps the name of each file that the launcher reads in the run folder to the text of the file."""
     values: dict[str, str] = field(default_factory=dict)
     """Maps each placeholder in the command, without its braces, to the value that replaces the
     placeholder."""

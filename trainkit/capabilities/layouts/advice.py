@@ -1,4 +1,4 @@
-"""Suggests config changes if no layout fits into GPU memory, and formats layout choices as table and JSON."""
+"""Suggests config changes if no layout fits into GPU memory, and formats layouts as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NODES = 512
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
     """Yield each config change that makes the run fit, and the best layout choice after the change.
 
-    The changes tried are using the smallest number of GPUs that fits the run, and offloading, which saves the
+    The function tries to use the smallest number of GPUs that fits the run, and to offload, which saves the
     most memory but is slow.
     """
     for other in _sizes(hardware):
@@ -54,7 +54,7 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
 
 
 MIN_SHARE = 0.03
-"""Minimum fraction of a step's time for a loss of time to be mentioned as a reason."""
+"""A cause of lost time is mentioned only if it takes at least this fraction of a step's time."""
 DERIVED = -1
 """The config value that makes trainkit derive a parallelism degree from the other degrees."""
 
@@ -65,7 +65,7 @@ def reason(choice: Choice) -> str:
 
 
 def headline(best: Choice) -> str:
-    """Describe whether the model must be sharded, and the reason."""
+    """Describe whether the model must be sharded, and why."""
     work, gpu = best.work, best.hardware.gpu
     state = state_bytes(work)
     what = f"weights, gradients and optimizer state take {size(state)}"
@@ -185,7 +185,7 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def _amount(num_bytes: float) -> str:
-    """Format a number of bytes in GiB for the table, or in MiB with the suffix M below one GiB."""
+    """Format a number of bytes for the table: in GiB, or in MiB with the suffix M if below one GiB."""
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB or not num_bytes else f"{num_bytes / MIB:.0f}M"
 
 
@@ -215,7 +215,7 @@ class _ChoiceJson(TypedDict):
     bubble: float
     """The fraction of the step during which a pipeline rank is idle."""
     recompute: float
-    """The time for recomputing activations, relative to the computing time."""
+    """The time for recomputing activations, relative to the compute time."""
     sent_bytes: dict[str, int]
     """The bytes that a GPU sends per step, by kind of parallelism."""
     crosses_nodes: list[str]

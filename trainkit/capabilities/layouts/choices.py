@@ -116,7 +116,10 @@ class Choice:
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Return a sort key: first fits, then tight choices, each by speed; then all others, by memory."""
+        """Return a sort key, which is lowest for the best choice.
+
+        Choices that fit come first, then tight choices, both by speed, and then all other choices by memory.
+        """
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
@@ -199,7 +202,7 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """Return the work with `samples` per pass and `passes` per step, or None if a config rule forbids it."""
+    """Return the work with `samples` per pass and `passes` per step, or None if the config forbids these."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if next(layout_problems(made), None) is not None else made
@@ -218,7 +221,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """Return the choice with ZeRO-2 if this fits and is faster, or the unchanged choice otherwise."""
+    """Return the choice with ZeRO-2 if it still fits and is faster, or the original choice otherwise."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
