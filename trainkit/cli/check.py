@@ -122,7 +122,7 @@ def command(
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
     """Return Slurm's estimate of the job's start time, or None if Slurm does not respond.
 
-    If `must` is True, the missing response raises an error instead. Raises UsageError if Slurm would reject
+    With `must`, raises TrainkitError if Slurm does not respond. Raises UsageError if Slurm would reject
     the job.
     """
     from trainkit.backend import backend_named

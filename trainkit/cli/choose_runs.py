@@ -122,7 +122,7 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 
 def _is_same(value: object, wanted: object) -> bool:
-    """Return whether a value equals the wanted value; a string also matches if its value as YAML is equal."""
+    """Return whether a value equals the wanted value; a string is also compared after parsing it as YAML."""
     if as_number(value) == wanted or not isinstance(value, str):
         return as_number(value) == wanted
     try:

@@ -83,9 +83,10 @@ def ls(run_name: str, as_json: bool) -> None:
 @option("--step N", "Verify only the checkpoint of step N.", type=INDEX)
 @json_option("trainkit.cli.ckpt:VerifiedJson")
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
-    """Compare every file in RUN's published checkpoints with its hash; exit with code 1 if a file differs.
+    """Compare every file in RUN's published checkpoints with its recorded hash.
 
-    No files are changed. You need not delete damaged checkpoints, because `trainkit resume` skips them.
+    The exit code is 1 if a file differs. No files are changed. You need not delete damaged
+    checkpoints, because `trainkit resume` skips them.
     """
     results: list[VerifiedCheckpoint] = []
     for checkpoint in checkpoints_of(find_run(run_name), step):

@@ -142,8 +142,8 @@ def follow_run(
 ) -> int:
     """Print rank 0's log and the run's events until the run ends; return the exit code of the command.
 
-    Then print how the run ended. `on_poll` is called several times per second. If `shows_log` is False,
-    nothing is printed before the run ends. KeyboardInterrupt propagates to the caller.
+    After the run has ended, print how it ended. `on_poll` is called several times per second. If `shows_log`
+    is False, nothing is printed before the run ends. KeyboardInterrupt propagates to the caller.
     """
     run.hold()
     events, is_notified = Tail(run.events_file), False
@@ -202,9 +202,7 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(
-            OSError
-        ):  # A closed terminal must not prevent the run from saving a checkpoint.
+        with contextlib.suppress(OSError):  # a closed terminal must not keep training from saving
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 

@@ -200,7 +200,7 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class NodesType(click.IntRange):
     """Parameter type for a number of nodes, or for several numbers such as 2-8 or 2,4,8.
 
-    Several numbers are validated as a value of the config key.
+    Ranges and lists of numbers are validated with the config.
     """
 
     config_key = ("resources", "nodes")
@@ -269,8 +269,8 @@ def config_options(
     """Add CONFIG and all options that override its values; the command receives them as one `request`.
 
     `shape` is the decorator that adds the options for nodes and GPUs. Slurm job options are added if
-    `submits` is True. `unless` names an option that makes CONFIG optional. If the user passes this option
-    without CONFIG, `request` is None.
+    `submits` is True. `unless` names an option that makes CONFIG optional. If the user passes the option
+    named by `unless`, but no CONFIG, `request` is None.
     """
     place = (shape, slurm_options, backend_option) if submits else (shape,)
     return lambda function: _request_options(function, *place, unless=unless)

@@ -69,7 +69,7 @@ class EscapedStream:
     """A stream that escapes control characters and replaces characters that its encoding does not support."""
 
     buffer = None
-    """None, so that click does not write UTF-8 to the buffer of an ASCII stream."""
+    """Set to None, so that click does not write UTF-8 bytes directly to the buffer of an ASCII stream."""
 
     def __init__(self, stream: TextIO, escapes: bool = True) -> None:
         self._stream, self._escapes = stream, escapes
@@ -88,7 +88,7 @@ class EscapedStream:
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape output printed by the block, but not the output of programs that the block starts."""
+    """Escape control characters that the block prints, but not the output of programs started by it."""
     # sys.stdout or sys.stderr is None if the parent process closed it.
     out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):

@@ -52,7 +52,7 @@ class _PlanJson(TypedDict):
     warnings: Sequence[str]
     checkpoint_bytes: int | None
     version: int
-    """The version of the format of plan.json."""
+    """The format version of plan.json."""
     world_size: int
 
 
@@ -117,13 +117,12 @@ class SubmittedJson(_SubmittedJson, _ChosenNodesJson, total=False):
     """A run or a group of runs that was submitted."""
 
     attempt: int
-    """The number of the attempt, which is 1; absent for a group."""
+    """The attempt number, which is always 1 for a new run; absent for a group."""
     array: str
-    """The indices of the group; absent for a single run."""
+    """The array indices of the group's runs; absent for a single run."""
     num_points: int
     """The number of runs of the group; absent for a single run."""
 
 
 SubmittedOrPlan = SubmittedJson | PlanJson
-"""The JSON output of `trainkit submit`, which is a plan if a run on this machine is submitted with
-`--dry-run`."""
+"""The JSON output of `trainkit submit`: the plan for `--dry-run` on this machine, or the submitted run."""

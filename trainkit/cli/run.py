@@ -124,7 +124,7 @@ def _start(
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # the folder may be moved while the ranks are running
+    created.run.hold()  # keep the folder open, because it may be moved while the ranks are running
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
@@ -165,7 +165,7 @@ class _Forwarder:
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir, entry: AttemptRecord) -> None:
-        """Forward the signals received since the last call to the supervisor of the first attempt."""
+        """Send the signals received since the last call of this method to the first attempt's supervisor."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
@@ -189,7 +189,7 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """Return the Slurm task or launched rank that this process runs as, or None if it is neither."""
+    """Return the Slurm task or launched rank of this process, or None if the process is neither."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 
@@ -214,8 +214,8 @@ def lead_step(
     attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
-        # Announce the attempt before becoming its supervisor, which may take a while. Otherwise, the other
-        # ranks might read an outdated announcement in the meantime.
+        # Announce the attempt before this process becomes its supervisor, which may take a while, so that the
+        # other ranks do not read an outdated announcement.
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
         # From here on, the agent writes to its own log, and the terminal shows rank 0's output.
@@ -231,7 +231,7 @@ def lead_step(
 def run_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> int:
-    """Run CONFIG or a COMMAND as one task of a Slurm step or launcher; return the task's exit code."""
+    """Run CONFIG or a COMMAND in a Slurm task or launched rank; return the exit code of the task."""
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
         return join_step(folder, task)
@@ -290,7 +290,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """Return config values for the nodes and GPUs of running ranks: keys mapped to (origin, value)."""
+    """Map the config keys for nodes and GPUs to (origin, value), for ranks that are already running."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -395,7 +395,7 @@ RANK_KEYS = (
 
 
 def _rank_here() -> tuple[dict[str, Any], str]:
-    """Return the rank environment of this process and its origin, or an empty dict and the reason.
+    """Return the rank environment of this process and its origin, or an empty dict and why there is none.
 
     The values are read from environment variables or from the Slurm step. Raises UsageError if the
     environment variables contradict each other.

@@ -299,8 +299,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
     else:
         shown = with_calls(statuses)
-        # The runs of one function share a line, so the table has room for more runs. Read some that were not
-        # read before.
+        # The runs of one function share a line, which leaves room in the table, so read more runs.
         if num_hidden and len(shown) < len(statuses):
             statuses, num_hidden = read_all(MAX_READ, query, {}, warn_once, below)
             shown = with_calls(statuses)
@@ -412,7 +411,7 @@ def workers_text(place: Place) -> str:
 
 
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
-    """Return a run's state, or a group's state counts, styled by the worst state."""
+    """Return a run's state, or a group's state counts, styled according to the worst state."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
     since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
@@ -472,7 +471,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """Return a one-line summary of all restarts: their number, their causes, and the last one's duration."""
+    """Return a one-line summary of all restarts: their number, their causes, and the duration of the last."""
     counts = Counter(restart.cause for restart in restarts)
     shown = [
         f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"

@@ -237,7 +237,7 @@ def _show(submission: Submission, folder: Path | None, test_only: bool, as_json:
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # Print the other files to stderr, because stdout must contain only the batch script.
+        # Print all other files to stderr, because stdout must contain only the batch script.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

@@ -225,7 +225,7 @@ def _bench(
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the common config changes, the trials that will run, and the trials that cannot run."""
+    """Print the config changes common to all trials, the trials that will run, and those that cannot run."""
     facts = [("bench", change.sentence) for change in planned.changes]
     count, repeats = len(planned.trials), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "trials"

@@ -67,7 +67,7 @@ class BenchTrial(PlannedTrial):
 
 @dataclass
 class PlannedBench:
-    """A bench that has not started: the trials that can run, and the errors of the trials that cannot."""
+    """A bench that has not started: the trials that can run, and the errors of trials that cannot run."""
 
     kind: Kind
     config: str
@@ -89,7 +89,7 @@ class PlannedBench:
 
     @property
     def impossible(self) -> dict[str, str]:
-        """Map the name of each trial that cannot run to the reason why it cannot."""
+        """Map the name of each trial that cannot run to the reason why it cannot run."""
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
@@ -160,9 +160,10 @@ class PlannedBench:
     def submission(self, at_once: int) -> Submission:
         """Return a submission that starts all runs as one job array.
 
-        The array contains all trials in sequence, once per repeat. A short disturbance of the machine
-        therefore affects one repeat of several trials, not all repeats of one trial. Raises UsageError if the
-        runs need different job requests, or the ConfigError of the first trial if no trial can run.
+        The array contains all trials in sequence, once per repeat. Repeats are interleaved, so that a short
+        disturbance of the machine affects one repeat of several trials rather than all repeats of one trial.
+        Raises UsageError if the runs need different job requests, or the ConfigError of the first trial if no
+        trial can run.
         """
         if not self.trials:
             raise next(iter(self.errors.values()))

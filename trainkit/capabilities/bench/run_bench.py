@@ -57,7 +57,7 @@ class BenchLength:
 
     @property
     def text(self) -> str:
-        """Return the number of steps of each kind as text for messages."""
+        """Return the numbers of warm-up, measured and profiled steps as text for messages."""
         return (
             f"{self.steps} per run: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
@@ -77,7 +77,7 @@ BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""Name of the value that differs between the trials in a layout bench."""
+"""Name of the value that differs between the trials of a layout bench."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Bench:
     """The names of the values that define a trial."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """The runs: all trials in sequence, once per repeat."""
+    """The runs of the bench: all trials in sequence, once per repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)

@@ -88,7 +88,7 @@ class PlannedTrialJson(TypedDict, total=False):
     """The name of the layout; absent in `bench settings`."""
     values: dict[str, object]
     notes: list[str]
-    """Values that were adapted to the layout."""
+    """One sentence for each value that was adapted to the layout."""
 
 
 class PlannedBenchJson(TypedDict, total=False):
@@ -100,7 +100,7 @@ class PlannedBenchJson(TypedDict, total=False):
     """The trials of `bench settings`."""
     repeats: int
     impossible: dict[str, str]
-    """Maps the name of each trial that cannot run to the reason."""
+    """Maps the name of each trial that cannot run to the reason why it cannot run."""
     left_out: list[str]
     """Names of possible layouts that the bench omits because there are too many."""
 
@@ -149,7 +149,7 @@ def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """Return the name of the trial in a row."""
+    """Return the name of the trial that a summary row describes."""
     return trial_name({key: row[key] for key in keys})
 
 
@@ -226,7 +226,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """Return a table with one row per trial, followed by the reasons of failures."""
+    """Return a table with one row per trial, followed by the reasons for failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item

@@ -33,10 +33,10 @@ READ_BYTES = 2**17
 """Maximum number of bytes read per poll. If the log has grown by more than this number of bytes, only its
 last part is read."""
 MAX_RECORDS = 100
-"""Maximum number of regular records written per poll. If more steps were found in a poll, evenly spaced steps
-are written.
+"""Maximum number of records written per poll, not counting records with a rare metric. If a poll finds more
+steps, only evenly spaced steps are written.
 
-Steps with a rare metric are written in addition to these records.
+Steps with a rare metric are always written.
 """
 RARE = 10
 """A metric is considered rare if at most this number of steps in a poll contain the metric."""
@@ -69,7 +69,7 @@ class LogCurve(Companion):
     def _begin(self) -> None:
         """Read the part of the curve that earlier attempts wrote.
 
-        If reading raises OSError, the next poll tries again.
+        A read that raises OSError is retried in the next poll.
         """
         previous = None
         made = (

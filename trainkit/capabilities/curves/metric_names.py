@@ -16,8 +16,7 @@ MAX_NAME = 64
 """Maximum number of characters in a metric name. Longer text before a number is not considered a metric
 name."""
 MAX_WORDS = 3
-"""Maximum number of words in a metric name. If a number is preceded by more words, the text is considered
-prose."""
+"""Maximum number of words in a metric name. Longer text before a number is considered prose."""
 OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
 """Words that mark a metric as a validation metric."""
 
@@ -59,7 +58,7 @@ _SELDOM = _set(
 """Words that usually appear with counts or in prose. A metric name contains such a word only together with a
 word from `TELLING`."""
 _PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
-"""Words that no metric name begins with."""
+"""Words that never begin a metric name."""
 _UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})
 """Units that may follow a metric's number without a space. Units of time and memory are excluded, because
 times and memory sizes are not metrics."""
@@ -68,9 +67,10 @@ _OTHER = re.compile(
     r"[:/.-]\d|\|[^A-Za-z]|\s(?:[kmgt]i?b|ms|us|s|secs?|seconds?|mins?|minutes?|h|hours?|it/s|days?)\b(?!\s?[:=])",
     re.I,
 )
-"""Matches text after a number that shows that the number is not a metric.
+"""Matches text that follows a number and shows that the number is not a metric.
 
-Such a number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
+Such text shows that the number begins a date, a time of day or a version, is the percentage of a progress
+bar, or has a unit.
 """
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(

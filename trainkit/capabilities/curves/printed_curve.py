@@ -26,7 +26,7 @@ from trainkit.capabilities.curves.metric_names import (
 MAX_LINE = 1000
 """Maximum number of characters to read from a line. Only the last part of a longer line is read."""
 KINDS = ("global step", "step", "iteration", "batch", "progress bar", "epoch")
-"""Kinds of position that can serve as the step, in order of preference."""
+"""Kinds of printed positions that can serve as the step, in order of preference."""
 _COUNTS = {
     **dict.fromkeys(("update", "updates"), "global step"),
     **dict.fromkeys(("step", "steps"), "step"),
@@ -132,7 +132,7 @@ class Reading:
     losses: dict[str, float] = field(default_factory=dict)
     """Maps the word next to ``loss`` to the value of that training loss.
 
-    The word is ``""`` if there is none, and ``train`` if it is in `_PLAIN`.
+    The key is ``""`` if there is no such word, and ``train`` if the word is in `_PLAIN`.
     """
     val_loss: float | None = None
     values: dict[str, float] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Reading:
 def read_line(line: str) -> Reading:
     """Return the positions and values found on a line.
 
-    Lines prefixed with a rank other than 0 give an empty result.
+    Lines prefixed with a rank other than 0 produce an empty result.
     """
     found, text = Reading(), line.lower()
     # A chain of substring searches is several times faster than a regular expression with alternatives.
@@ -202,7 +202,7 @@ def read_line(line: str) -> Reading:
 
 
 def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
-    """Add a number to the field given by its label; return True if the number may also be a metric."""
+    """Add a number to the field that its label selects; return True if the number may also be a metric."""
     text, unit = number["value"].replace(",", ""), number["unit"].lower()
     parts, own = label.parts, label.own
     if not own or unit == "%":
@@ -266,8 +266,8 @@ class _Counter:
 
 
 _Key = tuple[str, int, int | None]
-"""Key of a possible source: the kind of position, the priority of the loss as returned by `_loss_of`, and the
-total."""
+"""Key of a possible source of the curve: the kind of position, the priority of the loss as returned by
+`_loss_of`, and the total."""
 _WITHOUT_LOSS = 3
 """Loss priority in a `_Key` for lines that have other metrics but no loss."""
 MAX_NAMES = 64
@@ -318,7 +318,7 @@ class PrintedCurve:
         """The first metric omitted because of `MAX_NAMES`, or None if no metric was omitted."""
         self._names: dict[str, None] = {}
         self._rows: dict[int, dict[str, float]] = {}
-        """Maps each of the newest steps to the values found for it so far."""
+        """Maps each of the newest steps to the values found so far for this step."""
         self._val_loss: float | None = None
         """The newest validation loss, stored because a progress bar repeats this loss until the next
         validation."""
@@ -342,7 +342,7 @@ class PrintedCurve:
         self._step: int | None = None
 
     def read(self, line: str) -> None:
-        """Read a line of output in the form that a terminal shows."""
+        """Process a line of output, given in the form shown on a terminal."""
         reading = read_line(line)
         self._ignores_epochs |= reading.has_part_of_epoch
         if self._ignores_epochs:
@@ -402,7 +402,8 @@ class PrintedCurve:
         else:
             rank, value, called = loss
             if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
-                # The counter used as the step so far has restarted, but the counter `kind` has not.
+                # The counter used so far as the step has restarted, so use the counter `kind`, which has not
+                # restarted.
                 self._primary = kind, rank, total
                 self._sources[self._primary] = _Source(is_curve=True)
             values = {

@@ -35,7 +35,7 @@ def command(run_name: str, rank: int) -> None:
 def attach(attempt: AttemptDir, rank: int) -> None:
     """Connect this terminal to a rank waiting at breakpoint(), until the rank or the user ends the session.
 
-    If the rank is on another host, the command is run again on that host. Raises UsageError if the rank is
+    If the rank is on another host, `trainkit debug` is started on that host. Raises UsageError if the rank is
     not waiting at breakpoint().
     """
     from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job

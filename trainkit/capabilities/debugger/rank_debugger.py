@@ -36,8 +36,8 @@ TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """Environment variable with the path of the terminal of `trainkit run`; `trainkit.job.rank_env` defines the
 same name."""
 CHOSEN_FILE = "rank"
-"""File in the folder of `FOLDER_VARIABLE` that contains the rank that a user debugs. Once this
-file exists, no other rank waits at a breakpoint."""
+"""File in the folder of `FOLDER_VARIABLE` that contains the rank that a user debugs. Once this file exists,
+only the rank in the file waits at breakpoints."""
 AT_PROMPT, RUNNING = b"p", b"r"
 """Messages from a rank to `trainkit debug`: the debugger waits for input, or the program is running."""
 POLL_S = 1.0
@@ -116,7 +116,7 @@ def stop_at(
 
     If `terminal` (a path) is given, the debugger reads from that terminal. Otherwise, the rank selected by
     `--debug` reads from standard input, and any other rank reads from the terminal that `trainkit debug`
-    connects. The context manager `around` is active while the debugger reads.
+    connects. The context manager `around` is active while the debugger reads input.
     """
     import pdb
 
@@ -238,8 +238,8 @@ class Attached(Terminal):
     def readline(self) -> str:
         """Return the next line that the user types.
 
-        If the terminal is closed, wait for another terminal and return ``w``, so that the debugger prints the
-        current position in the new terminal.
+        If the terminal is closed, wait for another terminal and return the pdb command ``w``, so that the
+        debugger prints the current position in the new terminal.
         """
         if self.is_connected():
             either = poll()

@@ -100,8 +100,8 @@ def _config_values(config: RunConfig, plan: PlanRecord, file: str) -> dict[str, 
 def _time_values(resources: ResourcesConfig) -> dict[str, str]:
     """Return the shortest of the job's time limits that can be doubled, and the doubled limit.
 
-    The job's time limit may be ``time_min``, ``slice`` or ``time`` from the config section `resources`. A
-    doubled limit must not exceed the next longer of these three limits.
+    The job's time limits are ``time_min``, ``slice`` and ``time`` in the config section `resources`. A
+    doubled limit must not exceed the job's next longer limit.
     """
     limits = {key: getattr(resources, key) for key in ("time_min", "slice", "time")}
     given = [(key, text, time_limit_s(text)) for key, text in limits.items() if text is not None]
@@ -145,8 +145,8 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
 WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)"
 )
-"""Matches the NCCL watchdog's message that a collective timed out, which contains the collective's sequence
-number."""
+"""Matches the message of the NCCL watchdog about a collective that timed out, including the sequence number
+of the collective."""
 
 
 def hang_values(
@@ -181,7 +181,7 @@ _QUOTED = re.compile(r"'([^']+)'")
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
     """Return the folder where a command looked for a missing file, and the folder that contains the file.
 
-    Returns an empty dict unless the failure is a missing file.
+    Returns an empty dict unless the failure was caused by a missing file.
     """
     if match.signature.name != "missing-file" or not files.plan.is_command:
         return {}

@@ -169,8 +169,8 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
     """Yield messages that srun and slurmstepd wrote about an attempt.
 
     `is_recorded` is True if end.json exists for the attempt. slurmstepd writes its last messages to the log
-    file that the job opened at its start. After a requeue or a restart inside the allocation, that log file
-    belongs to an earlier attempt.
+    file that was opened when the job started. Therefore, after a requeue or a restart inside the allocation,
+    these messages are in the log file of an earlier attempt.
     """
     entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)

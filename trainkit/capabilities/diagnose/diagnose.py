@@ -41,7 +41,7 @@ MAX_START = 200
 """Number of leading characters of an exception's first line that are used to find the line in a log file."""
 TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
-"""Commands that restart a run. ``by_hand`` is for runs that trainkit did not start."""
+"""Commands that restart a run. The placeholder ``by_hand`` is used for runs that trainkit did not start."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that are caused by a crash of the process itself, whose output may contain the reason. All other
 signals are sent by other processes."""
@@ -72,7 +72,7 @@ class Diagnosis:
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
     """The last lines of output of the first failed rank, if the cause is unknown or is an error in the user's
-    code. For a failed start, these are the last lines of the batch script's output."""
+    code. For a failed start, the tail contains the last lines of the batch script's output."""
     events: list[Evidence] = field(default_factory=list)
     """The last events before the failure, if the cause is unknown or was found in an event."""
     earlier: list[str] = field(default_factory=list)
@@ -125,9 +125,9 @@ class _First:
 
     @property
     def died_silently(self) -> bool:
-        """Return whether the process was killed from outside.
+        """Return whether the process was killed by another process or by the kernel.
 
-        The output of a process killed from outside does not contain the reason.
+        The output of the killed process does not contain the reason.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -178,7 +178,7 @@ class _Case:
     def _records(self) -> list[_First]:
         """Return the ranks' failure records, earliest first.
 
-        If launchers wrote all records, sort by the failure times that the launchers report.
+        If launchers wrote all records, the records are sorted by the failure times that the launchers report.
         """
         found = list[_First]()
         for path, recorded in rank_failures(self.attempt, self.files.job):
@@ -199,7 +199,7 @@ class _Case:
     def _of_launcher(self, first: _First) -> _First:
         """Complete a launcher's record with the first failed rank, which the launcher printed in its output.
 
-        Current agents already record this rank; agents of old trainkit versions did not.
+        Current agents already record the first failed rank; agents of old trainkit versions did not.
         """
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
         if first.log_rank is None or not self.files.plan.is_command:
@@ -289,7 +289,7 @@ class _Case:
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
         """Yield the remaining lines of the message of an exception.
 
-        A COMMAND's record contains only the first line.
+        A COMMAND's record contains only the first line of the message.
         """
         if first.log_rank is None or not first.is_exception:
             return
@@ -448,7 +448,7 @@ class _Case:
     def _silent_rank_values(self, match: Match) -> dict[str, str]:
         """Return the ranks of a hand-written training loop that have no failure record.
 
-        Such ranks have no agent that could record their failure.
+        The ranks of a hand-written loop have no agent that could record their failure.
         """
         if match.signature.name != "network" or not self.run.was_started_by_hand:
             return {}

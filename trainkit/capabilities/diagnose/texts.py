@@ -151,7 +151,7 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
 
 
 def json_line(path: Path, key: str) -> int | None:
-    """Return the number of the first line with a key in an indented JSON file, or None if there is none."""
+    """Return the number of the first line with the given key in an indented JSON file, or None."""
     try:
         with open_file(path) as stream:
             marker = f"{json.dumps(key)}:".encode()

@@ -54,7 +54,7 @@ class Request:
     """Variables in `launch.env` that determine which packages the interpreter imports."""
     shared: tuple[str, str] | None = None
     """The path of a file below the run folder, and the host that created the file. The check fails on a node
-    that cannot see this file."""
+    where the file is not visible."""
 
     @property
     def peer(self) -> str | None:

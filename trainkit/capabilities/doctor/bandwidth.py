@@ -37,7 +37,7 @@ class Layout:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return each end point of the ring's links: its name, and one rank on the end point.
+        """Return the name of each end point of the ring's links, and one rank on each end point.
 
         The end points are the hosts, or the GPUs if there is only one host.
         """
@@ -50,7 +50,7 @@ class Layout:
 class Bandwidth:
     """The result of a bandwidth measurement on one host.
 
-    It contains the measurements if rank 0 runs on this host, or the error of a rank.
+    The result contains the measurements if rank 0 runs on this host, or the error of a rank.
     """
 
     error: str = ""
@@ -74,7 +74,7 @@ def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
 def link_gbit_s(interface: str | None) -> dict[str, float]:
     """Return the nominal speeds of this host's network links in Gbit/s.
 
-    ``ethernet`` is the speed of the network interface, and ``infiniband`` the total speed of all active
+    ``ethernet`` is the speed of the network interface, and ``infiniband`` is the total speed of all active
     ports. Links that do not report a speed are omitted.
     """
     found = {}

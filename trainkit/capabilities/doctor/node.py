@@ -102,7 +102,7 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 def main() -> int:
     """Check this node as the command-line argument requests, and print a report for `received` to read.
 
-    Then measure and print the bandwidth for each `Layout` read from standard input.
+    After the report, measure and print the bandwidth for each `Layout` read from standard input.
     """
     request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
@@ -347,7 +347,7 @@ def _unwritable(folder: Path, error: OSError) -> Finding:
 def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
     """Create the file for `Request.shared` below the run folder, or yield a finding with the error.
 
-    On exit, remove the created file and any files that killed tasks left.
+    On exit, remove the created file and any files left behind by killed tasks.
     """
     existing = nearest_folder(folder)
     try:

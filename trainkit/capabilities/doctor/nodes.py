@@ -141,7 +141,7 @@ class NodesStep:
         return answers
 
     def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
-        """Yield the next `count` messages.
+        """Yield the next `count` messages from the nodes.
 
         Yields fewer messages if the step exits, `timeout_s` passes, or `wait_s` passes after the first
         message.
@@ -229,7 +229,7 @@ def can_measure(findings: Iterable[Finding]) -> bool:
 
 
 def local_bandwidth(request: Request) -> Iterator[Finding]:
-    """Yield findings about the bandwidth between this host's GPUs if it has at least two GPUs."""
+    """Yield findings about the bandwidth between this host's GPUs; yield nothing for fewer than two GPUs."""
     yield from _bandwidth([node_report(request)], lambda layout: [measure(request, layout)])
 
 

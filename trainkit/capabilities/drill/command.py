@@ -165,7 +165,7 @@ class ResultJson(TypedDict):
     num_recomputed: int | None
     """The number of steps that were computed again after the restart; None if no steps are recorded."""
     curve: str
-    """Whether the losses are `equal` to the losses of the uninterrupted run, `differs` or `unknown`."""
+    """How the losses compare with the losses of the uninterrupted run: `equal`, `differs` or `unknown`."""
     run_dir: str
 
 
@@ -272,12 +272,12 @@ class Drill:
             self._kill_running()
 
     def _compare_kernels(self) -> None:
-        """Measure how much the losses differ in a run that uses nondeterministic kernels."""
+        """Measure how much nondeterministic kernels change the losses."""
         train = self.config.train.model_copy(update={"deterministic": False})
         config = self.config.model_copy(update={"train": train})
         try:
             steps, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
-        except TrainkitError as error:  # a failure of this additional run is unrelated to interruptions
+        except TrainkitError as error:  # a failure of this comparison run is unrelated to interruptions
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)

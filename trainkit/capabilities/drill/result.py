@@ -57,7 +57,7 @@ def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepReco
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
     """Return the number of steps that were computed during saves that an interruption aborted.
 
-    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
+    Steps computed during an aborted asynchronous save are lost in addition to one save interval.
     """
     total = 0
     for start in events:

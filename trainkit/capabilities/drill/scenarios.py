@@ -95,9 +95,9 @@ def choose_target(
 ) -> Target:
     """Choose at random when the scenario interrupts the run, and which rank or node it affects.
 
-    The first steps are excluded because no checkpoint exists yet. The last third of the run is excluded
-    because an interruption takes some time to have an effect. `interval` is the number of steps between two
-    saves, or None if it is unknown.
+    The first steps are never chosen, because no checkpoint exists yet. The last third of the run is never
+    chosen, because an interruption takes some time to have an effect. `interval` is the number of steps
+    between two saves, or None if it is unknown.
     """
     rng = random.Random(f"{seed} {scenario.name}")
     step = None
@@ -266,7 +266,7 @@ class Result:
 
 @dataclass
 class ScenarioRunner:
-    """Runs one scenario: interrupts a run and follows it to its end."""
+    """Runs one scenario: interrupts a run and follows the run until it ends."""
 
     scenario: Scenario
     target: Target
@@ -277,7 +277,7 @@ class ScenarioRunner:
     """Duration of the uninterrupted run in seconds."""
 
     def run(self) -> Result:
-        """Interrupt the run at its target, follow the run until it ends, and return the result."""
+        """Interrupt the run at the target, follow the run until it ends, and return the result."""
         self.result = Result(self.scenario.name)
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):
@@ -317,7 +317,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; return False if one of the two fails."""
+        """Interrupt the run and wait for its restart; return False if either fails."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.result.step = watch.step or None
         try:

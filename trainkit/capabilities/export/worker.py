@@ -124,7 +124,7 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
 
 
 def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
-    """Yield the decoder's parameters; read a gigabyte at a time to limit the number of load plans."""
+    """Yield the decoder's parameters; read about 1 GiB at a time to limit the number of load plans."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
@@ -157,7 +157,8 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "bos_token_id": None,
     }
     if config.model.hf is not None:
-        # Other settings of the original model, such as the ids of special tokens, remain valid.
+        # Keep all other settings of the original model, such as the ids of special tokens, because they
+        # remain valid.
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}

@@ -173,8 +173,8 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # As without --nodes auto, reject a run that fits into a partition only if the run is split into
-        # slices.
+        # Reject a run that fits into a partition only when split into slices, as is done without --nodes
+        # auto.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
@@ -314,7 +314,7 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
 def _gather(
     plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
 ) -> tuple[list[Offer], str]:
-    """Return the offers for all node counts, partitions and time limits, and the priority report."""
+    """Return the offers for all node counts, partitions and time limits, and Slurm's priority report."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
     sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
@@ -397,7 +397,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work per number and type of nodes, as `trainkit plan` estimates or from the time limit."""
+    """Return the work per number and type of nodes, estimated from the model or from the time limit."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:

@@ -38,8 +38,7 @@ MIN_SHARE = 0.1
 restart time.
 """
 MAX_VAIN = 2
-"""Maximum number of requeues for more nodes that may be in vain; after that, the run no longer tries to
-grow."""
+"""Maximum number of requeues that may fail to get more nodes; after that, the run no longer tries to grow."""
 
 
 @dataclass(frozen=True)

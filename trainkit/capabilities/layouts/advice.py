@@ -206,7 +206,7 @@ class _ChoiceJson(TypedDict):
     """The schedule of the pipeline; None without pipeline parallelism."""
     pp_microbatches: int | None
     fit: Literal["fits", "tight", "no"]
-    """`tight` means that the peak is above the usable but below the total memory of a GPU."""
+    """`tight` means that the peak is above the usable memory of a GPU but below the total memory."""
     peak_bytes: int
     worst_moment: str
     """The phase of a step that needs the most memory."""

@@ -109,7 +109,7 @@ class Choice:
 
     @cached_property
     def fit(self) -> str:
-        """Return ``fits``, ``tight`` (fits into the total, but not the usable GPU memory) or ``no``."""
+        """Return ``fits``, ``no``, or ``tight`` if the peak exceeds the usable, but not the total memory."""
         if self.memory.peak <= self.hardware.gpu.usable:
             return "fits"
         return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
@@ -202,7 +202,7 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """Return the work with `samples` per pass and `passes` per step, or None if the config forbids these."""
+    """Return the work with `samples` per pass and `passes` per step, or None if the config forbids it."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if next(layout_problems(made), None) is not None else made
