@@ -130,7 +130,7 @@ SECTIONS = {
 """Maps each heading of a help page to its options; headings and options are in the order shown on the
 page."""
 ADDED_UNDER = "How"
-"""The heading under which the options of capabilities are listed, after all other options."""
+"""The heading with the options that capabilities add, which follow the command's own options."""
 
 
 class AddedOption(click.Option):
@@ -178,7 +178,7 @@ class Command(click.Command):
 
 
 class Group(CommandGroup):
-    """A group of commands whose help groups options under headings; capabilities can add commands."""
+    """A command group whose help page lists options under headings; capabilities can add commands to the group."""
 
     command_class = Command
 

@@ -299,7 +299,7 @@ def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tupl
 
 
 def launched_target(task: LaunchedRank) -> Target:
-    """Return a target for ranks that another launcher, such as torchrun, has started."""
+    """Return a `Target` that describes ranks started by another launcher, such as torchrun."""
     from trainkit.cluster.target import Target
 
     reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is rank {task.first}"
@@ -316,7 +316,7 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
-    """Return the number of workers on each node of a Slurm step, and a target for the step.
+    """Return the number of workers on each node of a Slurm step, and a `Target` that describes the step.
 
     Each Slurm task is one rank or, if `num_procs` is given, the agent of a node. Raises UsageError if
     `num_procs` is given and a node has several tasks.

@@ -97,7 +97,7 @@ OTHER_WAYS = {
     **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` limits the restarts of a run"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
-"""Maps options of other programs to hints, because no option of the trainkit command is equivalent."""
+"""Maps options of other programs to hints, for options that have no equivalent in the trainkit command."""
 SBATCH_OPTIONS = (
     "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
     " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"
@@ -201,7 +201,7 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
 
 
 def _meant_by_operand(args: Sequence[str]) -> str | None:
-    """Return the command that the user omitted before a program, a config or a run."""
+    """Return the command that was probably omitted before a program, a config or a run."""
     from trainkit.folders import find_shipped_config
 
     if PROGRAM.fullmatch(args[0]):
@@ -553,7 +553,7 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 
 
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
-    """Return a message and a hint for an invalid number or choice, phrased like config problems."""
+    """Return a message and a hint for an invalid number or choice, in the style of config problems."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED

@@ -173,7 +173,7 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     """Run CONFIG with every value of --sweep for a few steps, and write summary.csv and plots.
 
     Any config key can be swept, except the keys that a bench sets itself, such as train.steps. Trials that
-    cannot run are listed with the reason; all other trials run.
+    cannot run are listed with the reason; all other trials are run.
 
     On this machine, the trials run one after another, and Ctrl-C stops the bench. On Slurm, the trials run as
     one job array; with --follow, the command waits for the runs and writes the summary. The exit code is 1 if

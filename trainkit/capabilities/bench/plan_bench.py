@@ -46,7 +46,7 @@ acceptable."""
 class BenchTrial(PlannedTrial):
     """A bench trial that has not started.
 
-    The `values` of a trial are its layout or its values for the swept keys.
+    The `values` of a trial are its layout or the values of the swept keys.
     """
 
     settings: Mapping[str, object]

@@ -82,7 +82,7 @@ LAYOUT = "layout"
 
 @dataclass(frozen=True)
 class BenchRun:
-    """A run in a bench, which measures a trial once."""
+    """A run of a bench; each run measures one trial once."""
 
     run: str
     """The path of the run folder, relative to the bench folder."""

@@ -96,7 +96,7 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r",\d")
-"""Matches the fractional part of a number with a decimal comma, as in ``loss 1,45``."""
+"""Matches the beginning of the fractional part of a number with a decimal comma, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
 """Matches a separator between two metrics. Words between a number and the next separator belong to this
 number."""
@@ -122,7 +122,8 @@ class Reading:
     """The positions and values found on one line of output."""
 
     positions: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    """Maps each kind of position to the position and the total, which is None if no total is printed."""
+    """Maps each kind of position to the printed position and total; the total is None if it is not
+    printed."""
     has_part_of_epoch: bool = False
     """True if the line contains a fractional epoch, such as ``epoch: 0.1``."""
     is_validation: bool = False

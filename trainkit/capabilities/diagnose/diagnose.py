@@ -1,9 +1,9 @@
 """Diagnoses an attempt: finds the first failed rank, the root cause with evidence, and what to do.
 
 A diagnosis reads the run folder but never changes it. The root cause in end.json and the ranks' failure
-records take precedence. If the root cause and the records do not explain the failure, because a rank was
-killed or only reports the failure of another rank, the logs are searched. Events before the failure are
-searched last.
+records take precedence. The logs are searched if the root cause and the records do not explain the failure,
+for example because a rank was killed or only reports the failure of another rank. Events before the failure
+are searched last.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Return the match for the earliest record that is not a cascade, and set it as the first failure."""
+        """Return the match for the first failure that was not caused by another, and set `first` to it."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
@@ -343,7 +343,7 @@ class _Case:
     def _best(
         self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
     ) -> Match | None:
-        """Return the best match; matches are ranked by role, then by text, then by signature."""
+        """Return the best match; matches are ordered by role, then by text, then by signature."""
         texts = list(texts)
         for role in roles:
             for text in texts:

@@ -161,7 +161,7 @@ class NodesStep:
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
         """Return the reason, according to srun, why `hosts` have not reported.
 
-        If `hosts` is empty, the reason may concern any host.
+        If the output of srun names none of `hosts`, the reason may concern other hosts.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._proc.wait(1.0)
@@ -223,7 +223,7 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
 
 
 def can_measure(findings: Iterable[Finding]) -> bool:
-    """Return whether all checks have passed that a bandwidth measurement requires."""
+    """Return whether all checks that a bandwidth measurement requires have passed."""
     failed = {item.name.split()[0] for item in findings if item.state == "failure"}
     return not failed & NEEDED_TO_MEASURE
 

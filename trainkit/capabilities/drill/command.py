@@ -365,7 +365,7 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run that have a loss, in order of computation."""
+    """Return the steps of a run that have a loss, in the order of computation."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 

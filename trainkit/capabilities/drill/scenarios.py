@@ -125,7 +125,7 @@ class RunWatch:
 
     run: RunDir
     poll_s: float
-    """Seconds between two reads of the run's files. The interval is shorter than a step, so that the
+    """Seconds between two reads of the run's files. The polling interval is shorter than a step, so that the
     interruption happens at the chosen step."""
     patience_s: float
     """Seconds without progress after which the run is considered stuck. Time that a job spends in the queue

@@ -149,7 +149,7 @@ def choose_nodes(
     before: LaunchPlan | None = None,
     left: float = 1.0,
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-    """Return the config with all possible node counts, the plan expected to finish first, and the choice.
+    """Return the config with all possible node counts, the plan expected to finish first, and the `Choice`.
 
     For a resumed run, `before` has the same meaning as in `plan_nodes`, and `left` is the fraction of steps
     that remains. Raises the same exceptions as `plan_run`. If Slurm does not respond, the returned plan uses
@@ -249,7 +249,7 @@ def sizes_around(own: int, most: int) -> list[int]:
 def expected_work(
     base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the expected work for each key in `base`, measured or scaled from the nearest measurement."""
+    """Return the expected `Work` for each key in `base`, measured or scaled from the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
         if place in measured:
@@ -299,7 +299,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """Return the offer that ends first, or None; in a tie, prefer fewer jobs, then fewer nodes."""
+    """Return the offer with the earliest end, or None; in a tie, prefer fewer jobs, then fewer nodes."""
     ending = [
         (offer.end_time, offer.num_jobs, offer.num_nodes, index)
         for index, offer in enumerate(offers)
@@ -397,7 +397,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work per number and type of nodes, estimated from the model or from the time limit."""
+    """Return the `Work` per number and type of nodes, estimated from the model or from the time limit."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -423,7 +423,7 @@ def _base(
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work derived from the speed of earlier runs with equivalent steps, including bench runs.
+    """Return the `Work` derived from the speed of earlier runs with equivalent steps, including bench runs.
 
     Newer runs take precedence over older ones.
     """

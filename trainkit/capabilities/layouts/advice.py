@@ -157,7 +157,7 @@ def table_lines(
     """Return layout choices as the lines of a table.
 
     Memory is in GiB, the amount of sent data is in GiB per GPU and step, and time is relative to the best
-    choice.
+    layout.
     """
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
@@ -190,7 +190,7 @@ def _amount(num_bytes: float) -> str:
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Return the time per token of a choice relative to the best choice."""
+    """Return the time per token of a layout choice, relative to the best layout choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
@@ -228,7 +228,7 @@ class _ChoiceJson(TypedDict):
 
 
 class ChoiceJson(_ChoiceJson, total=False):
-    """A layout, with its memory and its cost."""
+    """A layout with its estimated memory use and cost."""
 
     what: str
     """The config change that makes the run fit; present only in `would_fit`."""
@@ -261,11 +261,11 @@ class LayoutsJson(TypedDict):
     """The estimated fraction of a run's time that is spent on useful steps; None if it is unknown."""
     config_problems: list[str]
     would_fit: list[ChoiceJson]
-    """Config changes that make the run fit, if no layout fits."""
+    """Config changes that make the run fit into GPU memory, if no layout fits."""
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:
-    """Return a choice as a JSON object that contains all amounts in bytes."""
+    """Return a layout choice as a JSON object, with all amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

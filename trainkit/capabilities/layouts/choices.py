@@ -116,7 +116,7 @@ class Choice:
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Return a sort key, which is lowest for the best choice.
+        """Return a sort key; the best layout choice has the lowest key.
 
         Choices that fit come first, then tight choices, both by speed, and then all other choices by memory.
         """
@@ -128,7 +128,7 @@ class Choice:
 
 
 def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """Return the best choice for each layout that the model and the batch size allow, best choice first.
+    """Return the best `Choice` for each layout that the model and the batch size allow, best `Choice` first.
 
     `base` determines the sequence length, the pipeline schedule and the maximum number of samples per pass.
     The function chooses activation checkpointing, the device batch size, the number of microbatches and
@@ -139,7 +139,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield layouts that use all GPUs, and in which the model can be divided by tp and pp."""
+    """Yield layouts that use all GPUs and whose tp and pp degrees divide the model evenly."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
@@ -160,7 +160,7 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 def best_on_layout(
     base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """Return the best choice for a layout, the one with the lowest `Choice.rank`.
+    """Return the best `Choice` for a layout, which has the lowest `Choice.rank`.
 
     Returns None if the model cannot be trained with this layout.
     """
@@ -185,7 +185,8 @@ def best_on_layout(
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
     """Yield `work` with each possible device batch size, largest first; the size in `work` is the maximum.
 
-    The yielded work does not use activation checkpointing, because not every schedule supports it.
+    The yielded work does not use activation checkpointing, because not every pipeline schedule supports
+    activation checkpointing.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
@@ -221,7 +222,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """Return the choice with ZeRO-2 if it still fits and is faster, or the original choice otherwise."""
+    """Return the `Choice` with ZeRO-2 if it still fits and is faster, or the original `Choice` otherwise."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
@@ -232,7 +233,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """Return the choice for the config's layout, or None and the problems that make it impossible."""
+    """Return the `Choice` for the config's layout, or None and the problems that make it impossible."""
     config = loaded.config
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
@@ -245,7 +246,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the work from which `choose` derives other layouts; its device batch size is their maximum."""
+    """Return the work from which `choose` derives the other layouts; its device batch size is the maximum."""
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))

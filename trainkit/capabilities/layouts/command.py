@@ -170,7 +170,7 @@ class _Planned:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """Return the choices to list: the best choices, and always the config's own layout."""
+        """Return the layouts to list: the best layouts, and always the config's own layout."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
