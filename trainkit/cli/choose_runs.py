@@ -27,7 +27,7 @@ EXAMPLE = "for example optimizer.lr=1e-3"
 
 @dataclass(frozen=True)
 class Choice:
-    """The filter and the sort order given by the options of `trainkit status`."""
+    """The filter and the sort order that the user passed to `trainkit status`."""
 
     where: tuple[tuple[str, object], ...]
     """Pairs of a config key and its required value."""

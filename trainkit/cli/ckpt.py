@@ -39,7 +39,7 @@ VerifiedJson = list[VerifiedCheckpoint]
 
 
 class PrunedJson(TypedDict):
-    """The checkpoints that were removed and kept."""
+    """The removed checkpoints and the kept checkpoints."""
 
     run_dir: str
     removed: list[str]

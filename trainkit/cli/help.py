@@ -130,7 +130,7 @@ SECTIONS = {
 """Maps each heading of a help page to its options; headings and options are in the order shown on the
 page."""
 ADDED_UNDER = "How"
-"""The heading with the options that capabilities add, which follow the command's own options."""
+"""The heading under which the options added by capabilities are listed."""
 
 
 class AddedOption(click.Option):
@@ -178,7 +178,7 @@ class Command(click.Command):
 
 
 class Group(CommandGroup):
-    """A command group whose help page lists options under headings; capabilities can add commands to the group."""
+    """A command group whose help lists options under headings, and to which capabilities can add commands."""
 
     command_class = Command
 

@@ -76,8 +76,8 @@ def json_option(output: str, version: int = 1) -> Callable[[Function], Function]
     """Return a decorator that adds ``--json`` to a command.
 
     `output` names the type of the printed value as MODULE:NAME. `trainkit schema --output` derives a JSON
-    Schema from this type. Increase `version` if a key is removed or renamed, or if its value gets another
-    meaning or an additional type. Adding a key does not require a new version.
+    Schema from the type that `output` names. Increase `version` if a key is removed or renamed, or if its
+    value gets another meaning or an additional type. Adding a key does not require a new version.
     """
     return option(
         "--json",

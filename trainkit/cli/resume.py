@@ -74,8 +74,8 @@ def command(
 
     RUN resumes as the next attempt in its run folder or, with --as, in a new run folder. RUN resumes on the
     backend that it used before: Slurm or this machine. If `trainkit run` started RUN, it resumes in the
-    foreground, unless --follow, --json or --as is given. If torchrun or mpirun starts this command, its
-    processes become the ranks of RUN, as with `trainkit run`.
+    foreground, unless --follow, --json or --as is given. If torchrun or mpirun starts this command, the
+    started processes become the ranks of RUN, as with `trainkit run`.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
     from trainkit.control.resume import (

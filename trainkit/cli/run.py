@@ -340,7 +340,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 class RankJson(TypedDict):
-    """The rank environment of a process started here; values are None if the process would not be a rank."""
+    """The rank environment of the current process; values are None if the process is not a rank."""
 
     is_rank: bool
     source: str | None
@@ -357,13 +357,13 @@ class RankJson(TypedDict):
     """The port of rank 0; None if the port is chosen when the ranks start."""
     hosts: list[str]
     reason: str
-    """The origin of the values, or the reason why a process started here would not be a rank."""
+    """The origin of the values, or the reason why the current process is not a rank."""
 
 
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option("trainkit.cli.run:RankJson")
 def env(as_json: bool) -> None:
-    """Print the rank environment of a process started here, or why the process would not be a rank."""
+    """Print the rank environment of the current process, or the reason why the process is not a rank."""
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}

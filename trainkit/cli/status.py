@@ -76,7 +76,7 @@ MAX_ENDED_RUNS = 15
 MAX_READ = 200
 """Maximum number of ended runs to read if many of them are calls of the same Python function."""
 MIN_CALLS = 3
-"""Minimum number of runs of one Python function for which the list shows a single line."""
+"""Minimum number of runs of one Python function that the list shows as a single line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24

@@ -97,7 +97,7 @@ OTHER_WAYS = {
     **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` limits the restarts of a run"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
-"""Maps options of other programs to hints, for options that have no equivalent in the trainkit command."""
+"""Maps options of other programs to hints; the trainkit command has no equivalent options."""
 SBATCH_OPTIONS = (
     "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
     " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"

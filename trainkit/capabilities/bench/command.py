@@ -50,7 +50,7 @@ WIDTH = 100
 class BenchGroup(Group):
     """Command group for benches of layouts and benches of settings.
 
-    If the subcommand is omitted, `settings` is run if `--sweep` is given, and `layouts` otherwise.
+    Without a subcommand, `settings` is run if `--sweep` is given, and `layouts` otherwise.
     """
 
     def resolve_command(

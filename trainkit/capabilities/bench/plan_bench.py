@@ -1,4 +1,4 @@
-"""Plans a bench, which is a sweep over layouts or config keys whose trials run only a few steps each."""
+"""Plans a bench: a sweep over layouts or config keys, where each trial runs for only a few steps."""
 
 from __future__ import annotations
 

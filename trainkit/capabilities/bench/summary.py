@@ -82,7 +82,7 @@ class StartedBenchJson(TypedDict):
 
 
 class PlannedTrialJson(TypedDict, total=False):
-    """A trial that would run."""
+    """A trial that the bench would run."""
 
     layout: str
     """The name of the layout; absent in `bench settings`."""

@@ -1,7 +1,7 @@
 """Decides which numbers on a line of output are metrics, and derives metric names from the printed text.
 
 Metric names are lower case, with words joined by ``_``. The characters ``/``, ``.``, ``-`` and ``@`` are kept
-in names. Times, dates, memory sizes, versions, counts and step positions are not considered metrics.
+in names. Times, dates, memory sizes, versions, counts and step numbers are not considered metrics.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _OTHER = re.compile(
 )
 """Matches text that follows a number and shows that the number is not a metric.
 
-Such text shows that the number begins a date, a time of day or a version, is the percentage of a progress
-bar, or has a unit.
+The matched text shows that the number begins a date, a time of day or a version, is the percentage of a
+progress bar, or has a unit.
 """
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(

@@ -105,7 +105,7 @@ _BEFORE_A_NUMBER = " \t:=\"'[(#"
 _IN_A_LIST = re.compile(r"[\[(#]")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
-"""Patterns for the text before and after a step position.
+"""Patterns for the text before and after a printed step, such as ``10/100``.
 
 `_BAR` matches progress bars of tqdm and rich; `_POSITION` matches Keras bars, and positions in brackets.
 """

@@ -154,7 +154,7 @@ def hang_values(
 ) -> tuple[dict[str, str], list[Evidence]]:
     """Return the ranks that wait for the blocking rank, and evidence lines from their hang reports.
 
-    Returns empty collections unless the failure is a hang.
+    Returns an empty dict and an empty list unless the failure is a hang.
     """
     waiting, lines = [], []
     if match.signature.name != "hang":

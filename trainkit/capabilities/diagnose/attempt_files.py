@@ -169,8 +169,8 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
     """Yield messages that srun and slurmstepd wrote about an attempt.
 
     `is_recorded` is True if end.json exists for the attempt. slurmstepd writes its last messages to the log
-    file that was opened when the job started. Therefore, after a requeue or a restart inside the allocation,
-    these messages are in the log file of an earlier attempt.
+    file that was opened when the job started. After a requeue or a restart inside the allocation, the last
+    messages of slurmstepd are in the log file of an earlier attempt.
     """
     entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)
@@ -272,7 +272,7 @@ class AttemptEvents:
     def shown(self) -> list[Evidence]:
         """Return the last events, each with its time of day.
 
-        The events of a completed save are merged into one.
+        The events of a completed save are merged into one event.
         """
         file, found = self._attempt.run.events_file.name, []
         saved: set[int | None] = set()

@@ -127,7 +127,7 @@ class _First:
     def died_silently(self) -> bool:
         """Return whether the process was killed by another process or by the kernel.
 
-        The output of the killed process does not contain the reason.
+        The output of such a process does not contain the reason for the kill.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -235,7 +235,7 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """Return the source record of the root cause or, if there is none, the root cause itself.
+        """Return the record with the root cause or, if no record contains it, the root cause itself.
 
         If there is no root cause, or if launchers report failure times, return the earliest record.
         """
@@ -300,7 +300,7 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Return the match for the first failure that was not caused by another, and set `first` to it."""
+        """Find the first failure not caused by another, store it as `first`, and return its match."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
@@ -324,7 +324,7 @@ class _Case:
         return self._best([first.text], ("fallback",)) if is_of_user else None
 
     def _from_logs(self, own: Match | None) -> Match | None:
-        """Return a cause found in the output of the first failed rank, or None.
+        """Return a cause found in the output of the first failed rank, or None if no cause is found.
 
         If it is uncertain which rank failed first, the output of all ranks is searched.
         """

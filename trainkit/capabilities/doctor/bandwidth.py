@@ -37,9 +37,9 @@ class Layout:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return the name of each end point of the ring's links, and one rank on each end point.
+        """Return the name of each endpoint of the ring's links, and one rank on each endpoint.
 
-        The end points are the hosts, or the GPUs if there is only one host.
+        The endpoints are the hosts, or the GPUs if there is only one host.
         """
         if len(self.hosts) == 1:
             return [(f"GPU {rank}", rank) for rank in range(self.world_size)]
@@ -64,7 +64,7 @@ class Bandwidth:
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
     """Yield the links (from, to) of a ring, divided into rounds.
 
-    Within a round, no end point is part of more than one link.
+    Within a round, no endpoint is part of more than one link.
     """
     links = [(index, (index + 1) % num_points) for index in range(num_points)]
     last = [links.pop()] if num_points % 2 else []
@@ -181,7 +181,7 @@ def main() -> None:
 
 
 def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
-    """Measure the bandwidth as one rank of a host; `first` is the lowest rank on the host.
+    """Run one rank of a bandwidth measurement; `first` is the lowest rank on the host.
 
     Rank 0 prints the result as JSON.
     """

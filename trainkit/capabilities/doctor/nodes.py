@@ -41,8 +41,8 @@ POLL_S = 0.1
 STOP_S = 10.0
 """Seconds to wait for srun to terminate its job step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
-"""Checks that must pass before the bandwidth is measured; otherwise, ranks could not start or connect to each
-other. The names of GPU checks are followed by a GPU number."""
+"""Names of the checks that must pass before the bandwidth is measured; otherwise, ranks could not start or
+connect to each other. The name of a GPU check is followed by the GPU's number."""
 NOT_FOR_SRUN = (
     "signal",
     "requeue",

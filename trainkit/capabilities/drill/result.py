@@ -160,7 +160,7 @@ def _problems(
 def _too_many_recomputed(
     scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
-    """Return a problem if too many steps were recomputed, or an empty list otherwise.
+    """Return a list with one problem if too many steps were recomputed, or an empty list otherwise.
 
     After a graceful stop, no step may be recomputed; after a kill, only steps since the last save may be.
     """

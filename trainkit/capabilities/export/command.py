@@ -28,7 +28,7 @@ class ExportedJson(TypedDict):
     """An exported model."""
 
     out: str
-    """The folder that was written."""
+    """The folder that contains the exported model."""
     checkpoint: str
     files: list[str]
     """The names of the files in the folder."""

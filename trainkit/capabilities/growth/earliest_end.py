@@ -237,7 +237,7 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """Return `own`, its repeated halves that are integers, and its repeated doubles up to `most`, sorted."""
+    """Return `own`, its successive halves that are integers, and its successive doubles up to `most`."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)

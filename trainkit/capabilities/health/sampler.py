@@ -189,7 +189,7 @@ class _Gpus:
                     self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
-        """Return the state of each GPU, and a problem, which is empty if there is none."""
+        """Return the state of each GPU, and a description of a problem or an empty string."""
         problem, found = "", []
         for index, handle, name in self._handles:
             sample: dict[str, object] = {"index": index, "name": name}

@@ -23,8 +23,8 @@ MAX_NODES = 512
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
     """Yield each config change that makes the run fit, and the best layout choice after the change.
 
-    The function tries to use the smallest number of GPUs that fits the run, and to offload, which saves the
-    most memory but is slow.
+    The function tries two changes: using the smallest number of GPUs that fits the run, and offloading, which
+    saves the most memory but is slow.
     """
     for other in _sizes(hardware):
         found = choose(work, other, global_batch_size)
@@ -217,7 +217,7 @@ class _ChoiceJson(TypedDict):
     recompute: float
     """The time for recomputing activations, relative to the compute time."""
     sent_bytes: dict[str, int]
-    """The bytes that a GPU sends per step, by kind of parallelism."""
+    """The bytes that a GPU sends per step, keyed by kind of parallelism."""
     crosses_nodes: list[str]
     """The kinds of parallelism that communicate across nodes."""
     relative_time: float | None

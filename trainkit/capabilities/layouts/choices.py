@@ -246,7 +246,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the work from which `choose` derives the other layouts; its device batch size is the maximum."""
+    """Return the work from which `choose` derives other layouts, limited to its device batch size."""
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))
