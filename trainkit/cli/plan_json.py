@@ -23,7 +23,7 @@ class _PlanJson(TypedDict):
     grace_s: float
     """Seconds from a stop signal until the job is killed."""
     reasons: Mapping[str, str]
-    """Maps each derived value to a sentence that states the reason for the value."""
+    """Maps each derived value to a sentence that states the reason for it."""
     env: Mapping[str, str]
     """Environment variables that are set for every worker."""
     network: str
@@ -64,7 +64,7 @@ class PlanJson(_PlanJson, total=False):
     sizes: Mapping[str, Mapping[str, object]]
     """Maps each possible node count except `num_nodes` to the plan values that differ for that node count."""
     gpu_types: Mapping[str, str]
-    """Maps each partition in which the job may start to the GPU type of the partition."""
+    """Maps each partition in which the job may start to its GPU type."""
     fills_nodes: bool
     capabilities: Mapping[str, Mapping[str, object]]
     """Maps the name of each third-party capability to its part of the plan."""

@@ -70,7 +70,7 @@ def command(
     With --debug, one rank uses the terminal, the other ranks log to files, and hang detection is disabled. If
     the run has no terminal, such as a submitted run, use `trainkit debug` to debug one of its ranks.
 
-    Ctrl-C saves a checkpoint and stops the run; a second Ctrl-C stops the run immediately. Ctrl-Z pauses a
+    Ctrl-C saves a checkpoint and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a
     run on a single machine, and `fg` continues it. Closing the terminal also saves a checkpoint and stops the
     run.
     """
@@ -189,7 +189,7 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """Return the Slurm task or launched rank of this process, or None if the process is neither."""
+    """Return the Slurm task or launched rank of this process, or None if it is neither."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 
@@ -340,7 +340,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 class RankJson(TypedDict):
-    """The rank environment of the current process; values are None if the process is not a rank."""
+    """The rank environment of the current process; values are None if it is not a rank."""
 
     is_rank: bool
     source: str | None
@@ -363,7 +363,7 @@ class RankJson(TypedDict):
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option("trainkit.cli.run:RankJson")
 def env(as_json: bool) -> None:
-    """Print the rank environment of the current process, or the reason why the process is not a rank."""
+    """Print the rank environment of the current process, or the reason why it is not a rank."""
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}

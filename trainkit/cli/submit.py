@@ -81,7 +81,7 @@ def command(
 
     If the name, folder or job id of a RUN is given instead of CONFIG, that run is repeated in a new folder.
     The new run uses the config, the copied code and the command of RUN, with the same backend and the same
-    number of GPUs. Relative paths in the config are resolved against the folder that RUN was submitted from.
+    number of GPUs. Relative paths in the config are resolved against the folder where RUN was submitted.
     Options on the command line override the settings taken from RUN. A file or a shipped config takes
     precedence over a RUN of the same name.
 
@@ -214,7 +214,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield a line that describes a group's trials, followed by notes about the trials."""
+    """Yield a line that describes a group's trials, followed by notes about them."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials

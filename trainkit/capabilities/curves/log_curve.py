@@ -39,7 +39,7 @@ steps, only evenly spaced steps are written.
 Steps with a rare metric are always written.
 """
 RARE = 10
-"""A metric is considered rare if at most this number of steps in a poll contain the metric."""
+"""A metric is considered rare if at most this number of steps in a poll contain it."""
 FEW_LOSSES = 20
 """If this number of lines have a loss but no step, an event reports that no curve was found."""
 MATCH_S = 1.0
@@ -47,7 +47,7 @@ MATCH_S = 1.0
 
 
 class LogCurve(Companion):
-    """Follows the log of rank 0, and writes the curve found in the log to metrics.jsonl.
+    """Follows the log of rank 0, and writes the curve found in it to metrics.jsonl.
 
     Each `poll` reads a limited number of bytes. Reading stops when the script itself writes metrics.jsonl.
     """

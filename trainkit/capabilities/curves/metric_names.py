@@ -182,5 +182,5 @@ def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
 
 
 def is_of_part(name: str) -> bool:
-    """Return whether a metric name is the name of a validation or test metric."""
+    """Return whether a metric is a validation or test metric, judging by its name."""
     return not {*_PART.findall(name)}.isdisjoint(OF_VALIDATION | {"test"})

@@ -139,7 +139,8 @@ class Reading:
     values: dict[str, float] = field(default_factory=dict)
     """Values such as the learning rate, keyed by their names in metrics.jsonl."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """All other metrics and training losses on the line, keyed by their printed names."""
+    """The metrics and training losses on the line, excluding those in `values`, keyed by their printed
+    names."""
     called: dict[str, str] = field(default_factory=dict)
     """Maps each key in `losses` to the name of the same loss in `metrics`."""
     is_telling: bool = False
@@ -270,7 +271,7 @@ _Key = tuple[str, int, int | None]
 """Key of a possible source of the curve: the kind of position, the priority of the loss as returned by
 `_loss_of`, and the total."""
 _WITHOUT_LOSS = 3
-"""Loss priority in a `_Key` for lines that have other metrics but no loss."""
+"""Loss priority in a `_Key` for lines that have metrics but no loss."""
 MAX_NAMES = 64
 """Maximum number of different metrics in a curve. Additional metrics are omitted."""
 MAX_ROWS = 256
@@ -319,7 +320,7 @@ class PrintedCurve:
         """The first metric omitted because of `MAX_NAMES`, or None if no metric was omitted."""
         self._names: dict[str, None] = {}
         self._rows: dict[int, dict[str, float]] = {}
-        """Maps each of the newest steps to the values found so far for this step."""
+        """Maps each of the newest steps to the values found for it so far."""
         self._val_loss: float | None = None
         """The newest validation loss, stored because a progress bar repeats this loss until the next
         validation."""

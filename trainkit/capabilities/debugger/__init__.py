@@ -30,7 +30,7 @@ class DebugPlan(Part):
     mode: str
     """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None
-    """Port on which debugpy listens, or None for the other modes."""
+    """Port on which debugpy listens; None unless `mode` is ``debugpy``."""
 
     @property
     def words(self) -> str:

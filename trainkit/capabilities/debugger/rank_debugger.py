@@ -114,9 +114,9 @@ def stop_at(
 ) -> None:
     """Start the debugger at a frame, or at the frame where an exception was raised.
 
-    If `terminal` (a path) is given, the debugger reads from that terminal. Otherwise, the rank selected by
-    `--debug` reads from standard input, and any other rank reads from the terminal that `trainkit debug`
-    connects. The context manager `around` is active while the debugger reads input.
+    If `terminal` (a path) is given, the debugger reads from that terminal. If `terminal` is None, the rank
+    selected by `--debug` reads from standard input, and any other rank reads from the terminal that `trainkit
+    debug` connects. The context manager `around` is active while the debugger reads input.
     """
     import pdb
 

@@ -43,8 +43,8 @@ TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
 """Commands that restart a run. The placeholder ``by_hand`` is used for runs that trainkit did not start."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals that are caused by a crash of the process itself, whose output may contain the reason. All other
-signals are sent by other processes."""
+"""Signals that are caused by a crash of the process itself, whose output may contain the reason. Signals that
+are not in this tuple are sent by other processes."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Request:
     network: str = "auto"
     """The value of `launch.network` in the config."""
     peers: tuple[str, ...] = ()
-    """The other hosts of the job."""
+    """The hosts of the job, excluding this host."""
     quick: bool = False
     python: tuple[str, ...] = (sys.executable,)
     """The command that starts the ranks' Python interpreter, including interpreter options."""
@@ -58,7 +58,7 @@ class Request:
 
     @property
     def peer(self) -> str | None:
-        """One of the other hosts, or None if the job has no other host."""
+        """The first host in `peers`, or None if `peers` is empty."""
         return self.peers[0] if self.peers else None
 
 

@@ -256,7 +256,7 @@ class Drill:
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """Yield the result of each scenario as soon as the scenario has finished.
+        """Yield the result of each scenario as soon as it has finished.
 
         When the generator exits, no run is left running. Raises TrainkitError if the uninterrupted run does
         not finish.

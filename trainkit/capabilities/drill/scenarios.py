@@ -251,8 +251,8 @@ class Result:
     missed: str = ""
     """Why the run could not be interrupted as planned; empty if it was interrupted."""
     stuck: str = ""
-    """How long the run made no progress before the drill killed it, as a sentence; empty if the run was not
-    stuck."""
+    """A sentence that states how long the run made no progress before the drill killed it; empty if it was
+    not stuck."""
     refused: str = ""
     """Why the cluster does not allow this interruption; empty if it is allowed."""
     damaged_step: int | None = None
@@ -266,7 +266,7 @@ class Result:
 
 @dataclass
 class ScenarioRunner:
-    """Runs one scenario: interrupts a run and follows the run until it ends."""
+    """Runs one scenario: interrupts a run and follows it until it ends."""
 
     scenario: Scenario
     target: Target
@@ -277,7 +277,7 @@ class ScenarioRunner:
     """Duration of the uninterrupted run in seconds."""
 
     def run(self) -> Result:
-        """Interrupt the run at the target, follow the run until it ends, and return the result."""
+        """Interrupt the run at the target, follow it until it ends, and return the result."""
         self.result = Result(self.scenario.name)
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):

@@ -222,7 +222,7 @@ def choose_nodes(
 
 
 def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
-    """Return whether a run can be split into slices although its config sets no slice."""
+    """Return whether a run without a configured slice can be split into slices."""
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None

@@ -112,7 +112,7 @@ def thin_out(file: Path) -> None:
 
 
 class _Counters:
-    """Measures the utilisation of the host.
+    """Measures the utilization of the host.
 
     Rates are averages since the previous sample. Unknown values are None.
     """

@@ -17,7 +17,7 @@ SILENT_SAMPLES = 3
 """A node is considered silent if this number of consecutive samples is missing."""
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
-"""A node's GPUs are considered unusually idle if their utilisation is below this fraction of the median over
+"""A node's GPUs are considered unusually idle if their utilization is below this fraction of the median over
 all nodes."""
 SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
 """Severities of node problems; a higher number means a more severe problem."""
@@ -85,7 +85,7 @@ def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[in
 def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
-    # Ignore the power limit, because a busy GPU normally reaches its power limit.
+    # Ignore the power limit, because a busy GPU normally reaches it.
     limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
@@ -100,7 +100,7 @@ def _sum(sample: HealthSample, *keys: str) -> float | None:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """The utilisation of one node; unmeasured values are None."""
+    """The utilization of one node; unmeasured values are None."""
 
     host: str
     num_samples: int
@@ -115,7 +115,7 @@ class NodeUse:
 
 
 def read_nodes(run: RunDir) -> list[NodeUse]:
-    """Return the utilisation of each node, computed from its samples.
+    """Return the utilization of each node, computed from its samples.
 
     If the samples exceed `HEALTH_BYTES`, an equal fraction of each node's samples is skipped.
     """

@@ -85,7 +85,7 @@ class LauncherInput:
     """Maps the name of each file in the run folder to the file's text."""
     env: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
-    """Maps each placeholder in the command to the value that replaces the placeholder."""
+    """Maps each placeholder in the command to the value that replaces it."""
 
 
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:

@@ -185,8 +185,7 @@ def best_on_layout(
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
     """Yield `work` with each possible device batch size, largest first; the size in `work` is the maximum.
 
-    The yielded work does not use activation checkpointing, because not every pipeline schedule supports
-    activation checkpointing.
+    The yielded work does not use activation checkpointing, which not every pipeline schedule supports.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
