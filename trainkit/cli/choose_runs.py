@@ -82,7 +82,7 @@ class ChosenRun:
     configs: list[FlatConfig]
 
     def value(self, key: str) -> Any:
-        """Return the value of a config key or of one of `FIGURES`; None if a group's runs have different values."""
+        """Return the value of a config key or of one of `FIGURES`; None if it differs in a group's runs."""
         if key not in FIGURES:
             values = [config.get(key) for config in self.configs]
             return values[0] if all(value == values[0] for value in values) else None

@@ -19,8 +19,8 @@ def num_recomputed(steps: Sequence[StepRecord]) -> int:
 
 
 SIZES_TOLERANCE = 1e-5
-"""Relative tolerance for comparing the losses of runs with different numbers of ranks, whose sums are rounded
-differently."""
+"""Relative tolerance for comparing the losses of runs with different numbers of ranks, because the order of
+summation affects rounding."""
 
 
 def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
@@ -93,7 +93,7 @@ class RunOutcome:
     """The computed steps with their losses, including repeated steps."""
     events: Sequence[Event]
     damages: Sequence[str]
-    """One description of the damage for each complete checkpoint that is damaged."""
+    """For each damaged checkpoint whose save was completed, a description of the damage."""
     run_dir: str
 
 

@@ -2,8 +2,8 @@
 
 The failure model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
 2410.21680). Failures occur at random, at a rate proportional to the number of nodes; each failure costs a
-restart and all work since the last checkpoint. Unlike the paper's formula, this module's formula does not
-assume that failures are rarely close together.
+restart and all work since the last checkpoint. Unlike the formula in the paper, this module's formula is also
+valid if failures occur close together.
 
 All functions in this module are pure.
 """
