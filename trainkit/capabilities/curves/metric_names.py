@@ -31,7 +31,7 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words that rarely occur outside training output. A line with such a word can start a curve."""
+"""Words that rarely occur outside training output, so that a line with one of them can start a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
@@ -55,8 +55,8 @@ _SELDOM = _set(
     in on to for by with from after at of and or than about over under until within since this that the a an
     """
 )
-"""Words that usually appear with counts or in prose. A metric name contains such a word only together with a
-word from `TELLING`."""
+"""Words that usually appear with counts or in prose; a metric name contains one only together with a word
+from `TELLING`."""
 _PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
 """Words that never begin a metric name."""
 _UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})

@@ -127,7 +127,7 @@ class Reading:
     has_part_of_epoch: bool = False
     """True if the line contains a fractional epoch, such as ``epoch: 0.1``."""
     is_validation: bool = False
-    """True if the line is validation output. Losses on such a line are validation losses."""
+    """True if the line is validation output, so that its losses are validation losses."""
     is_part: bool = False
     """True if the line describes a single validation batch."""
     losses: dict[str, float] = field(default_factory=dict)

@@ -127,7 +127,7 @@ class _First:
     def died_silently(self) -> bool:
         """Return whether the process was killed by another process or by the kernel.
 
-        The output of such a process does not contain the reason for the kill.
+        The output of a process does not contain the reason why another process or the kernel killed it.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS

@@ -38,8 +38,8 @@ from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Maximum size of a weight file in bytes. Other published models usually have the same limit, because a model
-hub may reject larger files."""
+"""Maximum size of a weight file in bytes. Published models usually use the same limit, because a model hub
+may reject larger files."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,

@@ -142,7 +142,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 
 def memory_in_use(attempt: AttemptDir, host: str) -> str:
-    """Return the memory use in an attempt's last sample, such as ``61.2 of 64.0 GiB``, or an empty string."""
+    """Return the memory use in an attempt's last sample, such as ``61.2 of 64.0 GiB``, or "" if unknown."""
     try:
         samples = islice(samples_reversed(health_file(attempt.run, host)), MAX_SAMPLES)
         sample = next((one for one in samples if one.attempt == attempt.number), HealthSample({}))
