@@ -233,7 +233,7 @@ BARE: Values = {
 def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
     """Return the config values that a bench sets in all of its runs, each with a reason.
 
-    None of these values affects the model, the data or the optimizer.
+    The values do not affect the model, the data or the optimizer.
     """
     name = f"{config.name}-{kind}"[:100], "distinguishes the runs of the bench from other runs"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}

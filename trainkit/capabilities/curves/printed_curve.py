@@ -98,7 +98,7 @@ _NUMBER = re.compile(
 _DECIMAL_COMMA = re.compile(r",\d")
 """Matches the beginning of the fractional part of a number with a decimal comma, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
-"""Matches a separator between two metrics. Words between a number and the next separator belong to this
+"""Matches a separator between two metrics. Words between a number and the next separator belong to the
 number."""
 NO_LABEL = read_label("")
 _BEFORE_A_NUMBER = " \t:=\"'[(#"

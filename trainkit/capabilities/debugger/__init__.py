@@ -26,7 +26,7 @@ class DebugPlan(Part):
 
     CAPABILITY = "debugger"
     rank: int
-    """The rank to debug. Only this rank runs with a debugger."""
+    """The rank to debug, which is the only rank that runs with a debugger."""
     mode: str
     """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None

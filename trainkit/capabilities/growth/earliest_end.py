@@ -443,7 +443,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # An attempt outside this cluster's partitions used different nodes.
+                continue  # Attempts outside this cluster's partitions used different types of nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found

@@ -162,7 +162,7 @@ def _counters() -> dict[str, int]:
     if interfaces:
         others = [words for words in interfaces if words[0] != "lo:"]
         found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
-    with contextlib.suppress(OSError):  # network filesystems are not included in these counters
+    with contextlib.suppress(OSError):  # the disk counters do not include network filesystems
         disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
         lines = [words for words in kernel_lines(PROC / "diskstats") if words[2] in disks]
         read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
