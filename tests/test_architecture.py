@@ -64,7 +64,7 @@ SIZES = {
     "trainkit/job": (30, 7_051),
     "trainkit/launch": (18, 3_998),
     "trainkit/observe": (8, 1_876),
-    "trainkit/plan": (16, 3_369),
+    "trainkit/plan": (16, 3_355),
     "trainkit/run": (17, 5_134),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (38, 9_842),

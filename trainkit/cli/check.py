@@ -62,10 +62,10 @@ def command(
     as_json: bool,
     choices: Sequence[Choice] = (),
 ) -> None:
-    """Validate CONFIG, and check that it fits the model, the data, and the cluster or this machine.
+    """Validate CONFIG and check it against the model, the data, and the cluster or this machine.
 
-    Prints every derived value with its reason and, on a cluster, when the job would start. If there are
-    problems, the command lists all of them and exits with code 2.
+    Prints every derived value with the reason for it and, on a cluster, the estimated start time of the job.
+    If there are problems, the command lists all of them and exits with code 2.
     """
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.plan_run import gather, plan_run
@@ -122,8 +122,8 @@ def command(
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
     """Return Slurm's estimate of the job's start time, or None if Slurm does not respond.
 
-    If `must` is True, raises an error if Slurm does not respond. Raises UsageError if Slurm would reject the
-    job.
+    With `must`, raises TrainkitError if Slurm does not respond. Raises UsageError if Slurm would reject
+    the job.
     """
     from trainkit.backend import backend_named
 

@@ -27,7 +27,7 @@ EXAMPLE = "for example optimizer.lr=1e-3"
 
 @dataclass(frozen=True)
 class Choice:
-    """The filter and the sort order given by the options of `trainkit status`."""
+    """The filter and the sort order that the user passed to `trainkit status`."""
 
     where: tuple[tuple[str, object], ...]
     """Pairs of a config key and its required value."""
@@ -49,9 +49,9 @@ class Choice:
         return [key.upper().replace("_", " ") for key in short_keys(self.columns)]
 
     def apply(self, statuses: Sequence[RunStatus | GroupStatus]) -> list[ChosenRun]:
-        """Return the matching runs and groups in order; a group matches if any of its runs matches.
+        """Return the matching runs and groups, sorted by `sort_key`; a group matches if any of its runs does.
 
-        Raises UsageError for a key that is neither a config key nor swept in the COMMAND of a group.
+        Raises UsageError for a key that is neither a config key nor a parameter swept in a group's COMMAND.
         """
         found = [ChosenRun(status, _configs(status)) for status in statuses]
         options = [(f"--where {key}={shown_value(value)}", key) for key, value in self.where]
@@ -76,13 +76,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """A selected run or group, including the configs of its runs."""
+    """A selected run or group, together with the configs of its runs."""
 
     status: RunStatus | GroupStatus
     configs: list[FlatConfig]
 
     def value(self, key: str) -> Any:
-        """Return the value of one of `FIGURES` or of a config key; None if the group's runs differ."""
+        """Return the value of a config key or of one of `FIGURES`; None if it differs in a group's runs."""
         if key not in FIGURES:
             values = [config.get(key) for config in self.configs]
             return values[0] if all(value == values[0] for value in values) else None
@@ -92,7 +92,7 @@ class ChosenRun:
         return self.status.age_s if isinstance(self.status, GroupStatus) else self.status.to_dict()[key]
 
     def texts(self, columns: Sequence[str]) -> list[str]:
-        """Return the values in the additional columns as text."""
+        """Return the values of the additional columns as strings."""
         found = [self.value(key) for key in columns]
         return [
             cell(value, ".4f") if key in FIGURES else "-" if value is None else shown_value(value)
@@ -122,12 +122,12 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 
 def _is_same(value: object, wanted: object) -> bool:
-    """Return whether a value equals the wanted value; values from a COMMAND are compared as YAML."""
+    """Return whether a value equals the wanted value; a string is also compared after parsing it as YAML."""
     if as_number(value) == wanted or not isinstance(value, str):
         return as_number(value) == wanted
     try:
         return value == shown_value(wanted) or parse_value(value) == wanted
-    except ValueError:  # A text that is not valid YAML cannot equal a wanted value.
+    except ValueError:  # Text that is not valid YAML cannot equal the wanted value.
         return False
 
 
@@ -148,7 +148,7 @@ def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
 
 
 def _with_entries(config: Mapping[str, object]) -> FlatConfig:
-    """Add the items of mappings and lists under dotted keys, such as launch.env.NAME."""
+    """Return the config, with dotted keys such as launch.env.NAME added for items of mappings and lists."""
     found = dict(config)
     for key, value in config.items():
         if isinstance(value, dict | list):

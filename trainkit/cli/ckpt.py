@@ -27,7 +27,7 @@ CheckpointsJson = list[manifest.ListedCheckpoint]
 
 
 class VerifiedCheckpoint(TypedDict):
-    """A published checkpoint whose files were compared with their hashes."""
+    """A published checkpoint whose files were verified by comparing their hashes with the manifest."""
 
     step: int
     path: str
@@ -39,7 +39,7 @@ VerifiedJson = list[VerifiedCheckpoint]
 
 
 class PrunedJson(TypedDict):
-    """The checkpoints that were removed and kept."""
+    """The removed checkpoints and the kept checkpoints."""
 
     run_dir: str
     removed: list[str]
@@ -65,7 +65,8 @@ def command() -> None:
 def ls(run_name: str, as_json: bool) -> None:
     """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
-    Only file sizes are compared with the manifest; use `trainkit ckpt verify` to read every byte.
+    Only file sizes are compared with the manifest. To verify the contents of the files, use `trainkit ckpt
+    verify`.
     """
     run = find_run(run_name)
     listed = manifest.list_checkpoints(run)
@@ -82,15 +83,16 @@ def ls(run_name: str, as_json: bool) -> None:
 @option("--step N", "Verify only the checkpoint of step N.", type=INDEX)
 @json_option("trainkit.cli.ckpt:VerifiedJson")
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
-    """Compare every file in RUN's published checkpoints with its hash; exit with code 1 if a file differs.
+    """Compare every file in RUN's published checkpoints with its recorded hash.
 
-    No files are changed. `trainkit resume` skips damaged checkpoints anyway.
+    The exit code is 1 if a file differs. No files are changed. You need not delete damaged
+    checkpoints, because `trainkit resume` skips them.
     """
     results: list[VerifiedCheckpoint] = []
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # The run deleted this checkpoint after it was listed.
+            continue  # The run has deleted this checkpoint since it was listed.
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
@@ -111,7 +113,8 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except for the newest N, the best one, and the newest intact one.
 
-    The command fails while RUN is running. Damaged checkpoints that were set aside are kept.
+    The command fails while RUN is running. Damaged checkpoints that were renamed with the suffix `.rejected`
+    are kept.
     """
     run = find_run(run_name, acts=True)
     with contextlib.nullcontext() if dry_run else run_lock(run):
@@ -141,7 +144,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
 def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
     """Return a run's published checkpoints; if `step` is given, only the checkpoint at that step.
 
-    Raises UsageError if there are no such checkpoints.
+    Raises UsageError if no checkpoint is found.
     """
     there = manifest.published(run.checkpoints_dir)
     if not there:

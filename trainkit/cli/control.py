@@ -22,10 +22,10 @@ from trainkit.run.registry import find_run, find_run_or_group
 @options.trust_option
 @options.json_option("trainkit.control.cancel:CancelledJson")
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
-    """Cancel RUN: it saves and exits, and it is killed if it is still running after the grace time.
+    """Cancel RUN: it saves a checkpoint and exits, or is killed if it is still running after the grace time.
 
     If RUN is a group or a bench, all of its runs are cancelled. The command succeeds if RUN has already
-    ended. With --wait, the exit code is 1 if another command has started RUN again in the meantime.
+    ended. With --wait, the exit code is 1 if another command restarts RUN while this command is waiting.
     """
     found = find_run_or_group(run_name, acts=True)
     options.refuse_untrusted(found.path)
@@ -46,7 +46,8 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 def requeue(run_name: str, as_json: bool) -> None:
     """Start the next attempt of RUN with the same config and plan.
 
-    A running job saves and stops before it is restarted. The command fails while RUN is being cancelled.
+    If the job is running, it saves a checkpoint and exits before the next attempt starts. The command fails
+    while RUN is being cancelled.
     """
     from trainkit.cli.started import print_started
     from trainkit.control.requeue import requeue_run

@@ -127,9 +127,10 @@ SECTIONS = {
         "--help",
     ),
 }
-"""Maps each heading of a help page to the options listed under it, in order."""
+"""Maps each heading of a help page to its options; headings and options are in the order shown on the
+page."""
 ADDED_UNDER = "How"
-"""The heading under which capabilities' options are listed last."""
+"""The heading under which the options added by capabilities are listed."""
 
 
 class AddedOption(click.Option):
@@ -137,7 +138,7 @@ class AddedOption(click.Option):
 
 
 def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
-    """Yield each help heading with the options under it, keyed by name, in help-page order."""
+    """Yield the headings of a help page in order, each with a mapping from option names to options."""
     by_name = {name: item for item in options for name in item.opts}
     added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
     for heading, names in SECTIONS.items():
@@ -146,12 +147,12 @@ def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str,
 
 
 def examples(*lines: str) -> str:
-    """Return the end of a command's help page: examples that can be run as shown."""
+    """Return the last section of a command's help page: examples that can be run as shown."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def terminal_width() -> int | None:
-    """Return the terminal's width for tables, or None if standard output is not a terminal."""
+    """Return the width of the terminal, or None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -177,7 +178,7 @@ class Command(click.Command):
 
 
 class Group(CommandGroup):
-    """A group of commands whose help groups options under headings; capabilities can add commands."""
+    """A command group whose help lists options under headings, and to which capabilities can add commands."""
 
     command_class = Command
 
@@ -195,7 +196,7 @@ class Group(CommandGroup):
 def as_command(
     *lines: str, cls: type[click.Command] = Command, **options: Any
 ) -> Callable[[Function], click.Command]:
-    """Return a decorator that turns a function into a command, with `lines` as examples in its help page."""
+    """Return a decorator that turns a function into a command whose help page shows `lines` as examples."""
     return click.command(cls=cls, epilog=examples(*lines), **options)
 
 
@@ -205,9 +206,10 @@ def as_group(name: str, *lines: str, cls: type[click.Group] = Group) -> Callable
 
 
 def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:
-    """Return an option declared as in help pages: ``--step N`` takes a value, ``--merge`` is a flag.
+    """Return a decorator that adds an option, like `click.option`.
 
-    `name` is the parameter that receives the value; by default, it is the option's name.
+    `shown` is the option as help pages show it: ``--step N`` for an option with a value, ``--merge`` for a
+    flag. `name` is the parameter that receives the value; the default is the name of the option.
     """
     flag, _, metavar = shown.partition(" ")
     if metavar:
@@ -219,8 +221,8 @@ def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any
 
 Items = list[CompletionItem]
 MAX_RUNS = 200
-"""Maximum number of runs, newest first, that shell completion offers, because the shell waits while they are
-read."""
+"""Maximum number of runs that shell completion offers, newest first. The limit keeps completion fast, because
+the files of every offered run are read."""
 
 
 @as_command(

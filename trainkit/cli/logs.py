@@ -123,7 +123,7 @@ def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks:
     if all_ranks:
         return sorted(attempt.logs_dir.glob("*.log"))
     plan = read_plan(attempt)
-    nodes = ranks_of_nodes(plan)  # the list is empty if the plan is unknown
+    nodes = ranks_of_nodes(plan)  # the list is empty if the attempt's plan is unknown
     if node is not None and nodes and node >= len(nodes):
         raise UsageError(f"{attempt.run.shown} has no node {node}", hint=there_are(range(len(nodes))))
     if node is not None:
@@ -140,10 +140,10 @@ def follow_run(
     on_poll: Callable[[], None] = lambda: None,
     shows_log: bool = True,
 ) -> int:
-    """Print rank 0's log and the run's events until the run ends, then how it ended; return the exit code.
+    """Print rank 0's log and the run's events until the run ends; return the exit code of the command.
 
-    `on_poll` is called several times per second. If `shows_log` is False, nothing is printed before the run
-    ends. KeyboardInterrupt propagates to the caller.
+    After the run has ended, print how it ended. `on_poll` is called several times per second. If `shows_log`
+    is False, nothing is printed before the run ends. KeyboardInterrupt propagates to the caller.
     """
     run.hold()
     events, is_notified = Tail(run.events_file), False
@@ -166,8 +166,8 @@ def follow_run(
             click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
-        # Wait for the supervisor to exit, because the next command, such as `resume`, might fail while the
-        # supervisor is still running.
+        # Wait for the supervisor to exit, because the user's next command, such as `resume`, might fail while
+        # the supervisor is still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run, entry or AttemptRecord())
@@ -202,7 +202,7 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(OSError):  # if the terminal was closed, training still saves
+        with contextlib.suppress(OSError):  # a closed terminal must not keep training from saving
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
@@ -252,7 +252,7 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
         return EXIT_FAILED
     attempt = run.attempt(numbers[-1])
     deadline_s = time.monotonic() + END_S
-    # After `cancel --now`, it can take a moment until the end of the attempt is recorded.
+    # After `cancel --now`, the end of the attempt may be recorded with a short delay.
     while (end := read_end(attempt)) is None and entry.is_cancelled and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if end is None:

@@ -77,8 +77,7 @@ _IN_FILE = {
     "completion": "help",
     "env": "run",
 }
-"""Maps core commands that share a file in `trainkit/cli/` to that file; every other command has its own
-file."""
+"""Maps each command whose module in `trainkit/cli/` has a different name to the name of the module."""
 
 
 def load_command(name: str) -> click.Command:
@@ -96,7 +95,7 @@ def _imported(module: str, name: str) -> click.Command:
 
 
 class ReaderGone(Exception):
-    """Raised if the program that reads stdout, such as `| head`, has closed the pipe."""
+    """Raised if the program that reads stdout, such as `head`, has closed the pipe."""
 
 
 class CommandTable(CommandGroup):
@@ -231,13 +230,13 @@ def _report(error: TrainkitError, as_json: bool) -> int:
             return error.exit_code
         except OSError:
             _discard_stdout()
-    with contextlib.suppress(OSError):  # stderr may be redirected to the same full disk.
+    with contextlib.suppress(OSError):  # stderr may also be redirected to the full disk.
         echo_error(error.render())
     return error.exit_code
 
 
 def _is_from_output(error: OSError) -> bool:
-    """Return whether an error was raised while writing to stdout or stderr, not by other file access."""
+    """Return whether an error was raised by writing to stdout or stderr, not by accessing another file."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -246,5 +245,5 @@ def _is_from_output(error: OSError) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Discard the buffered output, because Python would flush it at exit and raise the same error again."""
+    """Discard buffered output, so that Python does not flush it at exit and raise the same error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Defines the options that several commands share, as decorators."""
+"""Defines decorators for options that several commands share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AUTO = "auto"
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
-    """Return the folder that an option specifies; with --trust, accept the folder without checks.
+    """Return the folder that an option specifies; with --trust, mark the folder as trusted.
 
     Raises UsageError for an empty value, which may result from an unset shell variable.
     """
@@ -53,7 +53,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
-    """A path, such as an output file; `~` is expanded, and URLs are rejected."""
+    """Parameter type for a path, such as an output file; `~` is expanded, and URLs are rejected."""
 
     name = "path"
 
@@ -65,7 +65,7 @@ PATH = TypedPath()
 
 
 class OutputOption(click.Option):
-    """An option that makes a command print a JSON value of the type MODULE:NAME in `output`."""
+    """An option that makes a command print JSON; `output` names the type of the JSON value as MODULE:NAME."""
 
     def __init__(self, names: Sequence[str], output: str, version: int = 1, **rules: Any) -> None:
         super().__init__(names, **rules)
@@ -73,10 +73,11 @@ class OutputOption(click.Option):
 
 
 def json_option(output: str, version: int = 1) -> Callable[[Function], Function]:
-    """Return a decorator that adds ``--json`` to a command that prints a value of the type MODULE:NAME.
+    """Return a decorator that adds ``--json`` to a command.
 
-    `trainkit schema --output` derives a JSON Schema from the type. Increase `version` if a key is removed or
-    renamed, or if its value gets another meaning or an additional type; new keys need no new version.
+    `output` names the type of the printed value as MODULE:NAME. `trainkit schema --output` derives a JSON
+    Schema from the type that `output` names. Increase `version` if a key is removed or renamed, or if its
+    value gets another meaning or an additional type. Adding a key does not require a new version.
     """
     return option(
         "--json",
@@ -164,7 +165,7 @@ def refuse_shared_host(what: str, instead: str) -> None:
 
 
 def accept_trusted(folder: Path | None) -> bool:
-    """Accept `folder` without checks if --trust was given; return whether it was given.
+    """Mark `folder` as trusted if --trust was given; return whether --trust was given.
 
     `folder` defaults to the folder that contains all runs.
     """
@@ -197,14 +198,17 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class NodesType(click.IntRange):
-    """A number of nodes, or several numbers such as 2-8 or 2,4,8; the config validates them."""
+    """Parameter type for a number of nodes, or for several numbers such as 2-8 or 2,4,8.
+
+    Ranges and lists of numbers are validated with the config.
+    """
 
     config_key = ("resources", "nodes")
 
     def __init__(self, *others: str) -> None:
         super().__init__(min=1)
         self.others = others
-        """Words that are accepted as well as numbers."""
+        """Words that are accepted in addition to numbers."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         is_several = re.fullmatch(r"\d+-\d+|[1-9]\d*(,[1-9]\d*)+", str(value)) is not None
@@ -248,8 +252,8 @@ shape_options_here = combined(
         type=COUNT,
     ),
 )
-"""The node and GPU options of a command that runs in the foreground, on this node alone or as one of several
-nodes."""
+"""The node and GPU options of a command that runs in the foreground, either on this node only or on several
+nodes with torchrun or mpirun."""
 
 
 CONFIG_HELP = (
@@ -262,18 +266,18 @@ CONFIG_HELP = (
 def config_options(
     shape: Callable[[Any], Any] = shape_options, *, submits: bool = True, unless: str = ""
 ) -> Callable[[Function], Function]:
-    """Add CONFIG and all options that change its values; they are passed together as `request`.
+    """Add CONFIG and all options that override its values; the command receives them as one `request`.
 
     `shape` is the decorator that adds the options for nodes and GPUs. Slurm job options are added if
-    `submits` is True. If the user passes the option named by `unless`, the command needs no config, and
-    `request` is None unless CONFIG is given.
+    `submits` is True. `unless` names an option that makes CONFIG optional. If the user passes the option
+    named by `unless`, but no CONFIG, `request` is None.
     """
     place = (shape, slurm_options, backend_option) if submits else (shape,)
     return lambda function: _request_options(function, *place, unless=unless)
 
 
 def of_capabilities(command: str) -> Callable[[Function], Function]:
-    """Add capabilities' options to a command; its parameter `choices` receives the options given."""
+    """Add the options of capabilities to a command; the options that the user passes are in `choices`."""
 
     def add(function: Function) -> Function:
         for place in shipped_options(command):
@@ -287,7 +291,7 @@ def of_capabilities(command: str) -> Callable[[Function], Function]:
 def choose_config(argv: tuple[str, ...] = ()) -> str:
     """Return the config to use if CONFIG is omitted, and print its name to stderr.
 
-    Returns an empty string for a COMMAND if the default would be the built-in quickstart config, which is
+    For a COMMAND, returns an empty string instead of the built-in quickstart config, because quickstart is
     unrelated to the COMMAND.
     """
     name, reason = default_config(Path.cwd())
@@ -385,7 +389,7 @@ slurm_options = combined(
 
 
 def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """Remove the config values from `arguments`, and return each value with its flag as typed."""
+    """Remove config options from `arguments`; map each config key to the option as typed and its value."""
     given = {name: arguments.pop(name, None) for name in FLAGS}
     flags: dict[str, tuple[str, object]] = {
         FLAGS[name]: (f"--{name.replace('_', '-')} {value}", value)
@@ -435,7 +439,10 @@ class WithTrailingCommand(Command):
 
 
 def trailing_workload(launcher: str) -> Workload:
-    """Return the COMMAND after ``--``, or else the trainer; raise UsageError if only --launcher is given."""
+    """Return the COMMAND after ``--``, or the built-in trainer if there is no COMMAND.
+
+    Raises UsageError if --launcher is given without a COMMAND.
+    """
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")

@@ -69,7 +69,7 @@ class EscapedStream:
     """A stream that escapes control characters and replaces characters that its encoding does not support."""
 
     buffer = None
-    """None, because otherwise click would write UTF-8 to the buffer of an ASCII stream."""
+    """Set to None, so that click does not write UTF-8 bytes directly to the buffer of an ASCII stream."""
 
     def __init__(self, stream: TextIO, escapes: bool = True) -> None:
         self._stream, self._escapes = stream, escapes
@@ -88,7 +88,7 @@ class EscapedStream:
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape output printed by the block, but not the output of programs that the block starts."""
+    """Escape control characters that the block prints, but not the output of programs started by it."""
     # sys.stdout or sys.stderr is None if the parent process closed it.
     out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
@@ -98,7 +98,7 @@ def escaped_output() -> Iterator[None]:
 def json_text(value: object, indent: int | None = None) -> str:
     """Return a value as JSON text for stdout.
 
-    The text is ASCII if stdout is not UTF-8, or if a string in the value contains undecodable bytes.
+    The text is ASCII if stdout does not use UTF-8, or if a string in the value contains undecodable bytes.
     """
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
@@ -119,7 +119,7 @@ def echo_result(value: object, text: str, as_json: bool) -> None:
 
 
 def masked(value: object, key: str = "") -> object:
-    """Mask the strings in a JSON value that look like secrets or whose keys do."""
+    """Mask each string in a JSON value that looks like a secret or whose key suggests a secret."""
     from trainkit.formats import mask_secrets
 
     if isinstance(value, str):

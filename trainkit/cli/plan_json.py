@@ -23,34 +23,36 @@ class _PlanJson(TypedDict):
     grace_s: float
     """Seconds from a stop signal until the job is killed."""
     reasons: Mapping[str, str]
-    """Maps each derived value to one sentence with its reason."""
+    """Maps each derived value to a sentence that states the reason for it."""
     env: Mapping[str, str]
-    """Environment variables that every worker gets."""
+    """Environment variables that are set for every worker."""
     network: str
     """A network preset, or the name of a network interface."""
     requeue: RequeuePolicy
     spare_nodes: int
     """The number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str
-    """Tells whether one Slurm task runs a single worker (`gpu`) or all workers of a node (`node`)."""
+    """The processes that one Slurm task runs: a single worker (`gpu`) or all workers of a node (`node`)."""
     command: Sequence[str] | None
     """The command that each rank runs; None for the built-in trainer."""
     command_signal: str
-    """The signal that asks a command to save: `USR2`, `TERM`, or `auto` for the one that it handles."""
+    """The signal that asks a COMMAND to save: `USR2`, `TERM`, or, with `auto`, the signal that the COMMAND
+    handles."""
     launcher: str
     python: Sequence[str] | None
-    """The interpreter for a launcher or the built-in trainer; if None, the agent's interpreter is used."""
+    """The Python interpreter for a launcher or the built-in trainer; if None, the agent's interpreter is
+    used."""
     venv: str | None
-    """The virtual environment that the agent activates for a command."""
+    """The virtual environment that the agent activates for a COMMAND."""
     container_program: str | None
     slurm: SlurmRequest | None
     """The job's Slurm options; None for a local job."""
     node_sizes: Sequence[int] | None
-    """The number of workers on each node if the number varies."""
+    """The number of workers on each node, if not all nodes have the same number."""
     warnings: Sequence[str]
     checkpoint_bytes: int | None
     version: int
-    """The version of the format of plan.json."""
+    """The format version of plan.json."""
     world_size: int
 
 
@@ -62,25 +64,26 @@ class PlanJson(_PlanJson, total=False):
     sizes: Mapping[str, Mapping[str, object]]
     """Maps each possible node count except `num_nodes` to the plan values that differ for that node count."""
     gpu_types: Mapping[str, str]
-    """Maps each partition where the job may start to its GPU type."""
+    """Maps each partition in which the job may start to its GPU type."""
     fills_nodes: bool
     capabilities: Mapping[str, Mapping[str, object]]
-    """Maps each capability of another package to the capability's part of the plan."""
+    """Maps the name of each third-party capability to its part of the plan."""
 
 
 class _ChosenNodesJson(TypedDict, total=False):
     offers: Sequence[Mapping[str, object]]
-    """The possible requests, with `--nodes auto`."""
+    """With `--nodes auto`, the job requests that were considered."""
     taken: Mapping[str, object] | None
-    """The request that was chosen, with `--nodes auto`; None if the original request stays unchanged."""
+    """With `--nodes auto`, the job request that was chosen; None if the original request is kept."""
     reason: str | None
-    """Why no request was chosen, with `--nodes auto`."""
+    """With `--nodes auto`, the reason why no request was chosen."""
 
 
 class _StartTimeJson(TypedDict):
     partition: str
     is_asked: bool
-    """True if the config requests this partition, or if it is the default and the config requests none."""
+    """True if the config requests this partition, or if this is the default partition and the config requests
+    none."""
     start_time: str | None
     """The expected start time; None if Slurm reports no time."""
     nodes: Sequence[str]
@@ -94,7 +97,7 @@ class CheckJson(_ChosenNodesJson):
     """A valid config and the plan of its run."""
 
     config: Mapping[str, object]
-    """The effective config, whose schema `trainkit schema` prints."""
+    """The effective config; `trainkit schema` prints its JSON Schema."""
     origins: Mapping[str, str]
     """Maps each dotted config key to the origin of its value."""
     plan: PlanJson
@@ -114,12 +117,12 @@ class SubmittedJson(_SubmittedJson, _ChosenNodesJson, total=False):
     """A run or a group of runs that was submitted."""
 
     attempt: int
-    """The number of the attempt, which is 1; absent for a group."""
+    """The attempt number, which is always 1 for a new run; absent for a group."""
     array: str
-    """The indices of the group; absent for a single run."""
+    """The array indices of the group's runs; absent for a single run."""
     num_points: int
     """The number of runs of the group; absent for a single run."""
 
 
 SubmittedOrPlan = SubmittedJson | PlanJson
-"""With `--dry-run` on this machine, `trainkit submit` prints the plan."""
+"""The JSON output of `trainkit submit`: the plan for `--dry-run` on this machine, or the submitted run."""

@@ -61,7 +61,7 @@ def command(
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output.
 
-    Outside of an srun step, the run uses only this node; inside one, each task of the step becomes a rank.
+    Outside of an srun step, the run uses only this node; within an srun step, each task becomes a rank.
     With a COMMAND after --, each rank runs the COMMAND instead of the built-in trainer.
 
     Without Slurm, torchrun or mpirun can start the run on several hosts that share the file system of the run
@@ -70,8 +70,9 @@ def command(
     With --debug, one rank uses the terminal, the other ranks log to files, and hang detection is disabled. If
     the run has no terminal, such as a submitted run, use `trainkit debug` to debug one of its ranks.
 
-    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on a single
-    machine, and `fg` continues it. Closing the terminal also saves and stops the run.
+    Ctrl-C saves a checkpoint and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a
+    run on a single machine, and `fg` continues it. Closing the terminal also saves a checkpoint and stops the
+    run.
     """
     from trainkit.cluster.target import Target
     from trainkit.launch.plan_run import gather, plan_run
@@ -123,19 +124,22 @@ def _start(
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # the folder may be moved while the ranks are running
+    created.run.hold()  # keep the folder open, because it may be moved while the ranks are running
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
-    """Return the plan for a foreground run, where failures are shown and nothing is restarted."""
+    """Return the plan for a foreground run, which shows failures and is not restarted automatically."""
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 
 def stay_in_foreground(
     run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan, *, shows_log: bool = True
 ) -> int:
-    """Show a foreground run until it ends, and forward the terminal's signals; return the exit code."""
+    """Print a foreground run's output until the run ends, and return the exit code.
+
+    Signals from the terminal are forwarded to the run.
+    """
     forwarder = _Forwarder()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
@@ -161,7 +165,7 @@ class _Forwarder:
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir, entry: AttemptRecord) -> None:
-        """Forward the signals received since the last call to the supervisor of the first attempt."""
+        """Send the signals received since the last call of this method to the first attempt's supervisor."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
@@ -185,7 +189,7 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """Return the Slurm task or launched rank that this process runs as, or None if it is neither."""
+    """Return the Slurm task or launched rank of this process, or None if it is neither."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 
@@ -210,8 +214,8 @@ def lead_step(
     attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
-        # Announce the attempt first, because becoming the supervisor may take a while, and the other ranks
-        # must not read an older announcement.
+        # Announce the attempt before this process becomes its supervisor, which may take a while, so that the
+        # other ranks do not read an outdated announcement.
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
         # From here on, the agent writes to its own log, and the terminal shows rank 0's output.
@@ -227,7 +231,7 @@ def lead_step(
 def run_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> int:
-    """Run CONFIG or a COMMAND as one task of a Slurm step or launcher; return the task's exit code."""
+    """Run CONFIG or a COMMAND in a Slurm task or launched rank; return the exit code of the task."""
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
         return join_step(folder, task)
@@ -245,7 +249,10 @@ def run_in_step(
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
-    """Print the error, kill the Slurm step (its other tasks are unreachable), and return the exit code."""
+    """Print the error, kill the Slurm step, and return the exit code.
+
+    The step must be killed, because its other tasks cannot be notified of the error.
+    """
     click.echo(error.render(), err=True)
     # Wait, because srun discards output that it has not yet read when the step exits.
     time.sleep(SRUN_READ_S)
@@ -283,7 +290,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """Return the node and GPU counts of ranks that are already running, as flags with origin and value."""
+    """Map the config keys for nodes and GPUs to (origin, value), for ranks that are already running."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -292,7 +299,7 @@ def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tupl
 
 
 def launched_target(task: LaunchedRank) -> Target:
-    """Return a target for ranks that another launcher has started."""
+    """Return a `Target` that describes ranks started by another launcher, such as torchrun."""
     from trainkit.cluster.target import Target
 
     reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is rank {task.first}"
@@ -309,10 +316,10 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
-    """Return the number of workers on each node of a Slurm step, and a target for the step.
+    """Return the number of workers on each node of a Slurm step, and a `Target` that describes the step.
 
-    Each Slurm task is one rank. If `num_procs` is given, each task is a node's agent and not a rank itself.
-    Raises UsageError if `num_procs` is given and a node has several tasks.
+    Each Slurm task is one rank or, if `num_procs` is given, the agent of a node. Raises UsageError if
+    `num_procs` is given and a node has several tasks.
     """
     from trainkit.cluster.target import Target
 
@@ -333,7 +340,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 class RankJson(TypedDict):
-    """The environment of a rank that is started here; values are None for a process that is no rank."""
+    """The rank environment of the current process; values are None if it is not a rank."""
 
     is_rank: bool
     source: str | None
@@ -350,13 +357,13 @@ class RankJson(TypedDict):
     """The port of rank 0; None if the port is chosen when the ranks start."""
     hosts: list[str]
     reason: str
-    """Where the values come from, or why a process started here is no rank."""
+    """The origin of the values, or the reason why the current process is not a rank."""
 
 
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option("trainkit.cli.run:RankJson")
 def env(as_json: bool) -> None:
-    """Print the environment of a rank that is started here, or why a process started here is no rank."""
+    """Print the rank environment of the current process, or the reason why it is not a rank."""
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}
@@ -388,7 +395,7 @@ RANK_KEYS = (
 
 
 def _rank_here() -> tuple[dict[str, Any], str]:
-    """Return the rank environment of this process and its origin, or an empty dict and the reason.
+    """Return the rank environment of this process and its origin, or an empty dict and why there is none.
 
     The values are read from environment variables or from the Slurm step. Raises UsageError if the
     environment variables contradict each other.

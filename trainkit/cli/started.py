@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class _StartedJson(TypedDict):
     run_dir: str
     name: str
-    """The name of the run: the name of the run folder or, if the folder was chosen, of the config."""
+    """The name of the run: the name of its folder or, if the user specified the folder, the name in the
+    config."""
     job_id: str
     attempt: int
     """The number of the attempt that was started, counted from 1."""
@@ -35,7 +36,7 @@ class StartedJson(_StartedJson, total=False):
     """An attempt of a run that a command has started."""
 
     warnings: list[str]
-    """Warnings about the plan of the run; absent if the plan is not new."""
+    """Warnings about the run's plan; absent if the attempt reuses an existing plan."""
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
@@ -80,7 +81,7 @@ def print_started(
     as_json: bool,
     warnings: Sequence[str] | None = None,
 ) -> None:
-    """Print the run folder and the job ID; `entry` is the attempt's record in job.json.
+    """Print the run folder and the job id; `entry` is the attempt's record in job.json.
 
     For a new plan, the JSON output includes the plan's `warnings`.
     """

@@ -76,11 +76,11 @@ MAX_ENDED_RUNS = 15
 MAX_READ = 200
 """Maximum number of ended runs to read if many of them are calls of the same Python function."""
 MIN_CALLS = 3
-"""Minimum number of runs of one Python function that the list combines into a single line."""
+"""Minimum number of runs of one Python function that the list shows as a single line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
-"""Minimum width of names and other text columns; in less space, whole columns are omitted."""
+"""Minimum width of text columns such as names; if the terminal is too narrow, whole columns are omitted."""
 LABEL = 12
 """The width of the labels in a run's details."""
 WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
@@ -97,9 +97,9 @@ class RunJson:
 
     status: RunStatus = field(metadata=INLINE)
     rows: dict[str, dict[str, str]] = field(metadata=OPTIONAL)
-    """Maps each capability of another package to the lines that it shows, by label."""
+    """Maps the name of each third-party capability to the lines that it adds, keyed by label."""
     metric: str = field(metadata=OPTIONAL)
-    """The metric of `result`; `metric`, `mode` and `result` are present only with `--metric`."""
+    """The name of the metric in `result`; `metric`, `mode` and `result` are present only with `--metric`."""
     mode: Mode = field(metadata=OPTIONAL)
     result: Best | None = field(metadata=OPTIONAL)
 
@@ -191,8 +191,8 @@ def show_runs(
 ) -> None:
     """Print the runs of a group; if `found` is None, print all active runs and the newest ended runs.
 
-    `metric` ranks a group's runs; `sort_key`, a column or metric, sorts them. If `below` is given, the list
-    contains only runs in that folder.
+    `metric` is the metric by which a group's runs are ranked, and `sort_key` is the column or metric by which
+    they are sorted. If `below` is given, the list contains only runs in that folder.
     """
     if found is None:
         _show_all_runs(show_all, as_json, below)
@@ -235,7 +235,7 @@ def show_runs(
 
 @dataclass(frozen=True)
 class Calls:
-    """Runs of the same Python function that have the same name and folder."""
+    """Runs of the same Python function that have the same name and are in the same folder."""
 
     runs: Sequence[RunStatus]
 
@@ -299,7 +299,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
     else:
         shown = with_calls(statuses)
-        # The runs of one function share a line, so the table has room for runs that were not read.
+        # The runs of one function share a line, which leaves room in the table, so read more runs.
         if num_hidden and len(shown) < len(statuses):
             statuses, num_hidden = read_all(MAX_READ, query, {}, warn_once, below)
             shown = with_calls(statuses)
@@ -363,7 +363,7 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
 def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) -> list[Sequence[str]]:
     """Return a heading row and one row per run or group.
 
-    The folder is shown to identify each run, because several runs may have the same name.
+    Each run is identified by its folder, because several runs may have the same name.
     """
     speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
     units = {unit for value, unit in speeds if value is not None}
@@ -374,9 +374,9 @@ def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) ->
 
 
 def speed(progress: Progress) -> tuple[float | None, str]:
-    """Return a run's speed per second, and the speed's unit.
+    """Return the number of tokens or samples that a run processes per second, and the unit.
 
-    The unit is ``samples`` if the run's losses count samples, else ``tokens``.
+    The unit is ``samples`` if the run does not count tokens, else ``tokens``.
     """
     if progress.samples_per_s is not None:
         return progress.samples_per_s, "samples"
@@ -386,7 +386,7 @@ def speed(progress: Progress) -> tuple[float | None, str]:
 def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequence[str]:
     """Return the table row for a run, a group, or the runs of a Python function.
 
-    The unit is omitted if it is `usual`.
+    The unit of the speed is omitted if it equals `usual`.
     """
     if isinstance(status, Calls):
         return status.row(cwd)
@@ -411,7 +411,7 @@ def workers_text(place: Place) -> str:
 
 
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
-    """Return a run's state, or a group's state counts, styled by the worst state."""
+    """Return a run's state, or a group's state counts, styled according to the worst state."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
     since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
@@ -471,7 +471,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """Return a one-line summary of all restarts: their number, their causes, and the last one's duration."""
+    """Return a one-line summary of all restarts: their number, their causes, and the duration of the last."""
     counts = Counter(restart.cause for restart in restarts)
     shown = [
         f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"
@@ -541,7 +541,7 @@ def _not_shown(count: int) -> str:
 def _steps(progress: Progress) -> str:
     """Return the current and the total number of steps, such as ``12/200``.
 
-    The total is omitted if it is unknown, as for a COMMAND.
+    The total is omitted if it is unknown, for example for a COMMAND.
     """
     if progress.total_steps is None:
         return cell(progress.step)

@@ -81,7 +81,7 @@ def command(
 
     If the name, folder or job id of a RUN is given instead of CONFIG, that run is repeated in a new folder.
     The new run uses the config, the copied code and the command of RUN, with the same backend and the same
-    number of GPUs. Relative paths in the config are resolved against the folder that RUN was submitted from.
+    number of GPUs. Relative paths in the config are resolved against the folder where RUN was submitted.
     Options on the command line override the settings taken from RUN. A file or a shipped config takes
     precedence over a RUN of the same name.
 
@@ -184,7 +184,7 @@ def command(
 def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
-    """Return the request, the workload, and the run to repeat, or None unless CONFIG names a run.
+    """Return the request, the workload, and the run to repeat, which is None unless CONFIG names a run.
 
     If no COMMAND is given, the repeated run determines the workload.
     """
@@ -214,7 +214,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield a line that describes a group's trials, and notes about them."""
+    """Yield a line that describes a group's trials, followed by notes about them."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials
@@ -237,7 +237,7 @@ def _show(submission: Submission, folder: Path | None, test_only: bool, as_json:
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # Print the other files to stderr, because stdout must contain only the batch script.
+        # Print all other files to stderr, because stdout must contain only the batch script.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

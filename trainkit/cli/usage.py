@@ -13,8 +13,8 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError, UsageError
 
 SIMILAR = 0.75
-"""Minimum similarity between a suggestion and the typed word; it is 0.83 for `sumbit` and `submit`, and 0.67
-for `wait` and `watch`."""
+"""Minimum similarity of a suggestion to the typed word. For example, the similarity is 0.83 for `sumbit` and
+`submit`, and 0.67 for `wait` and `watch`."""
 PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|wandb|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
@@ -97,7 +97,7 @@ OTHER_WAYS = {
     **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` limits the restarts of a run"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
-"""Maps options of other programs without a trainkit equivalent for the same command to hints."""
+"""Maps options of other programs to hints; the trainkit command has no equivalent options."""
 SBATCH_OPTIONS = (
     "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
     " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"
@@ -114,11 +114,11 @@ KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
 """Options of `kill` and `scancel` that kill a job immediately."""
 SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
 SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
-"""Maps short sbatch options to config keys; SBATCH_SHORT maps them to long options."""
+"""Maps short sbatch options to config keys; further short options are in SBATCH_SHORT."""
 SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
 """Slurm job options that have no effect on a run in the foreground."""
 WORD_IS_VALUE = ("bf16", "fp16", "fp32", "cpu")
-"""Options of other programs whose names are values of a trainkit config key."""
+"""Options of other programs, such as `--bf16`, whose name is a value of a trainkit config key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
@@ -201,7 +201,7 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
 
 
 def _meant_by_operand(args: Sequence[str]) -> str | None:
-    """Return the command that the user omitted before a program, a config or a run."""
+    """Return the command that was probably omitted before a program, a config or a run."""
     from trainkit.folders import find_shipped_config
 
     if PROGRAM.fullmatch(args[0]):
@@ -221,7 +221,7 @@ def _is_run(name: str) -> bool:
 
 
 def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
-    """Convert a click error; most are usage errors with exit code 2."""
+    """Convert a click error to a TrainkitError, which is usually a usage error with exit code 2."""
     message, hint = error.format_message().rstrip("."), ""
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
@@ -332,7 +332,7 @@ _LOOSE = re.compile(rf"=|=?{_NUMBER}(?:,+{_NUMBER})*,*|[a-z_.]+=\S+")
 
 
 def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
-    """Find an argument separated by a space from the ``--set`` or ``--sweep`` setting that it is part of.
+    """Find an argument that is part of a ``--set`` or ``--sweep`` setting but is split off by a space.
 
     Returns the argument, the complete setting and a hint.
     """
@@ -375,7 +375,7 @@ def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None
 
 
 def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
-    """Return the error with the corrected command line as its hint, if possible."""
+    """Return the error with the corrected command line as its hint, if a correction is known."""
     from trainkit.run.registry import RunInOtherFolder
 
     if isinstance(error, RunInOtherFolder) and error.only is not None:
@@ -396,7 +396,10 @@ def _help_hint(args: Sequence[str]) -> str:
 
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
-    """Return a hint for ``key=value``; several values for a single-valued key require ``--sweep``."""
+    """Return a hint for ``key=value``.
+
+    If a single-valued key has several values, the hint suggests ``--sweep``.
+    """
     from trainkit.config.schema import is_known, meant
     from trainkit.config.suggest import accepts, other_key_says
 
@@ -458,7 +461,7 @@ def _takes_run(context: click.Context | None) -> bool:
 
 
 def _of_another_command(typed: str, context: click.Context | None, args: Sequence[str]) -> str:
-    """Return a hint if a command's option precedes the command, or a global option follows it."""
+    """Return a hint if a command's option precedes the command, or if a global option follows the command."""
     from difflib import get_close_matches
 
     if context is None:
@@ -480,7 +483,10 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
 
 
 def _with_value(names: Sequence[str], value: str | None) -> str:
-    """Return options that replace another program's option; ``--gres gpu:a100:4`` also sets a GPU type."""
+    """Return the trainkit options that replace another program's option.
+
+    For ``--gres gpu:a100:4``, an option for the GPU type is included.
+    """
     *kind, count = (value or "").removeprefix("gpu:").split(":")
     if names == ["--gpus-per-node"] and value != count and count.isdigit() and len(kind) < 2:
         return " ".join([*(f"--gpu-type {one}" for one in kind), f"--gpus-per-node {count}"])
@@ -547,13 +553,14 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 
 
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
-    """Return a message and a hint for an invalid number or choice, phrased like config problems."""
+    """Return a message and a hint for an invalid number or choice, in the style of config problems."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
-    # A command that takes a choice as its argument takes no further arguments.
+    # A command that takes a choice as its argument takes no further arguments, so the invalid value comes
+    # last.
     value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):

@@ -169,8 +169,7 @@ class Standing:
     workload: Workload = TRAINER
     """The kind of program run by the workers."""
     attended_in: str | None = None
-    """The capability, such as the debugger, that may have given a user control of a rank in a terminal, or
-    None."""
+    """The capability that may have given a user control of a rank in a terminal, or None."""
     is_done: bool = False
     """True if a command has reported that it is done, so that exit code 0 after a stop signal means
     "finished"."""

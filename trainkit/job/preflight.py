@@ -117,7 +117,7 @@ def _missing_gpu(
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
-        # The node may be healthy: if a cgroup restricts a task to one GPU, that GPU has index 0.
+        # The node may be intact: if a cgroup restricts a task to one GPU, that GPU has index 0.
         hint = (
             "run `nvidia-smi` on the host, and find out what sets CUDA_VISIBLE_DEVICES: "
             "a single visible GPU has index 0"

@@ -23,20 +23,6 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
     yield from batch_problems(work)
 
 
-<<<<<<< HEAD
-def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
-    """Return whether transformer blocks are compiled on a device type, ``cpu`` or ``cuda``.
-
-    By default, blocks are not compiled if the pipeline schedule splits the backward pass, nor on CPUs, where
-    compilation takes longer than a short run.
-    """
-    if parallel.compile is not None:
-        return parallel.compile
-    return device == "cuda" and (layout.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD)
-
-
-=======
->>>>>>> wt-mem
 def batch_problems(work: StepWork) -> Iterator[Problem]:
     """Yield every problem that makes a layout invalid for a batch, regardless of the model."""
     layout, parallel, schedule = work.layout, work.parallel, work.parallel.pp_schedule

@@ -63,8 +63,8 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
     """Return whether transformer blocks are compiled on a device type, ``cpu`` or ``cuda``.
 
-    By default, blocks are not compiled on CPUs, where compilation takes longer than a short run, or if the
-    pipeline schedule splits the backward pass.
+    By default, blocks are not compiled if the pipeline schedule splits the backward pass, nor on CPUs, where
+    compilation takes longer than a short run.
     """
     if parallel.compile is not None:
         return parallel.compile

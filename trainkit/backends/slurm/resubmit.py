@@ -174,7 +174,7 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
 
     A host is lost if Slurm reports it as down, failed or not responding. For a running job, the result
     includes hosts that Slurm has removed from the job. For a job that is about to end, the result excludes
-    removed hosts, because Slurm also removes healthy hosts that have finished.
+    removed hosts, because Slurm also removes working hosts that have finished.
     """
     if not hosts:
         return ()

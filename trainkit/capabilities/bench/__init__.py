@@ -1,4 +1,4 @@
-"""Measures how fast a config runs with different layouts or settings; such a series of runs is a bench."""
+"""Measures the speed of a config with several layouts or settings; such a series of runs is a bench."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ WIDTH = 100
 class BenchGroup(Group):
     """Command group for benches of layouts and benches of settings.
 
-    If the subcommand is omitted, `settings` is run if `--sweep` is given, and `layouts` otherwise.
+    Without a subcommand, `settings` is run if `--sweep` is given, and `layouts` otherwise.
     """
 
     def resolve_command(
@@ -70,7 +70,7 @@ class BenchGroup(Group):
     cls=BenchGroup,
 )
 def command() -> None:
-    """Measure the speed of several variants of a config, with a few steps each.
+    """Measure the speed of several variants of a config by running each variant for a few steps.
 
     `trainkit bench CONFIG` measures settings if --sweep is given, and layouts otherwise.
     """
@@ -136,15 +136,16 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
 )
 @_bench_options("layouts", "runs/NAME-layouts")
 def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
-    """Run CONFIG with several layouts for a few steps each; write summary.csv and plots.
+    """Run CONFIG with each of several layouts for a few steps, and write summary.csv and plots.
 
     Without --layout, the bench measures all layouts that are possible for the number of processes, the model
     and the batch size, simplest first. The bench varies parallel.cp only if the config sets this key or
     sequences are longer than 16,000 tokens. train.global_batch_size is the same for all layouts;
     train.device_batch_size and parallel.pp_microbatches are adapted to the layout where necessary.
 
-    On this machine, the layouts run one after another, and Ctrl-C ends the bench. On Slurm, the layouts run
-    as one job array; with --follow, the summary is written. The exit code is 1 if nothing was measured.
+    On this machine, the layouts run one after another, and Ctrl-C stops the bench. On Slurm, the layouts run
+    as one job array; with --follow, the command waits for the runs and writes the summary. The exit code is 1
+    if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -169,13 +170,14 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
 )
 @_bench_options("trials", "runs/NAME-settings")
 def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
-    """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
+    """Run CONFIG with every value of --sweep for a few steps, and write summary.csv and plots.
 
     Any config key can be swept, except the keys that a bench sets itself, such as train.steps. Trials that
-    cannot run are listed with the reason; all other trials run.
+    cannot run are listed with the reason; all other trials are run.
 
-    On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm, the trials run as
-    one job array; with --follow, the summary is written. The exit code is 1 if nothing was measured.
+    On this machine, the trials run one after another, and Ctrl-C stops the bench. On Slurm, the trials run as
+    one job array; with --follow, the command waits for the runs and writes the summary. The exit code is 1 if
+    nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -223,7 +225,7 @@ def _bench(
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the common config changes, the trials that will run, and the trials that cannot run."""
+    """Print the config changes common to all trials, the trials that will run, and those that cannot run."""
     facts = [("bench", change.sentence) for change in planned.changes]
     count, repeats = len(planned.trials), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "trials"
@@ -293,7 +295,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 
 
 def summarize(bench: Bench, as_json: bool) -> int:
-    """Write and print the summary of the measurements so far.
+    """Write and print a summary of the measurements made so far.
 
     Returns exit code 1 if nothing has been measured yet.
     """

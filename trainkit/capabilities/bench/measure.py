@@ -31,7 +31,7 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
     """Return the exposed communication time in seconds from a trace of the PyTorch profiler.
 
     Events before the Unix time `since_s` are ignored, and `device` is ``cpu`` or ``cuda``. Returns None if
-    the trace contains no computation, for example if the user may not read the GPU's counters.
+    the trace contains no compute operations, for example if the user may not read the GPU's counters.
     """
     begin_us = since_s * 1e6 - float(trace.get("baseTimeNanoseconds") or 0) / 1e3
     sent: list[tuple[float, float]] = []
@@ -55,7 +55,7 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
     if not computed:
         return None
     # The profiler records an operation on a sharded tensor and its communication as a single span, so the
-    # whole span is exposed communication.
+    # whole span is considered exposed communication.
     exposed_us = covered([*sent, *inside, *computed]) - covered([*inside, *computed]) + covered(inside)
     return exposed_us / 1e6
 

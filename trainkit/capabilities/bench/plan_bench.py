@@ -1,4 +1,4 @@
-"""Plans a bench, which is a sweep over layouts or config keys whose trials run only a few steps each."""
+"""Plans a bench: a sweep over layouts or config keys, where each trial runs for only a few steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ acceptable."""
 class BenchTrial(PlannedTrial):
     """A bench trial that has not started.
 
-    The `values` of a trial are its layout or its values for the swept keys.
+    The `values` of a trial are its layout or the values of the swept keys.
     """
 
     settings: Mapping[str, object]
@@ -67,7 +67,7 @@ class BenchTrial(PlannedTrial):
 
 @dataclass
 class PlannedBench:
-    """A bench that has not started: the trials that can run, and the errors of the trials that cannot."""
+    """A bench that has not started: the trials that can run, and the errors of trials that cannot run."""
 
     kind: Kind
     config: str
@@ -89,7 +89,7 @@ class PlannedBench:
 
     @property
     def impossible(self) -> dict[str, str]:
-        """Map the name of each trial that cannot run to the reason why it cannot."""
+        """Map the name of each trial that cannot run to the reason why it cannot run."""
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
@@ -102,7 +102,7 @@ class PlannedBench:
     ) -> None:
         """Plan a trial with a layout; raise ConfigError if the layout is impossible.
 
-        `typed` contains the values from ``--layout``; if empty, only `MAX_LAYOUTS` layouts are run.
+        `typed` contains the values from ``--layout``; if it is empty, at most `MAX_LAYOUTS` layouts are run.
         """
         name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (trial.name for trial in self.trials):
@@ -160,10 +160,10 @@ class PlannedBench:
     def submission(self, at_once: int) -> Submission:
         """Return a submission that starts all runs as one job array.
 
-        The array contains every trial once, and then repeats the whole sequence for each further repeat. A
-        short disturbance of the machine therefore affects one repeat of several trials, not all repeats of
-        one trial. Raises UsageError if the runs need different job requests, or the ConfigError of the first
-        trial if no trial can run.
+        The array contains all trials in sequence, once per repeat. Repeats are interleaved, so that a short
+        disturbance of the machine affects one repeat of several trials rather than all repeats of one trial.
+        Raises UsageError if the runs need different job requests, or the ConfigError of the first trial if no
+        trial can run.
         """
         if not self.trials:
             raise next(iter(self.errors.values()))
@@ -177,7 +177,7 @@ class PlannedBench:
 
     @property
     def order(self) -> list[tuple[int, BenchTrial]]:
-        """Return (repeat number, trial) for every run, in the order in which the runs start."""
+        """Return the repeat number and the trial of every run, in the order of the array."""
         return list(product(range(1, self.repeats + 1), self.trials))
 
     def to_dict(self) -> dict[str, object]:
@@ -233,7 +233,7 @@ BARE: Values = {
 def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
     """Return the config values that a bench sets in all of its runs, each with a reason.
 
-    None of these values affect the model, the data or the optimizer.
+    The values do not affect the model, the data or the optimizer.
     """
     name = f"{config.name}-{kind}"[:100], "distinguishes the runs of the bench from other runs"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}
@@ -309,7 +309,10 @@ def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Return a sort key that puts layouts with fewer, then with more common kinds of parallelism first."""
+    """Return a sort key that orders layouts by complexity.
+
+    Layouts with fewer kinds of parallelism come first and, among these, layouts with more common kinds.
+    """
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 

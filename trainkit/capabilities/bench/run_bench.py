@@ -57,7 +57,7 @@ class BenchLength:
 
     @property
     def text(self) -> str:
-        """Return the number of steps of each kind as text for messages."""
+        """Return the numbers of warm-up, measured and profiled steps as text for messages."""
         return (
             f"{self.steps} per run: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
@@ -77,12 +77,12 @@ BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""Name of the value that differs between the trials in a layout bench."""
+"""Name of the value that differs between the trials of a layout bench."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """A run in a bench, which measures a trial once."""
+    """A run of a bench; each run measures one trial once."""
 
     run: str
     """The path of the run folder, relative to the bench folder."""
@@ -101,7 +101,7 @@ class BenchRun:
 
 
 def trial_name(values: Mapping[str, object]) -> str:
-    """Return the name of a trial, which is made from its layout or its values."""
+    """Return the name of a trial, which is formed from its layout or its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
@@ -120,7 +120,7 @@ class Bench:
     """The names of the values that define a trial."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """The runs: every trial once, and then the whole sequence again for each further repeat."""
+    """The runs of the bench: all trials in sequence, once per repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)
@@ -209,7 +209,8 @@ def wait_for_runs(
 ) -> None:
     """Wait until all runs of a bench have ended.
 
-    Logs `end_line` when a run ends, and the number of runs in each state when these numbers change.
+    When a run ends, logs the line that `end_line` returns; also logs the number of runs in each state when
+    these numbers change.
     """
     logged, known = "", set[int]()
     while True:

@@ -37,8 +37,8 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """True if every repeat of the fastest trial was faster than every repeat of the second fastest; None
-    without repeats."""
+    """True if every repeat of the fastest trial was faster than every repeat of the second fastest; None if
+    there are no repeats."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1
@@ -82,17 +82,17 @@ class StartedBenchJson(TypedDict):
 
 
 class PlannedTrialJson(TypedDict, total=False):
-    """A trial that would run."""
+    """A trial that the bench would run."""
 
     layout: str
     """The name of the layout; absent in `bench settings`."""
     values: dict[str, object]
     notes: list[str]
-    """Values that were adapted to the layout."""
+    """One sentence for each value that was adapted to the layout."""
 
 
 class PlannedBenchJson(TypedDict, total=False):
-    """The trials that would run, with `--dry-run`."""
+    """The trials that a bench would run, printed with `--dry-run`."""
 
     layouts: list[PlannedTrialJson]
     """The trials of `bench layouts`."""
@@ -100,16 +100,16 @@ class PlannedBenchJson(TypedDict, total=False):
     """The trials of `bench settings`."""
     repeats: int
     impossible: dict[str, str]
-    """Maps the name of each trial that cannot run to the reason."""
+    """Maps the name of each trial that cannot run to the reason why it cannot run."""
     left_out: list[str]
-    """Possible layouts that would not run, because there are too many."""
+    """Names of possible layouts that the bench omits because there are too many."""
 
 
 BenchJson = SummaryJson | StartedBenchJson | PlannedBenchJson
 
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
-    """Write summary.csv from all measurements so far.
+    """Write summary.csv from the measurements made so far.
 
     Returns the rows, the fastest trial, and the number of runs that have not ended. The fastest trial is None
     if fewer than two trials have finished.
@@ -149,7 +149,7 @@ def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """Return the name of the trial in a row."""
+    """Return the name of the trial that a summary row describes."""
     return trial_name({key: row[key] for key in keys})
 
 
@@ -226,7 +226,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """Return a table with one row per trial, followed by the reasons of failures."""
+    """Return a table with one row per trial, followed by the reasons for failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item

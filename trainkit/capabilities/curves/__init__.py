@@ -25,7 +25,7 @@ class CurvesPlan(Part):
 
 
 class Curves(Capability):
-    """Reads the log of rank 0 and writes the metrics found there to metrics.jsonl."""
+    """Reads the log of rank 0, and writes the metrics found in it to metrics.jsonl."""
 
     name = "curves"
 

@@ -33,21 +33,21 @@ READ_BYTES = 2**17
 """Maximum number of bytes read per poll. If the log has grown by more than this number of bytes, only its
 last part is read."""
 MAX_RECORDS = 100
-"""Maximum number of regular records written per poll. If more steps were found in a poll, evenly spaced steps
-are written.
+"""Maximum number of records written per poll, not counting records with a rare metric. If a poll finds more
+steps, only evenly spaced steps are written.
 
-Steps with a rare metric are written in addition to these records.
+Steps with a rare metric are always written.
 """
 RARE = 10
-"""A metric is considered rare if at most this many steps in a poll have it."""
+"""A metric is considered rare if at most this number of steps in a poll contain it."""
 FEW_LOSSES = 20
-"""Number of lines with a loss but without a step after which an event reports that no curve was found."""
+"""If this number of lines have a loss but no step, an event reports that no curve was found."""
 MATCH_S = 1.0
 """Maximum time in seconds for a user's pattern to match the lines of one poll."""
 
 
 class LogCurve(Companion):
-    """Follows the log of rank 0, and writes the curve found in the log to metrics.jsonl.
+    """Follows the log of rank 0, and writes the curve found in it to metrics.jsonl.
 
     Each `poll` reads a limited number of bytes. Reading stops when the script itself writes metrics.jsonl.
     """
@@ -69,7 +69,7 @@ class LogCurve(Companion):
     def _begin(self) -> None:
         """Read the part of the curve that earlier attempts wrote.
 
-        If reading raises OSError, the next poll tries again.
+        A read that raises OSError is retried in the next poll.
         """
         previous = None
         made = (
@@ -189,7 +189,10 @@ class LogCurve(Companion):
         self._curve.evaluations.clear()
 
     def _announce(self, is_over: bool) -> None:
-        """Record an event with the curve's source or why there is none; skip repeated events."""
+        """Record an event with the source of the curve, or with the reason why there is no curve.
+
+        An event that was already recorded is not repeated.
+        """
         found, values = self._curve.found, dict[str, object]()
         said: tuple[object, ...]
         if self._is_off:
@@ -218,7 +221,7 @@ class LogCurve(Companion):
             log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
 
     def _warn_of_names(self) -> None:
-        """Warn only once that the script prints more metrics than a curve can contain."""
+        """Warn, only once, that the script prints more metrics than a curve can contain."""
         name = self._curve.left_out
         if name is None or self._has_warned:
             return
@@ -233,7 +236,7 @@ class LogCurve(Companion):
 
 
 def _number(text: str) -> float | None:
-    """Return the number in a text such as ``1,024`` or ``91.2%``, or None if the text is not a number."""
+    """Return the number in a string such as ``1,024`` or ``91.2%``, or None if the string is not a number."""
     try:
         return float(text.rstrip("%").replace(",", ""))
     except ValueError:

@@ -1,7 +1,7 @@
 """Decides which numbers on a line of output are metrics, and derives metric names from the printed text.
 
 Metric names are lower case, with words joined by ``_``. The characters ``/``, ``.``, ``-`` and ``@`` are kept
-in names. Times, dates, memory sizes, versions, counts and step positions are not considered metrics.
+in names. Times, dates, memory sizes, versions, counts and step numbers are not considered metrics.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ MAX_NAME = 64
 """Maximum number of characters in a metric name. Longer text before a number is not considered a metric
 name."""
 MAX_WORDS = 3
-"""Maximum number of words in a metric name. If a number is preceded by more words, the text is considered
-prose."""
+"""Maximum number of words in a metric name. Longer text before a number is considered prose."""
 OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
 """Words that mark a metric as a validation metric."""
 
@@ -32,7 +31,7 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words that rarely occur outside training output. A line with such a word can begin a curve."""
+"""Words that rarely occur outside training output, so that a line with one of them can start a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
@@ -56,10 +55,10 @@ _SELDOM = _set(
     in on to for by with from after at of and or than about over under until within since this that the a an
     """
 )
-"""Words that usually appear with counts or in prose. A metric name contains such a word only together with a
-word from `TELLING`."""
+"""Words that usually appear with counts or in prose; a metric name contains one only together with a word
+from `TELLING`."""
 _PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
-"""Words that no metric name begins with."""
+"""Words that never begin a metric name."""
 _UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})
 """Units that may follow a metric's number without a space. Units of time and memory are excluded, because
 times and memory sizes are not metrics."""
@@ -68,9 +67,10 @@ _OTHER = re.compile(
     r"[:/.-]\d|\|[^A-Za-z]|\s(?:[kmgt]i?b|ms|us|s|secs?|seconds?|mins?|minutes?|h|hours?|it/s|days?)\b(?!\s?[:=])",
     re.I,
 )
-"""Matches text after a number that shows that the number is not a metric.
+"""Matches text that follows a number and shows that the number is not a metric.
 
-Such a number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
+The matched text shows that the number begins a date, a time of day or a version, is the percentage of a
+progress bar, or has a unit.
 """
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(
@@ -182,5 +182,5 @@ def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
 
 
 def is_of_part(name: str) -> bool:
-    """Return whether a metric name belongs to validation or test metrics."""
+    """Return whether a metric is a validation or test metric, judging by its name."""
     return not {*_PART.findall(name)}.isdisjoint(OF_VALIDATION | {"test"})

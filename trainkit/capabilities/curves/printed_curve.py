@@ -1,9 +1,9 @@
 """Extracts the curve from a COMMAND's output: steps with their loss, learning rate and other metrics.
 
-A number is named by the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
-progress bar. If several numbers on a line could be the step, a number that increases from line to line is
-chosen. If the printed step restarts from a low value, for example in each epoch, the step of the curve
-continues to increase. The curve starts only after the step number has increased.
+The words before a number are its name, as in ``step 10/100 | train loss: 2.31``. A number may also be the
+position of a progress bar. If several numbers on a line could be the step, a number that increases from line
+to line is chosen. If the printed step restarts from a low value, for example in each epoch, the step of the
+curve continues to increase. The curve starts only after the step number has increased.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainkit.capabilities.curves.metric_names import (
 MAX_LINE = 1000
 """Maximum number of characters to read from a line. Only the last part of a longer line is read."""
 KINDS = ("global step", "step", "iteration", "batch", "progress bar", "epoch")
-"""Kinds of position that can serve as the step, in order of preference."""
+"""Kinds of printed positions that can serve as the step, in order of preference."""
 _COUNTS = {
     **dict.fromkeys(("update", "updates"), "global step"),
     **dict.fromkeys(("step", "steps"), "step"),
@@ -96,15 +96,16 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r",\d")
-"""Matches the rest of a number with a decimal comma, as in ``loss 1,45``."""
+"""Matches the beginning of the fractional part of a number with a decimal comma, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
-"""Matches a separator between two metrics. Words before the separator belong to the number before them."""
+"""Matches a separator between two metrics. Words between a number and the next separator belong to the
+number."""
 NO_LABEL = read_label("")
 _BEFORE_A_NUMBER = " \t:=\"'[(#"
 _IN_A_LIST = re.compile(r"[\[(#]")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
-"""Patterns for the text before and after a step position.
+"""Patterns for the text before and after a printed step, such as ``10/100``.
 
 `_BAR` matches progress bars of tqdm and rich; `_POSITION` matches Keras bars, and positions in brackets.
 """
@@ -121,23 +122,25 @@ class Reading:
     """The positions and values found on one line of output."""
 
     positions: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    """Maps each kind of position to the position and the total, which is None if no total is printed."""
+    """Maps each kind of position to the printed position and total; the total is None if it is not
+    printed."""
     has_part_of_epoch: bool = False
     """True if the line contains a fractional epoch, such as ``epoch: 0.1``."""
     is_validation: bool = False
-    """True if the line is validation output. Losses on such a line are validation losses."""
+    """True if the line is validation output, so that its losses are validation losses."""
     is_part: bool = False
     """True if the line describes a single validation batch."""
     losses: dict[str, float] = field(default_factory=dict)
     """Maps the word next to ``loss`` to the value of that training loss.
 
-    The word is ``""`` if there is none, and ``train`` if it is in `_PLAIN`.
+    The key is ``""`` if there is no such word, and ``train`` if the word is in `_PLAIN`.
     """
     val_loss: float | None = None
     values: dict[str, float] = field(default_factory=dict)
     """Values such as the learning rate, keyed by their names in metrics.jsonl."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """All other metrics and training losses on the line, keyed by their printed names."""
+    """The metrics and training losses on the line, excluding those in `values`, keyed by their printed
+    names."""
     called: dict[str, str] = field(default_factory=dict)
     """Maps each key in `losses` to the name of the same loss in `metrics`."""
     is_telling: bool = False
@@ -147,7 +150,7 @@ class Reading:
 def read_line(line: str) -> Reading:
     """Return the positions and values found on a line.
 
-    Lines prefixed with a rank other than 0 give an empty result.
+    Lines prefixed with a rank other than 0 produce an empty result.
     """
     found, text = Reading(), line.lower()
     # A chain of substring searches is several times faster than a regular expression with alternatives.
@@ -201,7 +204,7 @@ def read_line(line: str) -> Reading:
 
 
 def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
-    """Add a number to the field given by its label; return True if the number may also be a metric."""
+    """Add a number to the field that its label selects; return True if the number may also be a metric."""
     text, unit = number["value"].replace(",", ""), number["unit"].lower()
     parts, own = label.parts, label.own
     if not own or unit == "%":
@@ -265,9 +268,10 @@ class _Counter:
 
 
 _Key = tuple[str, int, int | None]
-"""Key of a possible source: the kind of position, the loss rank that `_loss_of` returned, and the total."""
+"""Key of a possible source of the curve: the kind of position, the priority of the loss as returned by
+`_loss_of`, and the total."""
 _WITHOUT_LOSS = 3
-"""Loss rank in a `_Key` for lines that have other metrics but no loss."""
+"""Loss priority in a `_Key` for lines that have metrics but no loss."""
 MAX_NAMES = 64
 """Maximum number of different metrics in a curve. Additional metrics are omitted."""
 MAX_ROWS = 256
@@ -279,7 +283,7 @@ class _Source:
     """A possible source of the curve: all lines with the same kind of position and the same kind of loss."""
 
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Records from the source, kept until its step number has grown."""
+    """Records from the source, stored until the step number of the source has increased."""
     is_curve: bool = False
 
 
@@ -301,7 +305,7 @@ class PrintedCurve:
     """Reads output line by line, and collects records for metrics.jsonl."""
 
     def __init__(self, *, is_shared: bool = False, previous: Found | None = None) -> None:
-        """Start without a curve.
+        """Initialize an empty curve.
 
         `is_shared` is True if several ranks print to the same log. In a shared log, the values from the rank
         that prints a step first are used. `previous` describes the curve of an earlier attempt, whose epoch
@@ -311,19 +315,18 @@ class PrintedCurve:
         """Maps each step to its values. The caller removes records from this mapping after writing them to a
         file."""
         self.evaluations: list[tuple[int, float]] = []
-        """The steps at which a validation loss was printed, with the value of the validation loss."""
+        """The steps at which a validation loss was printed, each with the value of the loss."""
         self.left_out: str | None = None
         """The first metric omitted because of `MAX_NAMES`, or None if no metric was omitted."""
         self._names: dict[str, None] = {}
         self._rows: dict[int, dict[str, float]] = {}
         """Maps each of the newest steps to the values found for it so far."""
         self._val_loss: float | None = None
-        """The newest validation loss. It is stored because a progress bar repeats the loss until the next
+        """The newest validation loss, stored because a progress bar repeats this loss until the next
         validation."""
         self.found: Found | None = None
         self.ambiguous: tuple[str, ...] = ()
-        """Names of the losses on a line with several losses, if none of these is clearly the training
-        loss."""
+        """Names of the losses on a line with several losses, if none of them is clearly the training loss."""
         self.num_losses = 0
         """Number of lines with a loss, with or without a step."""
         self._is_shared = is_shared
@@ -341,7 +344,7 @@ class PrintedCurve:
         self._step: int | None = None
 
     def read(self, line: str) -> None:
-        """Read a line of output in the form that a terminal shows."""
+        """Process a line of output, given in the form shown on a terminal."""
         reading = read_line(line)
         self._ignores_epochs |= reading.has_part_of_epoch
         if self._ignores_epochs:
@@ -401,7 +404,8 @@ class PrintedCurve:
         else:
             rank, value, called = loss
             if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
-                # The counter used as the step so far has restarted, but the counter `kind` has not.
+                # The counter used so far as the step has restarted, so use the counter `kind`, which has not
+                # restarted.
                 self._primary = kind, rank, total
                 self._sources[self._primary] = _Source(is_curve=True)
             values = {
@@ -474,10 +478,10 @@ class PrintedCurve:
             self.join(step, {"val_loss": reading.val_loss})
 
     def _loss_of(self, reading: Reading) -> tuple[int, float, str] | None:
-        """Return the rank, value and key of the training loss, or None if the line is ambiguous.
+        """Return the priority, value and key of the training loss, or None if the line is ambiguous.
 
-        The rank is 0 for ``loss`` alone, 1 for a word in `_PLAIN` next to ``loss``, and 2 for any other word.
-        The key is a key of `Reading.losses`.
+        The priority is 0 for ``loss`` alone, 1 for a word in `_PLAIN` next to ``loss``, and 2 for any other
+        word. The key is a key of `Reading.losses`.
         """
         losses = reading.losses
         for rank, called in enumerate(("", "train")):
@@ -573,7 +577,7 @@ def _order(key: _Key) -> tuple[bool, bool, int, int]:
 
 
 def _is_one_count(total: int | None, other: int | None) -> bool:
-    """Return whether two numbers of the same kind have the same total, where None matches any total."""
+    """Return whether two totals are equal, where None matches any total."""
     return total == other or None in (total, other)
 
 
@@ -583,6 +587,6 @@ line to overwrite it."""
 
 
 def shown_lines(data: bytes) -> tuple[list[str], bytes]:
-    """Return the lines of some output as shown on a terminal, and the remaining incomplete line."""
+    """Return the lines of output as a terminal shows them, and the remaining incomplete line."""
     *lines, rest = _ENDS.split(data)
     return [line.decode("utf-8", errors="replace") for line in lines if line.strip()], rest

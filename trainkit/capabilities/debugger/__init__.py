@@ -26,11 +26,11 @@ class DebugPlan(Part):
 
     CAPABILITY = "debugger"
     rank: int
-    """The rank to debug. All ranks except this one run without a debugger."""
+    """The rank to debug, which is the only rank that runs with a debugger."""
     mode: str
     """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None
-    """Port that debugpy listens on, or None for the other modes."""
+    """Port on which debugpy listens; None unless `mode` is ``debugpy``."""
 
     @property
     def words(self) -> str:

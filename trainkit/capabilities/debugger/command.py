@@ -1,4 +1,4 @@
-"""Implements ``trainkit debug``, which lends this terminal to a rank that is waiting at breakpoint()."""
+"""Implements ``trainkit debug``, which connects this terminal to a rank that is waiting at breakpoint()."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def command(run_name: str, rank: int) -> None:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
     All other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run until the next
-    breakpoint(), and `q` stops the run. While the run continues, Ctrl-C ends only the debugger, not the run.
-    To start a run with a terminal for one of its ranks, use `trainkit run --debug`.
+    breakpoint(), and `q` stops the run. While the run continues, Ctrl-C exits the debugger but does not stop
+    the run. To start a run with a terminal for one of its ranks, use `trainkit run --debug`.
     """
     attach(running_attempt(find_run(run_name, acts=True)), rank)
 
 
 def attach(attempt: AttemptDir, rank: int) -> None:
-    """Lend this terminal to a rank waiting at breakpoint(), until the rank or the user ends the session.
+    """Connect this terminal to a rank waiting at breakpoint(), until the rank or the user ends the session.
 
-    If the rank is on another host, the command is run again on that host. Raises UsageError if the rank is
+    If the rank is on another host, `trainkit debug` is started on that host. Raises UsageError if the rank is
     not waiting at breakpoint().
     """
     from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job

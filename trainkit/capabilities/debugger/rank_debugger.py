@@ -2,8 +2,8 @@
 
 Ranks normally have no terminal. The rank selected by `trainkit run --debug` uses the terminal of that
 command. Any other rank waits at `breakpoint()` until `trainkit debug` passes a terminal to the rank through a
-socket. `rank_start.py` loads this file even in a Python without trainkit, so the file imports only the
-standard library; a debugger is imported only when a rank stops.
+socket. `rank_start.py` loads this file even if trainkit is not installed in the rank's Python, so the file
+imports only the standard library. A debugger is imported only when a rank stops.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """Environment variable with the path of the terminal of `trainkit run`; `trainkit.job.rank_env` defines the
 same name."""
 CHOSEN_FILE = "rank"
-"""File in the folder of `FOLDER_VARIABLE` that contains the number of the rank that a user debugs. Once this
-file exists, no other rank waits at a breakpoint."""
+"""File in the folder of `FOLDER_VARIABLE` that contains the rank that a user debugs. Once this file exists,
+only the rank in the file waits at breakpoints."""
 AT_PROMPT, RUNNING = b"p", b"r"
 """Messages from a rank to `trainkit debug`: the debugger waits for input, or the program is running."""
 POLL_S = 1.0
@@ -114,9 +114,9 @@ def stop_at(
 ) -> None:
     """Start the debugger at a frame, or at the frame where an exception was raised.
 
-    If `terminal` (a path) is given, the debugger reads from that terminal. Otherwise, the rank selected by
-    `--debug` reads from standard input, and any other rank from the terminal that `trainkit debug` lends. The
-    context manager `around` is active while the debugger reads.
+    If `terminal` (a path) is given, the debugger reads from that terminal. If `terminal` is None, the rank
+    selected by `--debug` reads from standard input, and any other rank reads from the terminal that `trainkit
+    debug` connects. The context manager `around` is active while the debugger reads input.
     """
     import pdb
 
@@ -212,9 +212,9 @@ def _stop_requests() -> Iterator[list[int]]:
 
 
 class Attached(Terminal):
-    """A terminal that `trainkit debug` lends to this process.
+    """A terminal that `trainkit debug` has connected to this process.
 
-    When a `trainkit debug` command exits, another `trainkit debug` can lend its terminal.
+    When a `trainkit debug` command exits, another `trainkit debug` command can connect its terminal.
     """
 
     def __init__(self) -> None:
@@ -238,8 +238,8 @@ class Attached(Terminal):
     def readline(self) -> str:
         """Return the next line that the user types.
 
-        If the terminal is closed, wait for another terminal and return ``w``, so that the debugger prints the
-        current position in the new terminal.
+        If the terminal is closed, wait for another terminal and return the pdb command ``w``, so that the
+        debugger prints the current position in the new terminal.
         """
         if self.is_connected():
             either = poll()

@@ -35,7 +35,7 @@ def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
 
 
 def has_input() -> bool:
-    """Return whether standard input is a pipe or a terminal that can be read, not /dev/null."""
+    """Return whether standard input is a readable pipe or terminal rather than /dev/null."""
     try:
         own, null = os.fstat(0), os.stat(os.devnull)  # noqa: PTH116
     except OSError:

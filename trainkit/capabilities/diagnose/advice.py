@@ -100,8 +100,8 @@ def _config_values(config: RunConfig, plan: PlanRecord, file: str) -> dict[str, 
 def _time_values(resources: ResourcesConfig) -> dict[str, str]:
     """Return the shortest of the job's time limits that can be doubled, and the doubled limit.
 
-    The job's time limit may be ``time_min``, ``slice`` or ``time`` from the config section `resources`. A
-    doubled limit must not exceed the next longer of these three limits.
+    The job's time limits are ``time_min``, ``slice`` and ``time`` in the config section `resources`. A
+    doubled limit must not exceed the job's next longer limit.
     """
     limits = {key: getattr(resources, key) for key in ("time_min", "slice", "time")}
     given = [(key, text, time_limit_s(text)) for key, text in limits.items() if text is not None]
@@ -114,7 +114,7 @@ def _time_values(resources: ResourcesConfig) -> dict[str, str]:
 
 
 def host_values(host: str, named: str) -> dict[str, str]:
-    """Return a host keyed by ``free_host``, or ``named_host`` if ``resources.extra.nodelist`` needs it."""
+    """Return a host as ``named_host`` if the node list `named` contains it, or else as ``free_host``."""
     hosts: list[str] = []
     with suppress(UsageError):  # the file in the run folder may be damaged
         hosts = expand_hosts(named) if named else []
@@ -145,8 +145,8 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
 WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)"
 )
-"""Matches the NCCL watchdog's message that a collective timed out, which contains the collective's sequence
-number."""
+"""Matches the message of the NCCL watchdog about a collective that timed out, including the sequence number
+of the collective."""
 
 
 def hang_values(
@@ -154,7 +154,7 @@ def hang_values(
 ) -> tuple[dict[str, str], list[Evidence]]:
     """Return the ranks that wait for the blocking rank, and evidence lines from their hang reports.
 
-    Both are empty unless the failure is a hang.
+    Returns an empty dict and an empty list unless the failure is a hang.
     """
     waiting, lines = [], []
     if match.signature.name != "hang":
@@ -181,7 +181,7 @@ _QUOTED = re.compile(r"'([^']+)'")
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
     """Return the folder where a command looked for a missing file, and the folder that contains the file.
 
-    Returns an empty dict unless the failure is a missing file.
+    Returns an empty dict unless the failure was caused by a missing file.
     """
     if match.signature.name != "missing-file" or not files.plan.is_command:
         return {}

@@ -110,7 +110,7 @@ class AttemptFiles:
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
-        """Yield texts that no user program can write to: from Slurm, the supervisor and the agents."""
+        """Yield texts that come from Slurm, the supervisor and the agents, and never from user programs."""
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
@@ -125,7 +125,7 @@ class AttemptFiles:
 
     @cached_property
     def diverged_since(self) -> int | None:
-        """Return the step where the attempt diverged, or None if it has not."""
+        """Return the step at which the attempt diverged, or None if it has not diverged."""
         with contextlib.suppress(OSError):
             return diverged_since(self.run, self.attempt.number)
         return None
@@ -169,8 +169,8 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
     """Yield messages that srun and slurmstepd wrote about an attempt.
 
     `is_recorded` is True if end.json exists for the attempt. slurmstepd writes its last messages to the log
-    file that the job opened at its start. After a requeue or a restart inside the allocation, that log file
-    belongs to an earlier attempt.
+    file that was opened when the job started. After a requeue or a restart inside the allocation, the last
+    messages of slurmstepd are in the log file of an earlier attempt.
     """
     entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)
@@ -272,7 +272,7 @@ class AttemptEvents:
     def shown(self) -> list[Evidence]:
         """Return the last events, each with its time of day.
 
-        The events of a completed save are merged into one.
+        The events of a completed save are merged into one event.
         """
         file, found = self._attempt.run.events_file.name, []
         saved: set[int | None] = set()

@@ -94,7 +94,7 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _evidence(item: Evidence) -> list[str]:
-    """Return the location of a piece of evidence as FILE:LINE for editors, and its first lines."""
+    """Return the location of a piece of evidence as FILE:LINE for editors, and its first lines of text."""
     lines = _wrapped(item.text, "  ", "  ")
     more = [*lines[: MAX_EVIDENCE_LINES - 1], "  …"] if len(lines) > MAX_EVIDENCE_LINES else lines
     return [item.place, *more]

@@ -1,9 +1,9 @@
 """Diagnoses an attempt: finds the first failed rank, the root cause with evidence, and what to do.
 
 A diagnosis reads the run folder but never changes it. The root cause in end.json and the ranks' failure
-records take precedence. If the root cause and the records do not explain the failure, because a rank was
-killed or only reports the failure of another rank, the logs are searched. Events before the failure are
-searched last.
+records take precedence. The logs are searched if the root cause and the records do not explain the failure,
+for example because a rank was killed or only reports the failure of another rank. Events before the failure
+are searched last.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ MAX_START = 200
 """Number of leading characters of an exception's first line that are used to find the line in a log file."""
 TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
-"""Commands that restart a run. ``by_hand`` is for runs that trainkit did not start."""
+"""Commands that restart a run. The placeholder ``by_hand`` is used for runs that trainkit did not start."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals that a crashing process raises itself; its output may contain the reason. All other signals are
-sent by other processes."""
+"""Signals that are caused by a crash of the process itself, whose output may contain the reason. Signals that
+are not in this tuple are sent by other processes."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Diagnosis:
     evidence: list[Evidence] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
-    """The last lines of output of the first failed rank, if the cause is unknown or an error in the user's
-    code. For a failed start, these are the last lines of the batch script's output."""
+    """The last lines of output of the first failed rank, if the cause is unknown or is an error in the user's
+    code. For a failed start, the tail contains the last lines of the batch script's output."""
     events: list[Evidence] = field(default_factory=list)
     """The last events before the failure, if the cause is unknown or was found in an event."""
     earlier: list[str] = field(default_factory=list)
@@ -125,9 +125,9 @@ class _First:
 
     @property
     def died_silently(self) -> bool:
-        """Return whether the process was killed from outside.
+        """Return whether the process was killed by another process or by the kernel.
 
-        The output of a process killed from outside does not contain the reason.
+        The output of a process does not contain the reason why another process or the kernel killed it.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -178,7 +178,7 @@ class _Case:
     def _records(self) -> list[_First]:
         """Return the ranks' failure records, earliest first.
 
-        If launchers wrote all records, sort by the failure times that the launchers report.
+        If launchers wrote all records, the records are sorted by the failure times that the launchers report.
         """
         found = list[_First]()
         for path, recorded in rank_failures(self.attempt, self.files.job):
@@ -199,7 +199,7 @@ class _Case:
     def _of_launcher(self, first: _First) -> _First:
         """Complete a launcher's record with the first failed rank, which the launcher printed in its output.
 
-        Current agents already record this rank; agents of old trainkit versions did not.
+        Current agents already record the first failed rank; agents of old trainkit versions did not.
         """
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
         if first.log_rank is None or not self.files.plan.is_command:
@@ -235,10 +235,9 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """Return the record that the root cause was copied from, or else the root cause itself.
+        """Return the record with the root cause or, if no record contains it, the root cause itself.
 
-        If there is no root cause, return the earliest record. If launchers report failure times, the earliest
-        reported time determines this record.
+        If there is no root cause, or if launchers report failure times, return the earliest record.
         """
         verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
@@ -290,7 +289,7 @@ class _Case:
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
         """Yield the remaining lines of the message of an exception.
 
-        A COMMAND's record contains only the first line.
+        A COMMAND's record contains only the first line of the message.
         """
         if first.log_rank is None or not first.is_exception:
             return
@@ -301,7 +300,7 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Return the match for the earliest record that is not a cascade, making it the first failure."""
+        """Find the first failure not caused by another, store it as `first`, and return its match."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
@@ -314,7 +313,7 @@ class _Case:
         return None
 
     def _in_users_code(self) -> Match | None:
-        """Return a match for the first failure's exception as an error in the user's code.
+        """Return a match that classifies the first failure's exception as an error in the user's code.
 
         Returns None if the exception was not raised in the user's code.
         """
@@ -325,7 +324,7 @@ class _Case:
         return self._best([first.text], ("fallback",)) if is_of_user else None
 
     def _from_logs(self, own: Match | None) -> Match | None:
-        """Return a cause found in the output of the first failed rank, or None.
+        """Return a cause found in the output of the first failed rank, or None if no cause is found.
 
         If it is uncertain which rank failed first, the output of all ranks is searched.
         """
@@ -337,14 +336,14 @@ class _Case:
             texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
-            # What a rank printed before it aborted explains more than the abort itself.
+            # Output that a rank printed before it aborted explains more than the abort itself.
             found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
         return found
 
     def _best(
         self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
     ) -> Match | None:
-        """Return the best match; matches are ranked by role, then by text, then by signature."""
+        """Return the best match; matches are ordered by role, then by text, then by signature."""
         texts = list(texts)
         for role in roles:
             for text in texts:
@@ -425,12 +424,12 @@ class _Case:
         )
 
     def _diverged(self, state: str) -> Diagnosis | None:
-        """Return a diagnosis of a loss that diverged in an attempt without a failure, or None."""
+        """Return a diagnosis if the loss diverged in an attempt that did not fail, or None otherwise."""
         match = self._best(self.files.curve_text())
         return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
-        """Return the rank, the host and the step, each taken from a match or else from the first failure."""
+        """Return the rank, host and step of a match; unknown values are taken from the first failure."""
         first = RankFailure() if self.first is None else self.first.failure
         step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():
@@ -447,9 +446,9 @@ class _Case:
         return own, host or match.text.host, step
 
     def _silent_rank_values(self, match: Match) -> dict[str, str]:
-        """Return the ranks in a hand-written training loop that left no record although other ranks did.
+        """Return the ranks of a hand-written training loop that have no failure record.
 
-        No agents watch the ranks of a hand-written loop.
+        The ranks of a hand-written loop have no agent that could record their failure.
         """
         if match.signature.name != "network" or not self.run.was_started_by_hand:
             return {}
@@ -458,7 +457,7 @@ class _Case:
         return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
 
     def _host_values(self, match: Match) -> dict[str, str]:
-        """Return the hosts whose ranks reported this cause, or nothing if all hosts of the run did."""
+        """Return the hosts whose ranks reported this cause, or an empty dict if all hosts are affected."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
         if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}

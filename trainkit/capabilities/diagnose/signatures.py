@@ -20,10 +20,10 @@ Role = Literal["cause", "symptom", "cascade", "fallback"]
 SIGKILL`, says how a rank exited and needs an explanation. A `cascade` is an error that ranks report because a
 different rank failed. A `fallback` is an exception in the user's code that no other signature explains."""
 Where = Literal["record", "log", "agent", "srun", "slurm", "start", "end", "event"]
-"""The kind of text that a signature searches: `record` is the record of a rank or the root cause, `log` the
-output of a rank, `agent` the log of an agent, `srun` the output of srun, `slurm` the job's state in Slurm,
-`start` a start that failed before the supervisor began, `end` the cause in end.json, and `event` an event
-before the failure."""
+"""The kind of text that a signature searches. `record` is the failure record of a rank, or the root cause.
+`log` is the output of a rank. `agent` is the log of an agent. `srun` is the output of srun. `slurm` is the
+job's state in Slurm. `start` is a start that failed before the supervisor began. `end` is the cause in
+end.json. `event` is an event before the failure."""
 Confidence = Literal["certain", "likely"]
 
 

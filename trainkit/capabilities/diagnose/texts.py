@@ -16,7 +16,7 @@ from trainkit.run.end import RankFailure
 from trainkit.run.files import forward_lines, open_file
 
 MAX_LINES_AFTER = 20
-"""If an error is followed by more lines of ordinary output than this, the program has handled the error."""
+"""An error that is followed by more than this number of lines of ordinary output is considered handled."""
 _REST_OF_AN_ERROR = re.compile(
     r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:"
     r"|slurmstepd:|Exception raised|During handling|The above exception|=+$|-+$|\*+$"
@@ -91,7 +91,7 @@ class Text:
 
     @cached_property
     def _num_survived(self) -> int:
-        """Return how many leading lines come before enough ordinary output to prove their errors handled."""
+        """Return the number of leading lines whose errors are considered handled."""
         if self.kind != "log":
             return 0
         ordinary = [index for index, line in enumerate(self.lines) if not _REST_OF_AN_ERROR.match(line)]
@@ -102,7 +102,7 @@ class Text:
         return self.kind == "log" and text.count('"', start, end) % 2 == 1
 
     def part(self, start: int, count: int, kind: Where) -> Text:
-        """Return a range of the lines as a text of kind `kind`."""
+        """Return `count` lines, beginning at index `start`, as a text of the given kind."""
         number = None if self.first_line is None else self.first_line + start
         return replace(self, kind=kind, lines=self.lines[start : start + count], first_line=number)
 
@@ -151,7 +151,7 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
 
 
 def json_line(path: Path, key: str) -> int | None:
-    """Return the number of the first line with a key in an indented JSON file, or None if there is none."""
+    """Return the number of the first line with the given key in an indented JSON file, or None."""
     try:
         with open_file(path) as stream:
             marker = f"{json.dumps(key)}:".encode()

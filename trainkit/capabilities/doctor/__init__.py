@@ -1,6 +1,6 @@
 """Implements ``trainkit doctor``, which finds problems on this machine or on cluster nodes.
 
-This module defines the check requests sent to nodes and the reports they return, both as JSON.
+This module defines the check requests that are sent to nodes and the reports that nodes return, both as JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> str:
-    """Return a dataclass as one line of JSON, so that it can be sent to another node."""
+    """Return a dataclass instance as one line of JSON, so that it can be sent to another node."""
     return json.dumps(asdict(value), default=str)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """Return the dataclass of type `kind` that `to_json` converted to `text`."""
+    """Return the instance of the dataclass `kind` from the JSON text that `to_json` returned."""
     return TypeAdapter(kind).validate_json(text)
 
 
@@ -46,7 +46,7 @@ class Request:
     network: str = "auto"
     """The value of `launch.network` in the config."""
     peers: tuple[str, ...] = ()
-    """The other hosts of the job."""
+    """The hosts of the job, excluding this host."""
     quick: bool = False
     python: tuple[str, ...] = (sys.executable,)
     """The command that starts the ranks' Python interpreter, including interpreter options."""
@@ -54,11 +54,11 @@ class Request:
     """Variables in `launch.env` that determine which packages the interpreter imports."""
     shared: tuple[str, str] | None = None
     """The path of a file below the run folder, and the host that created the file. The check fails on a node
-    that cannot see this file."""
+    where the file is not visible."""
 
     @property
     def peer(self) -> str | None:
-        """One of the other hosts, or None if there are none."""
+        """The first host in `peers`, or None if `peers` is empty."""
         return self.peers[0] if self.peers else None
 
 

@@ -23,23 +23,23 @@ NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Layout:
-    """The hosts and ranks of a bandwidth measurement. The ranks on one host have consecutive numbers."""
+    """The hosts and ranks of a bandwidth measurement. Ranks on the same host are numbered consecutively."""
 
     hosts: tuple[str, ...]
     num_ranks: tuple[int, ...]
     """Number of ranks on each host."""
     addr: str
     port: int
-    """The port that rank 0 listens on."""
+    """The port on which rank 0 listens."""
 
     @property
     def world_size(self) -> int:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return each end point of a ring link by name, with one rank on that end point.
+        """Return the name of each endpoint of the ring's links, and one rank on each endpoint.
 
-        The end points are the hosts, or the GPUs if there is only one host.
+        The endpoints are the hosts, or the GPUs if there is only one host.
         """
         if len(self.hosts) == 1:
             return [(f"GPU {rank}", rank) for rank in range(self.world_size)]
@@ -48,7 +48,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The result of one host: measurements if rank 0 runs there, otherwise nothing; or a rank's error."""
+    """The result of a bandwidth measurement on one host.
+
+    The result contains the measurements if rank 0 runs on this host, or the error of a rank.
+    """
 
     error: str = ""
     backend: str = ""
@@ -61,7 +64,7 @@ class Bandwidth:
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
     """Yield the links (from, to) of a ring, divided into rounds.
 
-    Within a round, no end point is part of more than one link.
+    Within a round, no endpoint is part of more than one link.
     """
     links = [(index, (index + 1) % num_points) for index in range(num_points)]
     last = [links.pop()] if num_points % 2 else []
@@ -71,7 +74,7 @@ def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
 def link_gbit_s(interface: str | None) -> dict[str, float]:
     """Return the nominal speeds of this host's network links in Gbit/s.
 
-    ``ethernet`` is the speed of the network interface, and ``infiniband`` the total speed of all active
+    ``ethernet`` is the speed of the network interface, and ``infiniband`` is the total speed of all active
     ports. Links that do not report a speed are omitted.
     """
     found = {}
@@ -178,7 +181,7 @@ def main() -> None:
 
 
 def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
-    """Measure the bandwidth as one rank of a host; `first` is the lowest rank on the host.
+    """Run one rank of a bandwidth measurement; `first` is the lowest rank on the host.
 
     Rank 0 prints the result as JSON.
     """
@@ -219,8 +222,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         dist.recv(tensor[:1], peer)
         dist.send(tensor, peer)
 
-    # With an optimal all-reduce, each rank sends and receives this fraction of the data; nccl-tests calls the
-    # result "bus bandwidth".
+    # In an optimal all-reduce, each rank sends and receives this multiple of the data size. In nccl-tests, a
+    # bandwidth computed with this factor is called "bus bandwidth".
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
     points = layout.points()

@@ -57,11 +57,11 @@ def command(
 ) -> int:
     """Check whether this machine, or with --nodes the nodes of a cluster, can run a job.
 
-    The checks concern Python, torch, GPUs, host names, the network, ports, the disk, the clock, the bandwidth
-    and the settings of Slurm. With --nodes or inside an allocation, the checks run on all nodes at the same
+    The checks cover Python, torch, GPUs, host names, the network, ports, the disk, the clock, the bandwidth
+    and the Slurm settings. With --nodes or inside an allocation, the checks run on all nodes at the same
     time, in a Slurm step that waits up to 10 minutes for nodes to become available. Each line of the output
-    says what was found, and what to do if there is a problem. The exit code is 1 if there is a failure;
-    warnings do not count.
+    states the result of a check, and what to do if there is a problem. The exit code is 1 if a check fails;
+    warnings do not affect the exit code.
     """
     from trainkit.job.signals import exit_on_stop
 

@@ -17,7 +17,7 @@ from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages, tra
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
-"""The oldest and the newest Python version that trainkit is tested with."""
+"""The oldest and the newest Python version with which trainkit is tested."""
 TIMEOUT_S = 120.0
 COMPARED = (
     "trainkit",
@@ -87,7 +87,7 @@ def _torch(request: Request) -> Torch | NoAnswer:
 def num_gpus(request: Request) -> int:
     """Return the number of GPUs that the ranks' torch package can use.
 
-    Returns 0 for a quick check, which does not start torch.
+    Returns 0 for a quick check, which does not import torch.
     """
     found = None if request.quick else _torch(request)
     return found.gpus if isinstance(found, Torch) else 0
@@ -145,8 +145,8 @@ def check_torch(request: Request) -> Finding:
 def versions(request: Request) -> dict[str, str]:
     """Return the Python version and package versions that must be the same on all nodes.
 
-    If the interpreter or torch does not run, its versions are omitted; `check_python` or `check_torch`
-    reports the problem.
+    If the interpreter or torch does not run, the corresponding versions are omitted; `check_python` or
+    `check_torch` reports the problem.
     """
     values = {}
     found = _packages(request)

@@ -102,7 +102,7 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 def main() -> int:
     """Check this node as the command-line argument requests, and print a report for `received` to read.
 
-    Then measure and print the bandwidth for each `Layout` read from standard input.
+    After the report, measure and print the bandwidth for each `Layout` read from standard input.
     """
     request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
@@ -176,7 +176,7 @@ def check_gpus() -> Iterator[Finding]:
             supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
             yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
             listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            # MIG slices do not report their health, so check the whole GPUs.
+            # MIG slices do not report their health, so check the GPUs that contain the slices.
             if listed is None or any(not name.isdigit() for name in listed):
                 listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
             for name in listed:
@@ -215,7 +215,7 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
-    """Return the result of an NVML query, or None if unavailable, as for MIG slices or without permission."""
+    """Return the result of an NVML query, or None if the query fails, for example for a MIG slice."""
     try:
         return query()
     except nvml.NVMLError:
@@ -255,7 +255,7 @@ def check_name(request: Request) -> Finding:
 def resolved(name: str) -> list[str]:
     """Return the IPv4 addresses of a host in the Slurm step.
 
-    If the host name cannot be resolved, returns the addresses in the NodeAddr that Slurm has for the host.
+    If the host name cannot be resolved, returns the addresses in the host's NodeAddr in Slurm.
     """
     found = _addresses_of(name)
     if not found:
@@ -347,7 +347,7 @@ def _unwritable(folder: Path, error: OSError) -> Finding:
 def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
     """Create the file for `Request.shared` below the run folder, or yield a finding with the error.
 
-    On exit, remove the created file and any files that killed tasks left.
+    On exit, remove the created file and any files left behind by killed tasks.
     """
     existing = nearest_folder(folder)
     try:

@@ -41,8 +41,8 @@ POLL_S = 0.1
 STOP_S = 10.0
 """Seconds to wait for srun to terminate its job step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
-"""Checks that must pass before the bandwidth is measured; otherwise, ranks could not start or connect to each
-other. The names of GPU checks are followed by a GPU number."""
+"""Names of the checks that must pass before the bandwidth is measured; otherwise, ranks could not start or
+connect to each other. The name of a GPU check is followed by the GPU's number."""
 NOT_FOR_SRUN = (
     "signal",
     "requeue",
@@ -57,10 +57,10 @@ NOT_FOR_SRUN = (
 
 
 def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[str]:
-    """Return the srun command that checks the nodes a config requests, with one task per node.
+    """Return the srun command that checks the nodes requested by a config, with one task per node.
 
-    Inside an allocation, the command checks the allocated nodes. Raises ConfigError that lists all problems
-    in the config.
+    Inside an allocation, the command checks the allocated nodes. Raises ConfigError, which lists all
+    problems, if the config is invalid.
     """
     worker = module_argv("trainkit.capabilities.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.most_nodes
@@ -141,7 +141,7 @@ class NodesStep:
         return answers
 
     def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
-        """Yield the next `count` messages.
+        """Yield the next `count` messages from the nodes.
 
         Yields fewer messages if the step exits, `timeout_s` passes, or `wait_s` passes after the first
         message.
@@ -159,7 +159,10 @@ class NodesStep:
             time.sleep(0.0 if new else POLL_S)
 
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
-        """Return srun's reason why `hosts`, or all hosts if `hosts` is empty, have not reported."""
+        """Return the reason, according to srun, why `hosts` have not reported.
+
+        If the output of srun names none of `hosts`, the reason may concern other hosts.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._proc.wait(1.0)
         said = [line.strip() for line in _lines_of(self._errors.name) if line.strip()]
@@ -220,13 +223,13 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
 
 
 def can_measure(findings: Iterable[Finding]) -> bool:
-    """Return whether all checks passed that ranks need to start and to connect to each other."""
+    """Return whether all checks that a bandwidth measurement requires have passed."""
     failed = {item.name.split()[0] for item in findings if item.state == "failure"}
     return not failed & NEEDED_TO_MEASURE
 
 
 def local_bandwidth(request: Request) -> Iterator[Finding]:
-    """Yield findings about the bandwidth between this host's GPUs, or nothing with fewer than two GPUs."""
+    """Yield findings about the bandwidth between this host's GPUs; yield nothing for fewer than two GPUs."""
     yield from _bandwidth([node_report(request)], lambda layout: [measure(request, layout)])
 
 
@@ -339,6 +342,6 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
 
 
 def _seconds(text: str, unknown: int) -> int:
-    """Return the number of seconds in a text such as `30 sec`, or `unknown` if there is no number."""
+    """Return the number of seconds in a string such as `30 sec`, or `unknown` if there is no number."""
     first = text.partition(" ")[0]
     return int(first) if first.isdigit() else unknown

@@ -92,9 +92,9 @@ def command(
     only_list: bool,
     as_json: bool,
 ) -> int:
-    """Interrupt short runs of CONFIG in every way that is possible here, and compare their losses.
+    """Interrupt short runs of CONFIG in every way that is possible here, and check their losses.
 
-    The losses are compared with an uninterrupted run's.
+    The losses are compared with the losses of an uninterrupted run.
 
     All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if all scenarios that were
     tried have passed. Only runs of the built-in trainer are shortened automatically, so limit the number of
@@ -135,7 +135,7 @@ def command(
 
 
 class ScenarioJson(TypedDict):
-    """A scenario, as `--list` prints the scenario."""
+    """A scenario as printed by `--list`."""
 
     scenario: str
     description: str
@@ -148,7 +148,7 @@ class ResultJson(TypedDict):
 
     scenario: str
     state: State
-    """`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario
+    """`missed` means that the run ended before it could be interrupted, and `skipped` means that the scenario
     cannot be tried with this config."""
     message: str
     """The problem of a failed scenario, the reason why a scenario was skipped, or a note about a passed
@@ -165,7 +165,7 @@ class ResultJson(TypedDict):
     num_recomputed: int | None
     """The number of steps that were computed again after the restart; None if no steps are recorded."""
     curve: str
-    """Whether the losses are `equal` to the losses of the uninterrupted run, `differs` or `unknown`."""
+    """How the losses compare with the losses of the uninterrupted run: `equal`, `differs` or `unknown`."""
     run_dir: str
 
 
@@ -179,8 +179,8 @@ class DrillJson(TypedDict):
     changes: list[Change]
     """Config values that the drill changed."""
     difference_if_not_deterministic: float | None
-    """The largest difference between the losses of a step of two runs without deterministic kernels; None on
-    CPUs."""
+    """The largest relative difference between the losses of the uninterrupted run and the losses of a run
+    without deterministic kernels; None on CPUs."""
     scenarios: list[ResultJson]
 
 
@@ -251,12 +251,12 @@ class Drill:
     usual_s: float = 0.0
     """Duration of the uninterrupted run in seconds."""
     difference: float | None = None
-    """The `largest_difference` between the losses of the uninterrupted run and of a run without deterministic
-    kernels; None on CPUs, where kernels are always deterministic."""
+    """The `largest_difference` between the losses of the uninterrupted run and the losses of a run without
+    deterministic kernels. None on CPUs, where kernels are always deterministic."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """Yield the result of each scenario as soon as the scenario has finished.
+        """Yield the result of each scenario as soon as it has finished.
 
         When the generator exits, no run is left running. Raises TrainkitError if the uninterrupted run does
         not finish.
@@ -272,12 +272,12 @@ class Drill:
             self._kill_running()
 
     def _compare_kernels(self) -> None:
-        """Measure how much the losses differ in a run that uses nondeterministic kernels."""
+        """Measure how much nondeterministic kernels change the losses."""
         train = self.config.train.model_copy(update={"deterministic": False})
         config = self.config.model_copy(update={"train": train})
         try:
             steps, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
-        except TrainkitError as error:  # a failure of this additional run is unrelated to interruptions
+        except TrainkitError as error:  # a failure of this comparison run is unrelated to interruptions
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
@@ -365,7 +365,7 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run that have a loss, in order of computation."""
+    """Return the steps of a run that have a loss, in the order of computation."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 

@@ -69,7 +69,7 @@ def _kill(pids: list[int]) -> bool:
 class SlurmFaultInjector(FaultInjector):
     """Kills processes of a run's Slurm job by starting a job step on its nodes.
 
-    Slurm allows such steps only in the user's own jobs.
+    Slurm allows users to start job steps only in their own jobs.
     """
 
     def kill_rank(self, rank: int) -> bool:

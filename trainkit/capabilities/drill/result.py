@@ -19,11 +19,12 @@ def num_recomputed(steps: Sequence[StepRecord]) -> int:
 
 
 SIZES_TOLERANCE = 1e-5
-"""Relative tolerance for comparing losses from different numbers of ranks, which round sums differently."""
+"""Relative tolerance for comparing the losses of runs with different numbers of ranks, because the order of
+summation affects rounding."""
 
 
 def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
-    """Return the first difference from the uninterrupted run as text, or an empty string if none."""
+    """Return the first difference from the uninterrupted run as text, or an empty string if there is none."""
     expected = {one.step: one for one in reference}
     for one in steps:
         known = expected.get(one.step)
@@ -56,7 +57,7 @@ def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepReco
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
     """Return the number of steps that were computed during saves that an interruption aborted.
 
-    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
+    Steps computed during an aborted asynchronous save are lost in addition to one save interval.
     """
     total = 0
     for start in events:
@@ -92,7 +93,7 @@ class RunOutcome:
     """The computed steps with their losses, including repeated steps."""
     events: Sequence[Event]
     damages: Sequence[str]
-    """One description of the damage for each complete checkpoint that is damaged."""
+    """For each damaged checkpoint whose save was completed, a description of the damage."""
     run_dir: str
 
 
@@ -159,9 +160,9 @@ def _problems(
 def _too_many_recomputed(
     scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
-    """Return a problem if too many steps were recomputed, or an empty list otherwise.
+    """Return a list with one problem if too many steps were recomputed, or an empty list otherwise.
 
-    No step may be recomputed after a graceful stop, and only steps since the last save after a kill.
+    After a graceful stop, no step may be recomputed; after a kill, only steps since the last save may be.
     """
     if scenario.graceful:
         return [f"{recomputed(again)} after a graceful stop"] if again else []
@@ -174,7 +175,7 @@ def _too_many_recomputed(
 
 
 def recomputed(num_steps: int) -> str:
-    """Return text for the number of recomputed steps, to begin a message with."""
+    """Return the beginning of a message, which states the number of recomputed steps."""
     return f"{plural(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} recomputed"
 
 

@@ -1,4 +1,4 @@
-"""Defines a drill's scenarios: which ones are possible, what they hit, and how they interrupt a run."""
+"""Defines the scenarios of a drill: when they are possible, and how they interrupt a run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """When a scenario interrupts the run, and which rank or node it hits."""
+    """When a scenario interrupts the run, and which rank or node the scenario affects."""
 
     step: int | None
     """The step after which the run is interrupted, or None if no steps are recorded."""
@@ -93,11 +93,11 @@ def choose_target(
     world_size: int,
     num_nodes: int,
 ) -> Target:
-    """Choose at random when the scenario interrupts the run, and which rank or node it hits.
+    """Choose at random when the scenario interrupts the run, and which rank or node it affects.
 
-    The first steps are excluded because no checkpoint exists yet, and the last third because an interruption
-    takes some time to have an effect. `interval` is the number of steps between two saves, or None if it is
-    unknown.
+    The first steps are never chosen, because no checkpoint exists yet. The last third of the run is never
+    chosen, because an interruption takes some time to have an effect. `interval` is the number of steps
+    between two saves, or None if it is unknown.
     """
     rng = random.Random(f"{seed} {scenario.name}")
     step = None
@@ -125,7 +125,7 @@ class RunWatch:
 
     run: RunDir
     poll_s: float
-    """Seconds between two reads of the run's files. The interval is shorter than a step, so that the
+    """Seconds between two reads of the run's files. The polling interval is shorter than a step, so that the
     interruption happens at the chosen step."""
     patience_s: float
     """Seconds without progress after which the run is considered stuck. Time that a job spends in the queue
@@ -220,8 +220,8 @@ kill signal arrives, the drill tries the next save."""
 
 
 State = Literal["passed", "failed", "missed", "skipped"]
-"""`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario cannot be
-tried with this config."""
+"""`missed` means that the run ended before it could be interrupted, and `skipped` means that the scenario
+cannot be tried with this config."""
 
 
 @dataclass
@@ -251,10 +251,10 @@ class Result:
     missed: str = ""
     """Why the run could not be interrupted as planned; empty if it was interrupted."""
     stuck: str = ""
-    """How long the run made no progress before the drill killed it, as a sentence; empty if the run was not
-    stuck."""
+    """A sentence that states how long the run made no progress before the drill killed it; empty if it was
+    not stuck."""
     refused: str = ""
-    """Why the cluster does not allow this interruption; empty if it does."""
+    """Why the cluster does not allow this interruption; empty if it is allowed."""
     damaged_step: int | None = None
     """The step of the checkpoint that the drill damaged, or None if it damaged no checkpoint."""
 
@@ -266,7 +266,7 @@ class Result:
 
 @dataclass
 class ScenarioRunner:
-    """Runs one scenario: interrupts a run and follows it to its end."""
+    """Runs one scenario: interrupts a run and follows it until it ends."""
 
     scenario: Scenario
     target: Target
@@ -277,7 +277,7 @@ class ScenarioRunner:
     """Duration of the uninterrupted run in seconds."""
 
     def run(self) -> Result:
-        """Interrupt the run at its target, follow the run until it ends, and return the result."""
+        """Interrupt the run at the target, follow it until it ends, and return the result."""
         self.result = Result(self.scenario.name)
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):
@@ -317,7 +317,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; return False if one of these fails."""
+        """Interrupt the run and wait for its restart; return False if either fails."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.result.step = watch.step or None
         try:

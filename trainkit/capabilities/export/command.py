@@ -28,7 +28,7 @@ class ExportedJson(TypedDict):
     """An exported model."""
 
     out: str
-    """The folder that was written."""
+    """The folder that contains the exported model."""
     checkpoint: str
     files: list[str]
     """The names of the files in the folder."""
@@ -62,10 +62,10 @@ class ExportedJson(TypedDict):
 def command(
     run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
 ) -> int:
-    """Write the model of a checkpoint of RUN for other programs: the best checkpoint, or else the newest.
+    """Export the model from the best checkpoint of RUN, or else the newest, for use in other programs.
 
-    For a run with model.lora, only the adapters are written, as peft does, unless --merge merges them into
-    the model's weights.
+    For a run with model.lora, only the adapters are exported, in the format of peft. With --merge, the
+    adapters are merged into the model's weights.
     """
     run = find_run(run_name)
     refuse_untrusted(run.path)
@@ -94,7 +94,7 @@ def command(
 
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """Return the checkpoint at `step`, or if None, the best or else the newest intact checkpoint."""
+    """Return the checkpoint at `step` or, without `step`, the best or else the newest intact checkpoint."""
     there = checkpoints_of(run, step)
     best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
     chosen = manifest.newest_intact(best) or manifest.newest_intact(there)

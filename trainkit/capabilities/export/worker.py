@@ -38,8 +38,8 @@ from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Maximum size of a weight file in bytes, which is also the usual limit for other models; a model hub may
-reject larger files."""
+"""Maximum size of a weight file in bytes. Published models usually use the same limit, because a model hub
+may reject larger files."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
@@ -124,7 +124,7 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
 
 
 def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
-    """Yield the decoder's parameters, reading a gigabyte at a time, because each read creates a new plan."""
+    """Yield the decoder's parameters; read about 1 GiB at a time to limit the number of load plans."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
@@ -157,7 +157,8 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "bos_token_id": None,
     }
     if config.model.hf is not None:
-        # Other settings of the original model, such as the ids of special tokens, remain valid.
+        # Keep all other settings of the original model, such as the ids of special tokens, because they
+        # remain valid.
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}
@@ -183,7 +184,7 @@ def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
     """
     generation = (
         Path(config.model.hf or "") / GENERATION_NAME
-    )  # generation_config.json lists all tokens that stop the generation
+    )  # generation_config.json lists all tokens that stop generation
     if config.model.hf is not None and generation.is_file():
         shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer

@@ -25,8 +25,8 @@ class GeneratedJson(TypedDict):
     num_tokens: int
     """The number of generated tokens."""
     stopped_by: Literal["eos", "max_tokens", "seq_len"]
-    """Whether the text ended with the end-of-text token, or reached `--max-tokens` or the length of the
-    training samples."""
+    """Why the generation stopped: the model generated the end-of-text token (`eos`), or the text reached
+    `--max-tokens` or the length of the training samples (`seq_len`)."""
     checkpoint: str
 
 
@@ -68,7 +68,7 @@ def command(
     as_json: bool,
     **options: object,
 ) -> int:
-    """Continue PROMPT with the best checkpoint of RUN, or else the newest, in one process.
+    """Continue PROMPT with the model from the best checkpoint of RUN, or else the newest, in one process.
 
     The text is printed while it is generated. If PROMPT is -, the prompt is read from stdin. PROMPT is
     encoded like the training data, without special tokens. On a CPU, weights are fp32; on a GPU, they have

@@ -112,7 +112,7 @@ def _show(piece: str) -> None:
 
 
 def _tokenizer_name(config: RunConfig, given: str | None) -> str:
-    """Return the tokenizer that the run was trained with: `bytes`, or the path of a tokenizer.json."""
+    """Return the tokenizer that was used to train the run: `bytes`, or the path of a tokenizer.json."""
     name = given or config.data.tokenizer
     folder = prepared_folder(config.data)
     if folder is None:
@@ -160,8 +160,8 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
 def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
     """Return a function that maps all tokens so far to the logits for the next token.
 
-    Call the returned function once per token, because it caches keys and values. The logits are
-    float32 [vocab] on the CPU.
+    Call the returned function once per token, because it caches keys and values. The logits are a float32
+    tensor of shape [vocab] on the CPU.
     """
     cache: object = None
 
@@ -187,7 +187,7 @@ def choose_token(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Choose a token from its logits, float32 [vocab]: the most likely at temperature 0, otherwise a sample.
+    """Return the most likely token at temperature 0, else a sample; `logits` is float32 [vocab].
 
     Samples are drawn from the `top_k` most likely tokens and, among those, from the smallest set whose
     probabilities add up to at least `top_p` (nucleus sampling, arXiv 1904.09751).

@@ -1,7 +1,7 @@
 """Chooses the number of nodes that is expected to finish a run first, and lets a run grow to more nodes.
 
-A run with `resources.grow` that has fewer than its maximum number of nodes requeues itself when more are
-available.
+A run with `resources.grow` that has fewer than its maximum number of nodes requeues itself when more nodes
+are available.
 """
 
 from __future__ import annotations

@@ -43,11 +43,12 @@ from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 
 ENOUGH_S = 5.0
-"""Total time limit in seconds for all Slurm queries together; later answers are ignored."""
+"""Total time limit in seconds for all Slurm queries; answers that arrive later are ignored."""
 MOST_ASKED = 24
-"""Maximum number of requests for which Slurm is asked for a start time."""
+"""Maximum number of requests for which Slurm is asked to estimate the start time."""
 SLICES_S = (3600.0, 4 * 3600.0)
-"""Time limits of slices to try if the run can be split; a restart is short compared with either limit.
+"""Time limits, in seconds, of slices to try if the run can be split. A restart takes little time compared
+with either limit.
 """
 LEAST_SIZES = 4
 """Minimum number of node counts to try in each partition; slices are tried only if further queries are
@@ -85,13 +86,14 @@ class Offer:
     start_time: datetime | None = None
     """Expected start, or None if Slurm does not predict one."""
     is_slice: bool = False
-    """True if the time limit is shorter than in the config, so that the run is split into several jobs."""
+    """True if the time limit is shorter than the config's time limit, so that the run is split into several
+    jobs."""
     end_time: datetime | None = None
     """Expected end, or None if the run would not finish."""
     num_jobs: int = 1
     """Number of jobs that the run needs to finish."""
     remark: str = ""
-    """Reason why the run would not finish; empty if it would."""
+    """Reason why the run would not finish; empty if the run would finish."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Choice(NodesChoice):
 
     offers: Sequence[Offer]
     taken: Offer | None
-    """The chosen offer, or None if the original request stays unchanged."""
+    """The chosen offer, or None if the original request is kept."""
     reason: str = ""
     """Reason why no offer was chosen, as one sentence."""
     priority: str = field(default="", metadata=LEFT_OUT)
@@ -147,7 +149,7 @@ def choose_nodes(
     before: LaunchPlan | None = None,
     left: float = 1.0,
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-    """Return the config with all possible node counts, the plan expected to finish first, and the choice.
+    """Return the config with all possible node counts, the plan expected to finish first, and the `Choice`.
 
     For a resumed run, `before` has the same meaning as in `plan_nodes`, and `left` is the fraction of steps
     that remains. Raises the same exceptions as `plan_run`. If Slurm does not respond, the returned plan uses
@@ -171,8 +173,8 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # As without --nodes auto, reject a run that fits into a partition only if the run is split into
-        # slices.
+        # Reject a run that fits into a partition only when split into slices, as is done without --nodes
+        # auto.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
@@ -220,7 +222,7 @@ def choose_nodes(
 
 
 def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
-    """Return whether a run can be split into slices although its config sets no slice."""
+    """Return whether a run without a configured slice can be split into slices."""
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None
@@ -235,7 +237,7 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """Return `own`, its integer halves, and its repeated doubles up to `most`, in ascending order."""
+    """Return `own`, its successive halves that are integers, and its successive doubles up to `most`."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
@@ -247,7 +249,7 @@ def sizes_around(own: int, most: int) -> list[int]:
 def expected_work(
     base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the expected work for each key in `base`, measured or scaled from the nearest measurement."""
+    """Return the expected `Work` for each key in `base`, measured or scaled from the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
         if place in measured:
@@ -297,7 +299,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """Return the offer that ends first, or None; ties go to fewer jobs, then to fewer nodes."""
+    """Return the offer with the earliest end, or None; in a tie, prefer fewer jobs, then fewer nodes."""
     ending = [
         (offer.end_time, offer.num_jobs, offer.num_nodes, index)
         for index, offer in enumerate(offers)
@@ -312,7 +314,7 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
 def _gather(
     plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
 ) -> tuple[list[Offer], str]:
-    """Return the offers for all node counts, partitions and time limits, and the priority report."""
+    """Return the offers for all node counts, partitions and time limits, and Slurm's priority report."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
     sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
@@ -395,7 +397,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work for each number and type of nodes, estimated by `trainkit plan` or the time limit."""
+    """Return the `Work` per number and type of nodes, estimated from the model or from the time limit."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -421,7 +423,7 @@ def _base(
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work derived from the speed of earlier runs, including bench runs, with equivalent steps.
+    """Return the `Work` derived from the speed of earlier runs with equivalent steps, including bench runs.
 
     Newer runs take precedence over older ones.
     """
@@ -441,7 +443,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # An attempt outside this cluster's partitions used different nodes.
+                continue  # Attempts outside this cluster's partitions used different types of nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found
@@ -461,7 +463,7 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
-# Function that changes the plan to the chosen offer
+# Function that adapts the plan to the chosen offer
 
 
 def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:

@@ -26,12 +26,11 @@ from trainkit.slurm.submit import ask_starts
 
 ASK_EVERY_S = 1800.0
 ENOUGH_S = 5.0
-"""Total time limit in seconds for all Slurm queries together; signals are not handled during these
-queries."""
+"""Total time limit in seconds for all Slurm queries; signals are not handled during these queries."""
 MOST_ASKED = 4
-"""Maximum number of node counts for which Slurm is asked for a start time."""
+"""Maximum number of node counts for which Slurm is asked to estimate the start time."""
 SOON_S = 60.0
-"""A job is considered able to start now if it would start within this many seconds."""
+"""A job is considered able to start now if it would start within this number of seconds."""
 REQUEUE_S = 120.0
 """Seconds needed to save and requeue, excluding the time to start the ranks."""
 MIN_SHARE = 0.1
@@ -39,8 +38,7 @@ MIN_SHARE = 0.1
 restart time.
 """
 MAX_VAIN = 2
-"""Maximum number of requeues for more nodes that may fail to get more nodes; after that, the run no longer
-tries to grow."""
+"""Maximum number of requeues that may fail to get more nodes; after that, the run no longer tries to grow."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Growth:
     """The decision whether to requeue a run so that it restarts on more nodes."""
 
     num_nodes: int | None
-    """Number of nodes to restart on, or None if the run does not requeue."""
+    """Number of nodes on which the run restarts, or None if the run does not requeue."""
     reason: str
 
     @property
@@ -85,7 +83,7 @@ def decide_growth(
 
 
 def vain_growths(attempts: Sequence[Attempt]) -> int:
-    """Return the number of requeues for more nodes that did not get the run more nodes."""
+    """Return the number of requeues for more nodes after which the run did not get more nodes."""
     return sum(
         one.cause == "grow" and (following.num_nodes or 0) <= (one.num_nodes or 0)
         for one, following in pairwise(attempts)

@@ -112,7 +112,10 @@ def thin_out(file: Path) -> None:
 
 
 class _Counters:
-    """Measures host utilisation, with rates since the previous sample; unknown values are None."""
+    """Measures the utilization of the host.
+
+    Rates are averages since the previous sample. Unknown values are None.
+    """
 
     def __init__(self) -> None:
         self._read_s, self._before = time.monotonic(), _counters()
@@ -159,7 +162,7 @@ def _counters() -> dict[str, int]:
     if interfaces:
         others = [words for words in interfaces if words[0] != "lo:"]
         found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
-    with contextlib.suppress(OSError):  # network filesystems are not included in these counters
+    with contextlib.suppress(OSError):  # the disk counters do not include network filesystems
         disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
         lines = [words for words in kernel_lines(PROC / "diskstats") if words[2] in disks]
         read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
@@ -186,7 +189,7 @@ class _Gpus:
                     self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
-        """Return each GPU's state, and a problem or ""; values that a GPU does not report are None."""
+        """Return the state of each GPU, and a description of a problem or an empty string."""
         problem, found = "", []
         for index, handle, name in self._handles:
             sample: dict[str, object] = {"index": index, "name": name}

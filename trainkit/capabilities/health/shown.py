@@ -14,13 +14,13 @@ from trainkit.run.files import Record, mean, numbers, read_jsonl, seconds_betwee
 from trainkit.run.rundir import AttemptDir, RunDir
 
 SILENT_SAMPLES = 3
-"""A node is considered silent if this many consecutive samples are missing."""
+"""A node is considered silent if this number of consecutive samples is missing."""
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
-"""A node's GPUs are considered unusually idle if their utilisation is below this fraction of the median over
+"""A node's GPUs are considered unusually idle if their utilization is below this fraction of the median over
 all nodes."""
 SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
-"""Severities of node problems."""
+"""Severities of node problems; a higher number means a more severe problem."""
 HEALTH_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes of samples to parse for all nodes together."""
 MAX_SAMPLES = 1000
@@ -85,7 +85,7 @@ def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[in
 def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
-    # A busy GPU normally reaches its power limit.
+    # Ignore the power limit, because a busy GPU normally reaches it.
     limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
@@ -100,7 +100,7 @@ def _sum(sample: HealthSample, *keys: str) -> float | None:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """The utilisation of one node; unmeasured values are None."""
+    """The utilization of one node; unmeasured values are None."""
 
     host: str
     num_samples: int
@@ -115,7 +115,7 @@ class NodeUse:
 
 
 def read_nodes(run: RunDir) -> list[NodeUse]:
-    """Return the utilisation of each node, computed from its samples.
+    """Return the utilization of each node, computed from its samples.
 
     If the samples exceed `HEALTH_BYTES`, an equal fraction of each node's samples is skipped.
     """
@@ -142,7 +142,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 
 def memory_in_use(attempt: AttemptDir, host: str) -> str:
-    """Return the memory use in an attempt's last sample, such as ``61.2 of 64.0 GiB``, or an empty string."""
+    """Return the memory use in an attempt's last sample, such as ``61.2 of 64.0 GiB``, or "" if unknown."""
     try:
         samples = islice(samples_reversed(health_file(attempt.run, host)), MAX_SAMPLES)
         sample = next((one for one in samples if one.attempt == attempt.number), HealthSample({}))

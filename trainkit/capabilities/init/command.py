@@ -57,7 +57,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
     With --task, write a template of a custom task instead: a model, data and a loss, which can be trained
     without changes.
 
-    The profile is written to your config folder, where every command finds it. The run config,
+    The profile is written to your config folder, where every trainkit command finds it. The run config,
     first-run.yaml, is the default CONFIG of commands in its folder; without Slurm, it is the only file
     written. The command prints the paths of the written files.
     """

@@ -94,8 +94,8 @@ _SECTIONS: dict[type, tuple[type[Section], str | None]] = {
     Partition: (PartitionProfile, "max_time_s"),
     NodeKind: (NodesProfile, "count"),
 }
-"""Maps each type to its profile section, and to the key that is always written, even with its default value
-(None if there is no such key)."""
+"""Maps each type to its profile section, and to the key that is written even with its default value, or None
+if there is no such key."""
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
@@ -138,7 +138,7 @@ def _flow(value: object) -> str:
 
 
 def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
-    """Return a profile section as a dictionary, without default values and without a partition's `nodes`."""
+    """Return a profile section as a dictionary, without default values and without the key `nodes`."""
     section, always = _SECTIONS[type(item)]
     found: dict[str, object] = {}
     for name, info in section.model_fields.items():

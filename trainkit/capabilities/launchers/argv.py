@@ -49,8 +49,8 @@ _LAUNCHERS = {
         "--master_port={master_port}",
     ),
 }
-"""Maps each launcher to its module and that module's options for one node, which contain fields of
-`RankEnv`."""
+"""Maps each launcher to its module, and to the module's options for one node, which contain placeholders for
+fields of `RankEnv`."""
 
 
 def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ class LauncherInput:
     """Maps the name of each file in the run folder to the file's text."""
     env: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
-    """Maps each placeholder in the command to the value that replaces the placeholder."""
+    """Maps each placeholder in the command to the value that replaces it."""
 
 
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
@@ -111,7 +111,7 @@ def describe_input(given: LauncherInput, launcher: str) -> str | None:
 
 
 def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: Sequence[str] = ()) -> None:
-    """Raise ConfigError with the given problems, and with one problem for each degree in `degrees` above 1.
+    """Raise ConfigError with the given problems, and with a problem for each of `degrees` that exceeds 1.
 
     A problem consists of a key and the reason why the tool does not support the key's value.
     """
@@ -265,8 +265,8 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
         ),
         "lr": (lambda: f"{job.lr(layout):g}", ["optimizer.lr"]),
     }
-    """Maps each placeholder to a function that returns its value, and to the config keys that the value
-    depends on."""
+    """Maps each placeholder to a function that returns its value, and to the config keys on which the value
+    depends."""
     asked = [name for name in values if any(f"{{{name}}}" in word for word in command)]
     problems = []
     if "strategy" in asked and job.shards and job.device == "cpu":

@@ -17,9 +17,8 @@ class LauncherPlan(Part):
 
     CAPABILITY = "launchers"
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of each file in the run folder that the launcher reads to the file's text."""
+    """Maps the name of each file that the launcher reads in the run folder to its text."""
     values: dict[str, str] = field(default_factory=dict)
-    """Maps each placeholder in the command, without its braces, to the value that replaces the
-    placeholder."""
+    """Maps each placeholder in the command, without its braces, to the value that replaces it."""
     keys: tuple[str, ...] = ()
     """Config keys that the user set and that can be passed on to a launcher."""

@@ -1,4 +1,4 @@
-"""Suggests config changes if no layout fits into GPU memory, and formats layout choices as table and JSON."""
+"""Suggests config changes if no layout fits into GPU memory, and formats layouts as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_NODES = 512
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
     """Yield each config change that makes the run fit, and the best layout choice after the change.
 
-    The changes tried are using the smallest number of GPUs that fits the run, and offloading, which saves the
-    most memory but is slow.
+    The function tries two changes: using the smallest number of GPUs that fits the run, and offloading, which
+    saves the most memory but is slow.
     """
     for other in _sizes(hardware):
         found = choose(work, other, global_batch_size)
@@ -54,7 +54,7 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
 
 
 MIN_SHARE = 0.03
-"""Minimum fraction of a step's time for a loss of time to be mentioned as a reason."""
+"""A cause of lost time is mentioned only if it takes at least this fraction of a step's time."""
 DERIVED = -1
 """The config value that makes trainkit derive a parallelism degree from the other degrees."""
 
@@ -65,7 +65,7 @@ def reason(choice: Choice) -> str:
 
 
 def headline(best: Choice) -> str:
-    """Describe whether the model must be sharded, and the reason."""
+    """Describe whether the model must be sharded, and why."""
     work, gpu = best.work, best.hardware.gpu
     state = state_bytes(work)
     what = f"weights, gradients and optimizer state take {size(state)}"
@@ -157,7 +157,7 @@ def table_lines(
     """Return layout choices as the lines of a table.
 
     Memory is in GiB, the amount of sent data is in GiB per GPU and step, and time is relative to the best
-    choice.
+    layout.
     """
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
@@ -185,12 +185,12 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def _amount(num_bytes: float) -> str:
-    """Format a number of bytes in GiB for the table, or in MiB with the suffix M below one GiB."""
+    """Format a number of bytes for the table: in GiB, or in MiB with the suffix M if below one GiB."""
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB or not num_bytes else f"{num_bytes / MIB:.0f}M"
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Return the time per token of a choice relative to the best choice."""
+    """Return the time per token of a layout choice, relative to the best layout choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
@@ -206,7 +206,7 @@ class _ChoiceJson(TypedDict):
     """The schedule of the pipeline; None without pipeline parallelism."""
     pp_microbatches: int | None
     fit: Literal["fits", "tight", "no"]
-    """`tight` means that the peak is above the usable but below the total memory of a GPU."""
+    """`tight` means that the peak is above the usable memory of a GPU but below the total memory."""
     peak_bytes: int
     worst_moment: str
     """The phase of a step that needs the most memory."""
@@ -215,9 +215,9 @@ class _ChoiceJson(TypedDict):
     bubble: float
     """The fraction of the step during which a pipeline rank is idle."""
     recompute: float
-    """The time for recomputing activations, relative to the computing time."""
+    """The time for recomputing activations, relative to the compute time."""
     sent_bytes: dict[str, int]
-    """The bytes that a GPU sends per step, by kind of parallelism."""
+    """The bytes that a GPU sends per step, keyed by kind of parallelism."""
     crosses_nodes: list[str]
     """The kinds of parallelism that communicate across nodes."""
     relative_time: float | None
@@ -228,7 +228,7 @@ class _ChoiceJson(TypedDict):
 
 
 class ChoiceJson(_ChoiceJson, total=False):
-    """A layout, with its memory and its cost."""
+    """A layout with its estimated memory use and cost."""
 
     what: str
     """The config change that makes the run fit; present only in `would_fit`."""
@@ -261,11 +261,11 @@ class LayoutsJson(TypedDict):
     """The estimated fraction of a run's time that is spent on useful steps; None if it is unknown."""
     config_problems: list[str]
     would_fit: list[ChoiceJson]
-    """Config changes that make the run fit, if no layout fits."""
+    """Config changes that make the run fit into GPU memory, if no layout fits."""
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:
-    """Return a choice as a JSON object that contains all amounts in bytes."""
+    """Return a layout choice as a JSON object, with all amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

@@ -170,7 +170,7 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 def best_on_layout(
     base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """Return the best choice for a layout, the one with the lowest `Choice.rank`.
+    """Return the best `Choice` for a layout, which has the lowest `Choice.rank`.
 
     Returns None if the model cannot be trained with this layout.
     """

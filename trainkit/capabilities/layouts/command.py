@@ -77,11 +77,12 @@ def command(
 ) -> int:
     """List the parallel layouts with which the model of CONFIG can be trained, fastest first.
 
-    Memory is that of the GPU that needs the most, in GiB, or in MiB with the suffix M. The table shows the
-    maximum of each category of memory, and the peak, which is less than the sum because the maxima do not
-    coincide. The column batch shows samples per pass x passes per step, sent shows the amount of data that a
-    GPU sends in a step, and time is an estimate relative to the first row. All layouts have the same global
-    batch size. A star marks the layout of the config. The exit code is 1 if no layout fits.
+    Memory refers to the GPU that needs the most, and is shown in GiB, or in MiB with the suffix M. The table
+    shows the maximum of each category of memory, and the peak, which is less than the sum because the maxima
+    occur at different times. The column batch shows samples per pass x passes per step. The column sent shows
+    the amount of data that a GPU sends in a step. The column time shows an estimate relative to the first
+    row. All layouts have the same global batch size. A star marks the layout of the config. The exit code is
+    1 if no layout fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
         raise UsageError(
@@ -112,7 +113,7 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
-    """Return the model's shape, reading the data only if it determines the vocabulary size."""
+    """Return the dimensions of the model; read the data only if it determines the vocabulary size."""
     from trainkit.data.checks import inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
@@ -169,13 +170,13 @@ class _Planned:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """Return the first choices to list, and always include the config's own layout."""
+        """Return the layouts to list: the best layouts, and always the config's own layout."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
     def advice(self) -> list[tuple[str, Choice]]:
-        """Return config changes that make the run fit if no layout fits, or an empty list otherwise."""
+        """Return config changes that make the run fit, or an empty list if a layout already fits."""
         from trainkit.capabilities.layouts.advice import advise
 
         if self.best is not None:

@@ -1,9 +1,9 @@
-"""Computes the fraction of time in which a run makes progress although nodes fail.
+"""Computes the fraction of time that a run spends on useful steps if nodes fail at random.
 
 The failure model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
 2410.21680). Failures occur at random, at a rate proportional to the number of nodes; each failure costs a
-restart and all work since the last checkpoint. Unlike the paper's formula, this module's formula does not
-assume that failures are rarely close together.
+restart and all work since the last checkpoint. Unlike the formula in the paper, this module's formula is also
+valid if failures occur close together.
 
 All functions in this module are pure.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FAILURES_PER_NODE_DAY = 0.0065
-"""Failures per node and day of nodes with 8 A100 GPUs, as measured in the larger cluster in the paper."""
+"""Failures per day of a node with 8 A100 GPUs, as measured in the larger of the paper's clusters."""
 SAVE_S = 1.0
 """Seconds that a save blocks the ranks; the checkpoint is then written in the background."""
 DAY_S = 86400.0
@@ -42,9 +42,9 @@ class Assumed:
 def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) -> float:
     """Return the fraction of time spent on useful steps; each interval of `interval_s` ends with a save.
 
-    Let t be the duration of an interval and its save in seconds, without failures. If both are repeated until
-    they succeed, they take (exp(rate t) - 1) / rate seconds on average. Restarts, during which nodes can also
-    fail, multiply this average time by exp(rate restart).
+    Let t be the duration of an interval and its save in seconds, without failures. If the interval and its
+    save are repeated until they succeed, they take (exp(rate t) - 1) / rate seconds on average. Restarts,
+    during which nodes can also fail, multiply this average time by exp(rate restart).
     """
     rate, wait_s = failures_per_s, interval_s + assumed.save_s
     # Use negative exponents, because they cannot overflow.
@@ -74,7 +74,7 @@ class EffectiveTime:
     share: float
     best_interval_s: float
     best_steps: int
-    """The optimal number of steps between checkpoints, which take `best_interval_s`."""
+    """The optimal number of steps between checkpoints; these steps take `best_interval_s` seconds."""
     best_share: float
     step_s: float
     assumed: Assumed
