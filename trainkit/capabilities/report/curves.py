@@ -87,7 +87,9 @@ class Curves(dict[str, list[Any]]):
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
     def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield each run's name and its points: pairs of a value in `column` and the metric's value.
+        """Yield each run's name and its points as ``(x, y)`` pairs.
+
+        x is the value of `column`, and y is the value of the metric.
 
         Steps without one of the two values are omitted.
         """
@@ -118,8 +120,8 @@ class Curves(dict[str, list[Any]]):
         values in an exponential moving average: at least 0 and less than 1. The values of the key `by`
         determine the line colours; by default, `by` is the first key that differs between the runs.
 
-        The label of a line, of its band and of its legend entry is the text in the legend. The figure's
-        `savefig` writes the same file as ``trainkit compare --plot``.
+        In the figure, a line, its band and its legend entry have the same matplotlib label: the legend text.
+        The figure's `savefig` writes the same file as ``trainkit compare --plot``.
 
         Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,
         or matplotlib is missing.
@@ -278,7 +280,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
-    """Return the seconds since the previous record or, without one, since the attempt began training."""
+    """Return the seconds since the previous record or, if there is none, since the attempt began training."""
     now = parse_time(record.time)
     if now is None:
         return 0.0

@@ -34,7 +34,7 @@ def _gib(amount: float | None) -> str:
 
 
 def result_figure(value: float | None) -> str:
-    """Return a result as text with five significant digits, but with all digits before the decimal point."""
+    """Return a result as text with five significant digits, but keep all digits before the decimal point."""
     if value is None:
         return "unknown"
     return f"{value:,.5g}" if abs(value) < 99_999.5 else number(value)

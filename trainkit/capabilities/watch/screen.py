@@ -59,7 +59,7 @@ HANGUP_S = 5
 def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
     """Show a run, a group or all runs until the user quits, and return the exit code."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # textual ignores changes of the terminal size if these variables are set.
+        os.environ.pop(name, None)  # textual ignores changes to the terminal size if these variables are set.
     app = WatchApp(found, interval_s)
     result = app.run()
     if app.signal_number is not None:
