@@ -5,7 +5,7 @@
 The state is 500 MB of float32 in one process. For each save, the script measures how long the training thread
 is blocked: the duration of the call plus the wait before the optimizer may change the state. Between the call
 and the wait, matrix products represent the forward and backward pass of the next step. The script also times
-the products without a save, to show the cost of the background copy.
+the matrix products without a save, to show the cost of the background copy.
 
 After the wait, the script changes every tensor in place. The published checkpoint must contain the values
 that the tensors had at the time of the call. The two kinds of save alternate. The first round is a warm-up

@@ -1,9 +1,9 @@
-"""Check that a stop signal has the same effect on a rank's children as without trainkit, and spares workers.
+"""Check that a stop signal affects the children of a rank as without trainkit, and that workers survive.
 
     python -m benchmarks.children [--count 200] [--seed 1] [--kinds sigwait ...] [--slurm 24.11]
 
 Starts a rank with `--count` children of each kind (`notice_cases/children.py`), both with trainkit and
-without. After all children are ready, every process of the step receives a signal at a seeded moment. Without
+without. After all children are ready, every process receives a signal at a seeded moment. Without
 `--slurm`, this process sends the signals that Slurm would send, one kind at a time. With `--slurm`, two jobs
 with children of all kinds are preempted in a cluster on this machine (as root; `installed` is the installed
 version). pyenv provides the old Python versions. The exit code is 0 if the children of each kind exit as

@@ -11,9 +11,8 @@ host. Each rank waits for a signal or a file. The benchmark measures:
 - a host that is powered off, with a requeue and with the other hosts continuing;
 - a cancellation.
 
-The RPCs are the RPCs that the controller counts (`sdiag`), without the RPCs of Slurm's own daemons. fanotify
-counts every open of a file or folder in the run folder, by any process of any host. The exit code is 1 if a
-goal is missed.
+The RPC counts are from `sdiag`, without the RPCs of Slurm's own daemons. fanotify counts all opens of files
+and folders in the run folder, by any process on any host. The exit code is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Table:
 
 
 class Opens:
-    """Counts the files below a folder that processes on any host open, except this process.
+    """Counts how often processes on all hosts, except this process, open files below a folder.
 
     The folder is on a separate file system, so that fanotify reports no other accesses on this machine.
     """
@@ -182,7 +181,8 @@ class Job:
                     found[rank] = float(text.split()[0])
             if (ended := self.run.attempt(attempt)).end_file.exists():
                 lines = ended.supervisor_log.read_text().splitlines()
-                # srun prints such a line for each rank that is killed when the attempt ends.
+                # srun prints a line that ends with "Killed" for each rank that is killed when the attempt
+                # ends.
                 kept = "\n".join(line for line in lines if not line.endswith(": Killed"))
                 raise AssertionError(
                     f"{len(found)} ranks, then\n{kept[-4000:]}\n{ended.end_file.read_text()}"
@@ -254,7 +254,7 @@ def words(counts: Counter[str]) -> str:
 
 
 def start(login: Login, table: Table, opens: Opens, what: str, nodes: str) -> Job:
-    """Submit a run and wait until all ranks have joined."""
+    """Submit a run and wait until all ranks have started."""
     opens.reset()
     rpcs(login.cluster)
     began = time.time()
@@ -269,7 +269,7 @@ def start(login: Login, table: Table, opens: Opens, what: str, nodes: str) -> Jo
 
 
 def count(job: Job, table: Table, opens: Opens) -> None:
-    """Print the RPCs and the opened files so far."""
+    """Print the RPCs and the file opens that have been counted."""
     asked = rpcs(job.login.cluster)
     table.row("until then: RPCs", asked.total(), "", more=words(asked))
     table.row("until then: listings", opens.listed.total(), "", more=opens.kinds(job.run, opens.listed))

@@ -3,7 +3,7 @@
     python -m benchmarks.command_crashes
     python -m benchmarks.command_crashes --only cancel --every 3 --seed 1
 
-The commands are all commands that change a run, and the supervisor of a run that waits in this machine's
+The benchmark covers all commands that change a run, and the supervisor of a run that waits in this machine's
 queue. The benchmark kills each command with SIGKILL before each file that it opens for writing, and before
 each rename, fsync, lock, folder creation, link, signal and process start. After the kill, no file of the run
 may be truncated or missing, `status` must show a state, at most one supervisor may run, and the next commands
@@ -63,7 +63,7 @@ STATES = (
 
 
 def crash_at(number: int, root: str, counted: Path) -> None:
-    """Kill this process before its write `number`; if `number` is 0, record all writes in a file instead."""
+    """Kill this process before the write with this number; if `number` is 0, record all writes in a file."""
     own, count = os.getpid(), 0
 
     def step(what: str) -> None:
@@ -175,7 +175,7 @@ class Case:
         return not asked and (is_settled(self.run) or not entry.attempt)
 
     def _next(self) -> None:
-        """Run the next commands of a user: end the run, and start it again."""
+        """Run the commands that a user would run next: end the run, and start it again."""
         self._must("cancel", str(self.run.path), "--wait")
         if is_alive(self.run):
             self.wrong.append(f"it is alive after `cancel --wait`: {newest(self.run)}")

@@ -2,13 +2,13 @@
 
     python -m benchmarks.diagnosis_campaign --runs 60 --seed 0
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Up to six runs of two ranks
-each run on the cluster at the same time. In each run, one or two ranks are killed, each in a separate
-attempt. The run restarts after each kill, usually inside its allocation. Slurm then terminates all six jobs:
-by a preemption with or without grace time, at the time limit, by the loss of a host, or by scancel. In half
-of the rounds, the cluster has no accounting. In every other run, the requeued job loses another rank, after
-which the run is cancelled. `trainkit diagnose --attempt` must name the cause of every attempt, and the number
-and host of each killed rank.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Up to six runs, each with
+two ranks, are active on the cluster at the same time. In each run, one or two ranks are killed, each in a
+separate attempt. The run restarts after each kill, usually inside its allocation. After the kills, Slurm
+terminates all six jobs: by a preemption with or without grace time, at the time limit, by the loss of a host,
+or by scancel. In half of the rounds, the cluster has no accounting. In every other run, the requeued job
+loses another rank, after which the run is cancelled. `trainkit diagnose --attempt` must name the cause of
+every attempt's end, and each killed rank with its host.
 
 The benchmark prints one line per run; the same seed draws the same runs. The exit code is 0 if all diagnoses
 are correct.
@@ -160,7 +160,7 @@ def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
 
 
 class Campaign:
-    """The runs of one seed on a cluster."""
+    """The runs drawn from one seed, and the cluster on which they run."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -12,9 +12,9 @@ hosts, train at any time, with every backend, with and without spare hosts. The 
 - a host that sees an outdated folder.
 
 The losses of each run must be equal, digit for digit, to the losses of an undisturbed run. A full disk, or
-faults that occur faster than checkpoints are saved, may stop a run. If the reason of the stop matches, the
-benchmark resumes the run. No intact checkpoint may be lost, no job or process may be left behind, and no port
-may clash. The benchmark prints one line per fault; the same seed draws the same faults.
+faults that occur faster than checkpoints are saved, may stop a run. If the reason for the stop matches the
+faults, the benchmark resumes the run. No intact checkpoint may be lost, no job or process may be left behind,
+and no port may clash. The benchmark prints one line per fault; the same seed draws the same faults.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ disconnected."""
 
 
 class Campaign:
-    """The faults drawn from one seed, and the runs in which they are injected."""
+    """The faults drawn from one seed, and the runs that they affect."""
 
     def __init__(
         self, login: Login, striker: Striker, faults: list[Fault], expected: Curve, seed: int
@@ -103,7 +103,7 @@ class Campaign:
         return "slurmctld" not in self.striker.active
 
     def _victims(self, fault: Fault, since_s: float) -> list[Flight]:
-        """Return the runs in which a fault can be injected now."""
+        """Return the runs that a fault can affect now."""
         if since_s < fault.gap_s:
             return []
         found = [one for one in self.flights if self.striker.can_strike(fault, one)]

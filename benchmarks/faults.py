@@ -97,7 +97,7 @@ class Striker:
         if fault.kind in ("slurmctld", "disk"):
             return fault.kind not in self.active
         if fault.kind == "damage":
-            return len(flight.intact()) > 1  # without a checkpoint, ending the run would be correct
+            return len(flight.intact()) > 1  # without another checkpoint, the run would be right to end
         if fault.kind == "rank":
             return bool(survival.ranks_of(flight.run))
         return self._old(fault, flight) is not None and bool(self._readers(fault, flight))
@@ -193,7 +193,7 @@ class Striker:
         return f"newest checkpoint (step {found[-1].step}) {how}"
 
     def _old(self, fault: Fault, flight: Flight) -> Path | None:
-        """Return the stored copy of the folder that a host sees instead of the current one."""
+        """Return the stored copy of the folder that a host sees instead of the current folder."""
         return flight.old_checkpoints if fault.kind == "stale checkpoints" else flight.old_attempts
 
     def _readers(self, fault: Fault, flight: Flight) -> list[str]:

@@ -26,7 +26,7 @@ FAULTS_FOR_A_BRAKE = 3
 QUEUED_S = 30.0
 """Seconds for which the job of an ended run may remain in the queue."""
 GIVEN_UP = ("did not restart it", "squeue has forgotten it")
-"""Reasons of a stop: Slurm failed to restart the run, or slurmctld died before it saved the job."""
+"""Reasons for a stop: Slurm failed to restart the run, or slurmctld died before it saved the job."""
 NO_SPACE = ("No space left", "disk full")
 
 
@@ -42,7 +42,7 @@ class Flight:
         """Number of faults since a user last started the run."""
         self.wrong: list[str] = []
         self.stops: list[str] = []
-        """Reasons of the stops after which a user had to resume the run."""
+        """Reasons for the stops after which a user had to resume the run."""
         self.old_checkpoints: Path | None = None
         self.old_attempts: Path | None = None
         self._damaged: set[tuple[int, int]] = set()
@@ -112,8 +112,8 @@ class Flight:
     def end(self, slurm_whole_at: float) -> dict[str, Any] | None:
         """Return how the run ended, or None if it has not ended. `trainkit status` detects a dead run.
 
-        Slurm keeps a job until all of its hosts have confirmed the end. Therefore, the time before all Slurm
-        daemons are connected again (`slurm_whole_at`, in seconds since the epoch) is not counted.
+        Slurm keeps a job until all of its hosts have confirmed the end of the job. Therefore, the time before
+        all Slurm daemons are connected again (`slurm_whole_at`, in seconds since the epoch) is not counted.
         """
         end = survival.last_end(self.run)
         if self.login.job_id(self.run) in self.login.jobs():
@@ -127,7 +127,7 @@ class Flight:
         return status if status["state"] in ("died", "cancelled") else survival.last_end(self.run)
 
     def judge_stop(self, end: dict[str, Any]) -> str | None:
-        """Return why a stop is wrong, or None if the faults explain the stop and the run can be resumed."""
+        """Return why a stop is unexpected, or None if the faults explain it and the run can be resumed."""
         reason = str(end["reason"])
         said = f"{reason} {json.dumps(end.get('verdict'))}"
         if any(text in said for text in NO_SPACE) and self.disk_was_full:

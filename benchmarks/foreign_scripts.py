@@ -8,10 +8,10 @@ get their framework's configuration from trainkit. VENV must contain torch, acce
 lightning and deepspeed. FOLDER is a clone of nanoGPT; the benchmark copies it, and replaces the lines for
 CUDA in the copy.
 
-Every script first runs without disturbances. After that, a rank is killed, and the job is preempted, requeued
-with `trainkit requeue`, and cancelled and resumed. A case passes if the script reaches its last step on the
-same ranks, with the same weights as the undisturbed run. The benchmark prints one table row per case. The
-exit code is 0 if all cases pass.
+Every script first runs without disturbances. In further cases, a rank is killed, and the job is preempted,
+requeued with `trainkit requeue`, and cancelled and resumed. A case passes if the script reaches its last step
+on the same ranks, with the same weights as the undisturbed run. The benchmark prints one table row per case.
+The exit code is 0 if all cases pass.
 """
 
 from __future__ import annotations

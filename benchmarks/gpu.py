@@ -305,7 +305,7 @@ def main() -> int:
 
 
 def memory_bytes(found: int | None, wanted_gib: float | None) -> float:
-    """Return the memory of the GPU or, without a GPU, the value of the option; at most the requested size."""
+    """Return the smaller of the GPU's memory and `wanted_gib` in bytes; without a GPU, default to 80 GiB."""
     return min(found or math.inf, (wanted_gib or (math.inf if found else 80)) * 2**30)
 
 

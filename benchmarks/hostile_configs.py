@@ -5,7 +5,7 @@
 The hostile contents are:
 
 - YAML features besides plain values: tags, anchors, aliases of aliases, merge keys, documents, numbers and
-  booleans of other versions;
+  booleans of other YAML versions;
 - invalid YAML at every key, in a file or after `--set`;
 - misspelt keys, files with other bytes, and `extends` of anything.
 

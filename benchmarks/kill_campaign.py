@@ -5,7 +5,7 @@
 Each round submits a run of two nodes and, one to three times at random moments, sends SIGKILL to a random
 target: a rank, an agent, the supervisor, or all of them. If a run does not restart automatically, the
 benchmark resumes it. At the end, the losses in metrics.jsonl must be equal, digit for digit, to the losses of
-an undisturbed run, the sample counts must have no gap, every published checkpoint must be intact, and no
+an undisturbed run, and the sample counts must have no gap. Every published checkpoint must be intact, and no
 process may be left behind. Dropout is enabled, and the text is short, so that kills occur in every part of an
 epoch. The same seed draws the same campaign.
 """

@@ -4,7 +4,7 @@
 
 The benchmark uses the runs of `tests/golden`, a run of a function, and a run whose supervisor is alive.
 `run_mutations.py` defines the mutations. After each mutation, forks of this process execute a command that
-reads and another command, which usually changes the run. The following are considered faults:
+only reads, and another command, which usually changes the run. The following are considered faults:
 
 - an unexpected exception, or a traceback of trainkit;
 - more than `LIMIT_S`;
@@ -363,7 +363,7 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
     def end(module: str) -> None:
         if module not in ("trainkit.job.supervisor", "trainkit.backends.local.group"):
             raise SystemExit(1)
-        time.sleep(0.5)  # the executed command asks the kernel for its user
+        time.sleep(0.5)  # stay alive, because the command asks the kernel for this process's user
         raise SystemExit(0)
 
     with forked_modules(before=end):

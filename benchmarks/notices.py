@@ -158,7 +158,7 @@ def heard(run: RunDir, attempt: int) -> tuple[str, str]:
 
 
 def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
-    """Request all runs to stop in the given way."""
+    """Ask all runs to stop in the given way."""
     if what == "preempted":
         preempt(login.cluster)
     for run in runs:

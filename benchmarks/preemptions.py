@@ -54,7 +54,7 @@ class Way:
     """Number of times that a run can end in this way."""
     options: tuple[str, ...] = ()
     share: int = 4
-    """The requested number of ends is divided by this number for this way."""
+    """The number of ends for this way is the requested number divided by `share`."""
 
 
 def _preempted(mode: str, grace_s: int) -> Callable[[Login, Runs], None]:

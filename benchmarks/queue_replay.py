@@ -198,7 +198,7 @@ class Replay:
         return until_h, free - self.queue[0].fewest
 
     def _grows(self, now_h: float, job: Job) -> bool:
-        """Return whether trainkit would requeue the run to grow, if some larger jobs could start now."""
+        """Return whether trainkit would requeue the run to grow, given larger jobs that could start now."""
         until_h, spare = self._reservation(now_h)
         least_h = self.request.least_h or self.request.limit_h
         fits = self.free if now_h + least_h <= until_h else min(self.free, spare)

@@ -5,8 +5,8 @@
 
 The run is generated, with a record per step, an evaluation every 500 steps, and a resume in the middle. For
 comparison, the benchmark measures the time to parse the same lines as JSON in one process. With `--runs`,
-each run of a sweep has `--lines` records, and a headless Chromium opens the page. The benchmark then measures
-the time until the page is loaded, and until the script has redrawn every line.
+each run of a sweep has `--lines` records, and a headless Chromium opens the page. The benchmark measures the
+time until the page is loaded, and the time until the script has redrawn every line.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def value_at(document: Any, place: Place) -> Any:
 
 
 def changed(text: str, change: Change, new: Callable[[Any, str | int], None]) -> str:
-    """Return the text of a file after `new`, called with the value's parent and key, has changed it."""
+    """Return the text of a file after calling `new` with the parent and the key of the value to change."""
     if change.line is not None:
         lines = text.splitlines(keepends=True)
         own = Change(change.file.with_suffix(".json"), None, change.place)

@@ -1,4 +1,4 @@
-"""Start, stop and copy runs at random moments on a Slurm cluster, and check that no run trains twice.
+"""Start, stop and copy runs at random times on a Slurm cluster; no run may train twice at the same time.
 
     python -m benchmarks.second_start_campaign --cases 60 --seed 0
 

@@ -157,7 +157,7 @@ def leave_alone(login: Login, num_steps: int, num_layers: int = 4) -> Seen:
 
 
 def campaign(cluster: Cluster, folder: Path, args: argparse.Namespace) -> list[Seen]:
-    """Run all runs, and print a line for each run."""
+    """Execute all runs, and print a line for each run."""
     chance, found = random.Random(args.seed), []
     for number in range(args.slowed + args.runs):
         home = folder / str(number)

@@ -3,9 +3,9 @@
     make cluster                            # or your own cluster
     python benchmarks/slurm_start.py
 
-Runs of both variants alternate. The hand-written script starts the same worker with srun and sets the rank
-environment itself, with a fixed port and no supervisor. Each job runs alone, and all jobs run on the same
-nodes.
+Runs with trainkit and runs with a hand-written script alternate. The hand-written script starts the same
+worker with srun and sets the rank environment itself, with a fixed port and no supervisor. Each job runs
+alone, and all jobs run on the same nodes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTA
 
 LIBRARIES = "python -c 'import click, jinja2, pydantic, yaml; pydantic.BaseModel'"
 WITH_SUBMITIT = LIBRARIES.replace("jinja2", "submitit")
-"""Imports only the libraries of a backend, as a measure of the machine's speed; submitit renders no template.
+"""A command that only imports the libraries of a backend, to measure the machine's speed; submitit renders no
+template.
 """
 LIBRARIES_FACTOR = 2.5
 """Maximum time from submit to job id, in addition to the time of sbatch, as a multiple of the time to import
@@ -157,7 +158,8 @@ def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str)
 
 
 def main() -> None:
-    # If this variable were set, Python would compile a checkout at each start, unlike an installed package.
+    # If PYTHONDONTWRITEBYTECODE were set, Python would compile a checkout at each start, unlike an installed
+    # package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -5,8 +5,8 @@
 
 Each task runs trainkit's own waiting loops with a simulated clock. The tasks start within 10 s, and task 0
 publishes the port 2 s after its start. Rank 0 listens 20 s later, after it has imported torch and found the
-data. The other ranks need up to 10 s longer. No other part of a job runs, so the counts are exact under these
-assumptions, and no times are measured.
+data. The other ranks need up to 10 s longer than rank 0. No other part of a job runs, so the counts are exact
+under these assumptions, and no times are measured.
 
 With `--gloo N`, N real processes create the process groups of the trainer and run one gather. The processes
 connect either immediately or at their first communication. The benchmark counts the sockets of the processes

@@ -2,12 +2,13 @@
 
     python -m benchmarks.step_costs [--only block | masks | parts | collectives]
 
-The block is a block of Llama 3 8B with 4,096 tokens, forward and backward, with tensors that have shapes but
-no values. Every operation that is not a view is counted as one kernel, which reads its inputs and writes its
-outputs once, as in a block that is not compiled. RMSNorm is counted as the several kernels that implement it
-on CPUs. In the output, ``autocast`` stands for float32 weights under `torch.autocast`, and ``cast weights``
-for trainkit. The weight update and the loss are counted in the same way. A compiled update reads and writes
-each of its tensors once, and its kernels are those that the compiler generates for a CPU.
+The measured block is a transformer block of Llama 3 8B with 4,096 tokens, forward and backward, with tensors
+that have shapes but no values. Every operation that is not a view is counted as one kernel, which reads its
+inputs and writes its outputs once, as in a block that is not compiled. RMSNorm is counted as the several
+kernels that implement it on CPUs. In the output, ``autocast`` stands for float32 weights under
+`torch.autocast`, and ``cast weights`` for trainkit. The weight update and the loss are counted in the same
+way. A compiled update reads and writes each of its tensors once, and its kernels are those that the compiler
+generates for a CPU.
 
 The collectives are counted for one rank in a step of two microbatches, with torch's fake process group. For
 blocks in emulated float8, the benchmark also counts the gathered bytes.

@@ -120,7 +120,8 @@ def preempted(table: Table) -> None:
 
 
 def time_limit(table: Table) -> None:
-    # Run two at a time, because if all start together, the one-minute limit is too short for some of them.
+    # Start two runs at a time, because if all runs start together, the one-minute limit is too short for some
+    # of them.
     for backend in BACKENDS:
         runs = table.submit(
             "limit",

@@ -145,7 +145,7 @@ def sample(node: int, nodes: int, time_of: datetime) -> dict[str, Any]:
 
 
 def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
-    """Append a record for each step, and a sample for one node after another."""
+    """Append a record for each step, and a sample of one node after another."""
     samples_per_step = nodes * STEP_S / SAMPLE_EVERY_S
     due, node = 0.0, 0
     while not ended.wait(STEP_S):

@@ -72,7 +72,7 @@ def main() -> int:
     if rank == 0:
         print(f"from step {first} to {args.steps}", flush=True)
 
-    step = (first - 1) // len(loader) * len(loader)  # the first step of the current epoch
+    step = (first - 1) // len(loader) * len(loader)  # number of steps before the current epoch
     while step < args.steps:
         sampler.set_epoch(step // len(loader))
         for x, y in loader:

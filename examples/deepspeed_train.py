@@ -4,7 +4,7 @@
         --set optimizer.lr=1e-3 -- examples/deepspeed_train.py --deepspeed_config {ds_config}
 
 `--dry-run` shows the file that {ds_config} stands for. The script saves every 20 steps and on the stop
-signal. After the signal, all ranks save the same step and exit with code 75.
+signal. After the stop signal, all ranks save the same step and exit with code 75.
 """
 
 import argparse

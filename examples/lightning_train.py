@@ -4,8 +4,8 @@
         examples/lightning_train.py --num-nodes {num_nodes} --devices {devices} --max-steps {max_steps}
 
 Lightning takes its ranks from the variables that trainkit sets, as if torchrun had started it. The script
-saves every 20 steps and on the stop signal. After the signal, all ranks save the same step and exit with code
-75.
+saves every 20 steps and on the stop signal. After the stop signal, all ranks save the same step and exit with
+code 75.
 """
 
 import argparse

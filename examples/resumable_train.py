@@ -1,6 +1,6 @@
 """Train a plain DDP loop that resumes after any interruption.
 
-To support this, the script does two things:
+To resume after an interruption, the script does two things:
 
 1. On SIGTERM or SIGUSR2, the script saves and exits with code 75.
 
@@ -9,7 +9,7 @@ To support this, the script does two things:
     trainkit submit --nodes 2 -- python examples/resumable_train.py --steps 2000
     trainkit drill --nodes 2 -- python examples/resumable_train.py --steps 200
 
-The script also appends to metrics.jsonl. The file is optional: `trainkit drill` uses it to compare every
+The script also appends to metrics.jsonl. metrics.jsonl is optional: `trainkit drill` uses it to compare every
 loss, and `trainkit status` to show progress.
 """
 

@@ -6,7 +6,7 @@ untracked files are included. BASE defaults to the upstream of the branch or, if
 A test depends on the files that it imports directly, through other files of tests/ and tools/, or through
 files of the same package in trainkit. For example, a change to plan/batch.py selects the tests of
 plan/make_plan.py, but not the tests of every command. A changed file that is not a Python module selects the
-tests that contain the name of the file or of its top-level folder. `make test` runs all unit tests.
+tests whose source contains the name of the file or of its top-level folder. `make test` runs all unit tests.
 """
 
 from __future__ import annotations

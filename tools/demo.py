@@ -1,4 +1,4 @@
-"""`make demo`: run the quickstart, kill a second run of it, resume that run, and compare their losses.
+"""`make demo`: run the quickstart twice, kill and resume the second run, and compare the losses of both.
 
 The demo runs the commands that a user would type, and prints each command.
 """

@@ -2,7 +2,7 @@
 
 Builds are reproducible: the same commit yields identical files on every machine with the same Python version.
 Run this script with the Python interpreter of .venv-dist. The environment variable TRAINKIT_REPOSITORY_URL
-sets the repository that the links in the metadata point to.
+sets the base URL of the links in the metadata.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def with_absolute_links(markdown: str, tag: str) -> str:
 
 
 def normalize(sdist: Path, epoch: int) -> None:
-    """Rewrite a source distribution so that times, owners, modes and order are the same everywhere."""
+    """Rewrite a source distribution so that times, owners, modes and order are the same on any machine."""
     with tarfile.open(sdist) as archive:
         members = sorted(archive.getmembers(), key=lambda member: member.name)
         contents = [archive.extractfile(member) if member.isfile() else None for member in members]

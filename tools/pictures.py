@@ -1,4 +1,4 @@
-"""Generate the images in the docs from runs: the screen of `trainkit watch`, reports and a figure.
+"""Generate the images in the docs from runs: the `trainkit watch` screen, reports, and a figure.
 
 python -m tools.pictures watch RUN      # docs/images/watch.svg python -m tools.pictures report RUN     #
 docs/images/report.png, drawn by Chromium python -m tools.pictures figure GROUP   # docs/images/figure.png, of

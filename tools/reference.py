@@ -158,7 +158,7 @@ MORE = {
     "data": ("data.md", "replay.md#the-samples-of-a-step"),
     "schema": ("programs.md#read-the-output-of-a-command",),
 }
-"""Maps a command to headings in the docs under which it is explained in detail."""
+"""Maps a command to the headings of the docs sections that explain it in detail."""
 SHARED_BY = 7
 """An option shared by at least this many commands is explained only once, at the end of the page."""
 
@@ -446,7 +446,7 @@ TYPES = {
 
 
 def stub_text() -> str:
-    """Return the package's type stub, with the origin of each name and the types of all `**options`."""
+    """Return the package's type stub, with each name's source module and the types of all `**options`."""
     schema = RunConfig.model_json_schema()
     keys = {name: (name,) for name in schema["properties"] if name not in ("extends", "config_version")}
     keys |= {name: tuple(key.split(".")) for name, key in FLAGS.items()}
@@ -536,7 +536,7 @@ def breaking_change(before: Any, after: Any) -> str | None:
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema without its keys and texts."""
+    """Return a schema without its descriptions and without the schemas of its keys."""
     left_out = ("description", "properties", "required", "$defs", "$id", "title", "version")
     return {key: value for key, value in schema.items() if key not in left_out}
 

@@ -15,8 +15,8 @@ import pytest
 
 MAX_FLAKY = 2
 MAX_TRIES = 10
-"""Maximum number of failed tests to try again; more failures are not caused by a temporary slowdown, and a
-second try would take long."""
+"""Maximum number of failed tests that are retried. If more tests fail, a temporary slowdown is not the cause,
+and retries would take long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Implements the subcommands up, down, status, env, run, host, daemon, shell and install."""
+"""Implements the subcommands of `python -m tools.slurm_cluster`, such as up, run and down."""
 
 from __future__ import annotations
 
@@ -134,7 +134,10 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _choose(folder: Path | None, must_exist: bool = True) -> Any:
-    """Return the cluster in the folder, this shell's cluster, or the only cluster; None if allowed."""
+    """Return the cluster in the folder, this shell's cluster, or the only cluster.
+
+    If there is none, returns None, or raises RuntimeError if `must_exist` is true.
+    """
     named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
     states = [state for state in all_states() if named is None or state.path == named.absolute()]
     if len(states) > 1:

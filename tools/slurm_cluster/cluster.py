@@ -19,8 +19,8 @@ from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_HOSTS = 4
 COMPLETING_S = 15.0
-"""Seconds after which a job that is still completing must have been on a powered-off host, because they
-exceed KillWait.
+"""A job that is still completing after this many seconds was on a powered-off host, because the time exceeds
+KillWait.
 
 slurmctld queries a powered-off host again only after a minute.
 """
@@ -129,7 +129,7 @@ class Cluster:
         return file.read_bytes()
 
     def wait_for_job(self, job_id: str, states: str | Sequence[str], timeout_s: float = 60) -> dict[str, str]:
-        """Wait until a job is in one of the given states, and return its fields as `job` does.
+        """Wait until a job is in one of the given states, and return the job's fields (see `job`).
 
         Raises TimeoutError after `timeout_s` seconds, and AssertionError immediately if the job ends in
         another state.

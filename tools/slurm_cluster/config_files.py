@@ -40,7 +40,7 @@ def slurm_conf(state: State) -> str:
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
         # A requeued job starts only after its old credentials have expired, which takes 120 s by default.
-        # Slurm rejects values below 5 s.
+        # Slurm rejects expiry times below 5 s.
         "AuthInfo": f"socket={folder}/munge/socket,cred_expire=5",
         "StateSaveLocation": f"{folder}/slurmctld",
         "SlurmdSpoolDir": f"{folder}/hosts/%n/spool",
@@ -55,7 +55,7 @@ def slurm_conf(state: State) -> str:
         # Use the configured CPUs and memory instead of the machine's.
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",
-        # With this value, slurmctld marks a dead host as down after 12 to 18 s, and commands fail 5 s after
+        # With this timeout, slurmctld marks a dead host as down after 12 to 18 s, and commands fail 5 s after
         # slurmctld has stopped.
         "MessageTimeout": "5",
         "SlurmdTimeout": "10",
@@ -92,7 +92,7 @@ def slurm_conf(state: State) -> str:
 
 
 def gres_conf(state: State) -> str:
-    """Return the text of gres.conf; GPUs are character devices because Slurm rejects a count alone."""
+    """Return the text of gres.conf; the GPUs are character devices, because Slurm requires device files."""
     return f"Name=gpu Type=h100 File={state.path}/dev/gpu[0-{NUM_GPUS - 1}]\n"
 
 

@@ -21,7 +21,7 @@ NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
 
 
 def path_with_sbin() -> str:
-    """Return PATH with the sbin folders, which contain the daemons, appended."""
+    """Return PATH extended by the sbin folders, which contain the daemons."""
     folders = os.environ.get("PATH", os.defpath).split(":")
     return ":".join([*folders, *(sbin for sbin in SBIN if sbin not in folders)])
 
@@ -107,7 +107,7 @@ def start_slurmctld(state: State) -> None:
 
 
 def stop(state: State, name: str, force: bool = False) -> None:
-    """Stop a daemon, with SIGKILL if `force` is true, and wait until it has exited, if it is running."""
+    """Stop a running daemon, with SIGKILL if `force` is true, and wait until it has exited."""
     pid = state.processes.get(name)
     if pid is not None:
         if force:

@@ -43,7 +43,8 @@ def make_host(host: dict[str, Any]) -> None:
     run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     run("mount", "--bind", host["hosts_file"], "/etc/hosts")
     if Path("/etc/resolv.conf").exists():
-        # No name server is reachable from the host. If none is configured, lookups fail immediately.
+        # No name server is reachable from the host. If no name server is configured, lookups fail
+        # immediately.
         run("mount", "--bind", "/dev/null", "/etc/resolv.conf")
 
 

@@ -43,7 +43,8 @@ def power_on(state: State, index: int) -> None:
     argv = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
     argv += [sys.executable, "-I", "-S", str(INIT), json.dumps(host)]
     if state.cgroups:
-        # The root of a cgroup namespace is the cgroup of its first process.
+        # The root of a cgroup namespace is the cgroup of its first process, so enter the host's groups before
+        # `unshare`.
         argv = cgroups.inside(cgroups.create(state, index), ["unshare", "--cgroup", *argv[1:]])
     log = state.path / "log" / f"{state.host(index)}.out"
     outer = start_daemon(argv, log, environ(state))

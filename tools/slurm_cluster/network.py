@@ -15,8 +15,8 @@ MACHINE_INDEX = 1022
 """Index of this machine's address, which is the last address of the cluster's network."""
 NEIGHBOURS = Path("/proc/sys/net/ipv4/neigh/default")
 NEIGHBOURS_PER_HOST = 32
-"""Number of entries per host in the neighbour table. The kernel has one table for all hosts, by default with
-1,024 entries."""
+"""Number of entries per host in the neighbour table. The kernel has one neighbour table for all hosts, by
+default with 1,024 entries."""
 INSIDE = "eth0"
 """Name of the interface inside a host."""
 
@@ -48,7 +48,7 @@ def is_free(number: int, port: int) -> bool:
 def make_bridge(state: State) -> None:
     """Create the bridge that connects all hosts and this machine."""
     prefix = network_of(state.number).prefixlen
-    # The values remain in effect until the machine is rebooted.
+    # The limits remain in effect until the machine is rebooted.
     for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):
         limit, needed = NEIGHBOURS / name, NEIGHBOURS_PER_HOST * state.num_hosts
         if int(limit.read_text()) < needed:

@@ -36,7 +36,7 @@ class NotPossible(Exception):
 
 
 def missing(with_slurm: bool = True) -> list[str]:
-    """Return the packages of missing programs, in the order of `PROGRAMS`; `with_slurm` includes Slurm's."""
+    """Return the packages of missing programs, in `PROGRAMS` order; include Slurm's if `with_slurm`."""
     path = path_with_sbin()
     return [
         package

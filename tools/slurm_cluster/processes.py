@@ -23,7 +23,7 @@ class Pid:
 
     @classmethod
     def of(cls, pid: int) -> Pid:
-        """Return the process that currently has this pid; raise ProcessLookupError if there is none."""
+        """Return the process that currently has the given pid; raise ProcessLookupError if there is none."""
         fields = _stat(pid)
         if fields is None:
             raise ProcessLookupError(f"no process {pid}")

@@ -51,8 +51,8 @@ class MediaRecorder(Recorder):
         self._num_bytes = 0
         self._is_full = self._has_failed = False
         self._newest: Future[None] | None = None
-        """The future of the most recently submitted item. When it is done, all earlier items have been
-        written, because the pool has only one thread."""
+        """The future of the most recently submitted item. When the future is done, all earlier items have
+        been written, because the pool has only one thread."""
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
         place = self._place(name, step)

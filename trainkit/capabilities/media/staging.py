@@ -46,8 +46,8 @@ def stage_image(what: str, image: object) -> Staged:
     """Convert an image to uint8 [height, width, channels], and start copying it to host memory.
 
     `image` is a tensor of shape [height, width] or [channels, height, width], a NumPy array of shape [height,
-    width] or [height, width, channels], or a PIL image. Floats must be between 0 and 1, and integers between
-    0 and 255; values outside this range are clipped. Error messages refer to the image as `what`. Raises
+    width] or [height, width, channels], or a PIL image. Floats are expected between 0 and 1, and integers
+    between 0 and 255; other values are clipped. Error messages refer to the image as `what`. Raises
     UsageError if `image` has another type or shape.
     """
     pixels = _pixels(what, image)

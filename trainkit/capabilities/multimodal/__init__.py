@@ -79,7 +79,7 @@ Split = Literal["train", "val"]
 
 
 def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
-    """Generate `count` rows (default: 2,000 for training, 200 for validation), the same for each call.
+    """Generate `count` rows (default: 2,000 for training, 200 for validation), identical in each call.
 
     A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` with
     64 (time, value) pairs.

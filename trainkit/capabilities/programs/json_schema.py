@@ -32,7 +32,7 @@ _PLAIN = {
 def schema_of(*kinds: object) -> Schema:
     """Return the schema of a value that has one of the given types.
 
-    A type may contain TypedDicts, and dataclasses, which are described in the form that `to_json` writes. The
+    A type may contain TypedDicts and dataclasses; a dataclass is described as `to_json` writes it. The
     schemas of TypedDicts and dataclasses allow additional keys, because a later version of trainkit may add
     keys.
     """
@@ -117,7 +117,7 @@ def _descriptions(kind: type) -> dict[str, str]:
     [node] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     found: dict[str, str] = {}
-    for name in map(ast.unparse, node.bases):  # A TypedDict does not keep its base classes.
+    for name in map(ast.unparse, node.bases):  # A TypedDict class does not record its base classes.
         base = vars(sys.modules[kind.__module__]).get(name)
         if is_dataclass(base) or is_typeddict(base):
             found |= _descriptions(cast(type, base))

@@ -44,7 +44,7 @@ class Goal:
     """The goal that `trainkit wait` waits for."""
 
     kind: str
-    """`ENDED`, `STARTED`, `CHECKPOINT` or `STEP`."""
+    """One of `ENDED`, `STARTED`, `CHECKPOINT` and `STEP`."""
     step: int = 0
 
     def is_reached(self, run: RunStatus) -> bool:
@@ -122,7 +122,7 @@ class Seconds(click.FloatRange):
     show_default=True,
 )
 def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: float) -> int:
-    """Wait until RUN has reached a goal, and print its progress to stderr; the exit code is the verdict.
+    """Wait until RUN has reached a goal, and print its progress to stderr; the exit code reports the result.
 
     The exit code is 0 if RUN has reached the goal or, for the goal `ended`, if RUN has finished. The exit
     code is 75 if RUN was stopped before the goal and `trainkit resume` can continue RUN, and 1 if RUN failed,
@@ -176,7 +176,7 @@ class Progress:
         self._name, self._said, self._at_s = name, "", float("-inf")
 
     def show(self, text: str, *, is_last: bool) -> None:
-        """Print the status if its state has changed or, if only its step has, every `SHOW_EVERY_S`."""
+        """Print the status immediately if the state has changed, and every `SHOW_EVERY_S` otherwise."""
         is_new_state = _STEP.sub("", text) != _STEP.sub("", self._said)
         is_due = time.monotonic() - self._at_s >= SHOW_EVERY_S
         if text != self._said and (is_new_state or is_due or is_last):

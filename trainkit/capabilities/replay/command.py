@@ -75,9 +75,10 @@ def command(
     """Recompute steps of RUN from an earlier checkpoint, and compare the results with the recorded metrics.
 
     If the recomputed loss and gradient norm equal the recorded ones to the last digit, a spike in the loss is
-    due to the data or the optimization. In this case, the command lists the samples of the steps with their
-    source files and positions, highest loss first. If the values differ, the hardware or a library is the
-    cause, and the command prints the rank and the host that caused the difference, if the records show them.
+    due to the data or the optimization. If the values are equal, the command lists the samples of the steps
+    with their source files and positions, highest loss first. If the values differ, the hardware or a library
+    is the cause, and the command prints the rank and the host that caused the difference, if the records show
+    them.
 
     The steps are computed on this machine or, with --submit, in a job that has its own run folder. For a
     submitted job, --follow or --collect compares the results. RUN itself is not changed. The exit code is 1

@@ -47,8 +47,8 @@ class ComparedStep:
     is_exact: bool
     """True if the run and the replay round identically, so that their values must be bit-identical."""
     is_equal: bool | None
-    """True if the values are equal, or within the tolerance unless `is_exact`; None if the step was not
-    recorded."""
+    """True if the values are equal or, unless `is_exact` is true, within the tolerance; None if the step was
+    not recorded."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def worst_samples(
 ) -> list[tuple[int, float | None, StepSample]]:
     """Return (step, loss, sample) for all samples, highest loss first.
 
-    The loss is the mean over the tokens of the sample; it is infinity if not finite, and None for a
+    The loss is the mean over the tokens of the sample: infinity if it is not finite, and None for a
     user-defined task.
     """
     lines = (read_record(SampleLosses, record) for record in read_jsonl(copy.path / SAMPLES_FILE))

@@ -152,7 +152,7 @@ def plan_replay(
     _refuse_later(run, at)
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
-    if layout == SAME and not flags and not submits:  # Use the layout of the run on this machine.
+    if layout == SAME and not flags and not submits:  # Use the run's own layout on this machine.
         values = _flags({**_without_extras(at.config), "device": at.plan.device})
         config = load_config(at.attempt.config_file, flags=values, layers=False).config
         plan = replace(at.plan, slurm=None)

@@ -91,7 +91,7 @@ class StepSample:
     microbatch: int
     documents: tuple[Document, ...] = ()
     text: str = ""
-    """The shortened repr of the item; empty unless the run has a user's task."""
+    """The shortened repr of the item; empty unless the run trains a user-defined task."""
 
 
 class StepJson(TypedDict):
@@ -353,7 +353,7 @@ def _continues(place: Any, following: Any) -> bool:
 
 
 class _LineCounter:
-    """Counts newlines before a position in a file; all calls together read a plain file about once."""
+    """Counts newlines before a position in a file; in total, an uncompressed file is read about once."""
 
     def __init__(self, file: str) -> None:
         self._file = file

@@ -34,7 +34,7 @@ WIDTH, HEIGHT = 2000, 500
 Point = tuple[float, float]
 """A position on the horizontal axis and a value, which is nan or -inf if it is not finite."""
 TINY = 1e-300
-"""A value with a smaller magnitude is drawn as 0."""
+"""Values with a magnitude below this limit are drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
 EDGE = 0.08
@@ -415,7 +415,8 @@ def _data(line: Line) -> dict[str, object]:
     """Return a line's data for the JavaScript in the page.
 
     Each step is written, unrounded, as the difference from the previous step. Values are written with six
-    digits, or as null if they are non-finite. `low` lists the indices of the values that are -inf.
+    significant digits, or as null if they are non-finite. `low` lists the indices of the values that are
+    -inf.
     """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
@@ -454,8 +455,9 @@ class Dot:
 def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
     """Return a chart that plots results against a config key, or None if no run has a result.
 
-    If the values are numbers, a line joins the medians. The best result is drawn in a different colour. A run
-    that has no result, or a result far from all others, is shown as a cross at the edge.
+    If the config values are numbers, a line connects the medians of the results. The best result is drawn in
+    a different colour. A run that has no result, or a result far from all others, is shown as a cross at the
+    edge.
     """
     results = [dot.result for dot in dots if dot.result is not None]
     if not results:

@@ -121,7 +121,7 @@ def command(
     with one row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        # Since FILE is optional, this value of `--csv` is the first run name.
+        # FILE was omitted, so this value of `--csv` is the first run name.
         names, csv_file = (csv_file, *names), "-"
     table_file = None
     if csv_file is not None and csv_file != "-":
@@ -309,7 +309,7 @@ class ComparedRunJson(TypedDict):
     total_steps: int | None
     loss: float | None
     diverged_since: int | None
-    """The step since which the loss is not finite; None if the run has not diverged."""
+    """The step at which the loss became non-finite; None if the run has not diverged."""
     val_loss: float | None
     best_val_loss: float | None
     best_step: int | None
@@ -320,7 +320,7 @@ class ComparedRunJson(TypedDict):
     worker_hours: float | None
     run_dir: str
     metric: str
-    """The metric of `result`."""
+    """The name of the metric in `result`."""
     result: float | None
     result_step: int | None
     values: Mapping[str, object]

@@ -44,7 +44,7 @@ the same file."""
 
 
 def style() -> AbstractContextManager[None]:
-    """Return a context in which matplotlib uses `STYLE`."""
+    """Return a context manager that makes matplotlib use `STYLE`."""
     return rc_context(STYLE)  # type: ignore[arg-type]
 
 

@@ -130,7 +130,7 @@ def _add_steps(
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
     """Return the category for the time between two records that was not spent on steps."""
     # A step's record is written after its evaluation and before its save. A save that has the same timestamp
-    # as the record is therefore placed after the record.
+    # as a step's record is therefore placed after the record.
     evaluated = bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
     saved = bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
     if evaluated and saved:

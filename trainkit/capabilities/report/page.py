@@ -24,7 +24,7 @@ _DATA = re.compile(
 )
 """Matches base64 image data and the numbers of a chart in a page.
 
-No value of a user can match, because quotes in values are escaped.
+No user-provided value can match, because quotes in values are escaped.
 """
 
 

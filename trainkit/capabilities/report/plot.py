@@ -289,7 +289,8 @@ def mean_line(series: Series, metric: str) -> Line:
     """Return the line with the mean and the standard deviation of a metric over the runs in a series.
 
     A step is included in the mean only if it was logged by every run whose curve extends to that step. The
-    line ends where the first run diverged, because the mean of the remaining runs would hide the divergence.
+    mean line ends where the first run diverged, because the mean of the remaining runs would hide the
+    divergence.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]
     steps = sorted(set().union(*points))
@@ -378,8 +379,8 @@ def viridis() -> Colormap:
 def number_places(values: Sequence[object]) -> list[float] | None:
     """Return the position of each number on a colormap, from 0 to 1, or None if a value is not a number.
 
-    Up to `MAX_RANKED` different numbers are evenly spaced. More numbers are placed on a linear scale or, if
-    `has_log_colors` is true for them, on a logarithmic scale.
+    Up to `MAX_RANKED` different numbers are evenly spaced. More than `MAX_RANKED` numbers are placed on a
+    linear scale or, if `has_log_colors` returns true, on a logarithmic scale.
     """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
@@ -407,9 +408,9 @@ def typical(values: Iterable[float]) -> list[float]:
 
     The distance of an outlier from the median is more than `FAR` times the distance of the quartiles, and
     more than `FAR` times the absolute value of the median. If all values have the same sign, distances are
-    measured in powers of ten. In this case, an outlier is more than `FAR_DECADES` times as far from the
-    median as the quartiles, and at least `FAR_DECADES` powers of ten away. Zero is never an outlier if
-    distances are measured in powers of ten.
+    measured in powers of ten. If all values have the same sign, an outlier is more than `FAR_DECADES` times
+    as far from the median as the quartiles, and at least `FAR_DECADES` powers of ten away. Zero is never an
+    outlier if distances are measured in powers of ten.
     """
     found = sorted(value for value in values if math.isfinite(value))
     has_one_sign = bool(found) and (found[0] >= 0 or found[-1] <= 0)

@@ -132,7 +132,7 @@ class TrialReport(TrialStatus):
     age_s: float | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
-    """The run's value of the objective."""
+    """The value of the objective for this run."""
     tokens_per_s: float | None
     """Median of ``tokens_per_s`` over the records that were read."""
     worker_hours: float | None
@@ -248,7 +248,7 @@ def read_sweep(
 
 
 def _order(trial: TrialReport, objective: Objective) -> tuple[bool, int, float, int]:
-    """Return the sort key of a trial: failed trials first, then sorted by result, without a result last."""
+    """Return the sort key of a trial, so that failed trials come first, and trials without a result last."""
     is_failed = trial.state in FAILED
     severity = ORDER.index(trial.state) if trial.state in ORDER else 0
     return (

@@ -24,7 +24,7 @@ from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, opened, parse
 from trainkit.run.rundir import RunDir
 
 MAX_BUCKETS = 512
-"""Maximum number of buckets of a curve. If a curve would need more, the bucket width is doubled."""
+"""Maximum number of buckets of a curve. If a curve needs more buckets, the bucket width is doubled."""
 MAX_METRICS = 128
 """Maximum number of metrics per run. If a run logs more metrics, those logged first are kept."""
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
@@ -80,8 +80,8 @@ class Thinned:
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """Number of steps per bucket. The number is a power of two, so that buckets of different runs can be
-        aligned."""
+        """Number of steps per bucket. The bucket width is a power of two, so that buckets of different runs
+        can be aligned."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
         """Maps each metric to its buckets, keyed by ``step // width``."""
 

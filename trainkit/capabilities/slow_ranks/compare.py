@@ -57,8 +57,8 @@ class Slowdown:
     """Seconds per step that other ranks compute before the first collective."""
     is_over: bool = False
     level: int = 0
-    """Increases by one for each window in which the rank is slow, up to `WINDOWS`, and otherwise decreases by
-    one."""
+    """The level increases by one for each slow window, up to `WINDOWS`, and decreases by one for each other
+    window."""
     slow_s: float = 0.0
     is_certain: bool = False
 
@@ -67,7 +67,7 @@ class Slowdown:
         return self.own_s / self.usual_s if self.usual_s else math.inf
 
     def changes(self, *, is_slow: bool, window_s: float) -> bool:
-        """Count one window; return whether the slowdown has become certain or a certain one has ended."""
+        """Count one window; return whether the slowdown has just become certain or has just ended."""
         self.is_over = not is_slow
         if self.is_over:
             self.level -= 1

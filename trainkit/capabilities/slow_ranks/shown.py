@@ -30,7 +30,7 @@ class Slowdown:
     noticed: str | None = None
     since_step: int | None = None
     until_step: int | None = None
-    """Step at which the speed was normal again; None if the attempt ended before."""
+    """Step at which the speed was normal again; None if the attempt ended before that."""
     own_s: float | None = None
     """Seconds per step of the slow run or, for a slow rank, its seconds per step before the first
     collective."""

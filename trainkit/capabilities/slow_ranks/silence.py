@@ -1,8 +1,8 @@
 """Inspects a COMMAND that prints nothing, because it may be waiting for a lock file left by a killed process.
 
 A silent command has not necessarily failed, because a script may write to other files. Silence is therefore
-only reported, unless `requeue.silence_s` is set. With `requeue.silence_s`, a silent attempt is stopped after
-that time.
+only reported, unless `requeue.silence_s` is set. If `requeue.silence_s` is set, an attempt that is silent for
+this time is stopped.
 """
 
 from __future__ import annotations

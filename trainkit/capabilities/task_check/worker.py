@@ -142,7 +142,7 @@ class Smoke:
         return items
 
     def _stream_items(self, data: StreamData) -> list[object]:
-        """Return the first items of a stream; check that a new stream object can resume among them."""
+        """Return the first items of a stream; check that a new stream object can resume in the middle."""
         with self._errors("train_dataset", "a sample cannot be read"):
             cursor = Cursor(data)
             items = [cursor.next(position) for position in range(HALF)]
@@ -254,7 +254,7 @@ class Smoke:
         return errors_of_user(self._config, f"{self._shown(method)} {failed}")
 
     def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
-        """Add a problem with a method, citing the line of the method or of the `__getitem__` of `of`."""
+        """Add a problem with a method; cite the line of the method or, if given, of `of.__getitem__`."""
         self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
 
     def _shown(self, method: str, of: object = None) -> str:

@@ -33,7 +33,7 @@ class DatasetSpec:
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
-    """Sources of validation data; if this is empty, `val_fraction` of `sources` is held out for
+    """Sources of validation data; if none are given, `val_fraction` of `sources` is held out for
     validation."""
     tokenizer: str = BYTES
     val_fraction: float = 0.0
@@ -117,7 +117,7 @@ def unreadable(path: str | Path, error: OSError) -> UsageError:
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """Return a file's kind, and whether it is compressed, based on its name; None if unsupported."""
+    """Return a file's kind, and whether it is compressed, based on its name; None if not supported."""
     compressed = name.endswith(".gz")
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None

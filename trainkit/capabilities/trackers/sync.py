@@ -208,7 +208,7 @@ class RunTracker:
         return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
     def _send(self, limit: float) -> tuple[int, list[Sample]]:
-        """Send the steps up to `limit`; return the number of sent steps, and the later steps."""
+        """Send the steps up to `limit`; return the number of sent steps, and the samples of later steps."""
         position = self._known_position()
         if self._tracker is None:
             found = samples(self.run, -1, math.inf)

@@ -290,7 +290,7 @@ def _no_split(tp: int, message: str, hint: str) -> TaskError:
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
-    """Save a model as transformers does, or adapters as peft does; `merge` adds adapters to the weights."""
+    """Save a model as transformers does, or adapters as peft does; `merge` merges adapters into weights."""
     is_adapted = hasattr(model, "merge_and_unload")
     if merge and not is_adapted:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")

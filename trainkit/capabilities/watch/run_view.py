@@ -25,7 +25,7 @@ from trainkit.shipped import ask_each, ask_one, owner_of, shown_by
 MAX_NOTICES = 50
 TAIL_LINES = 20
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
-"""States of a job that has an allocation."""
+"""States of a run whose job has an allocation."""
 WORST = 5
 """The highest severity of a node's problems."""
 
@@ -151,7 +151,7 @@ def read_view(
 ) -> RunView:
     """Return the view of a run; the caller must have updated `history`.
 
-    In hints with commands, the run folder is relative to `cwd` if it is below `cwd`.
+    In hints with commands, the path of the run folder is relative to `cwd` if the folder is below `cwd`.
     """
     run, metrics = history.run, history.metrics
     reading = reading_of(history, status)

@@ -49,7 +49,7 @@ from trainkit.terminal import BAD, DIM, TITLE, state_style
 LOG_LINES = 200
 MAX_TRIALS = 200
 MAX_SHARE = 0.05
-"""Maximum fraction of a CPU core that reading the run folder may use. If reading would use more than this,
+"""Maximum fraction of a CPU core that reading the run folder may use. If reading would exceed this fraction,
 the run folder is read less often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5

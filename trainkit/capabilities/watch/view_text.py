@@ -149,7 +149,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
 
 
 def _curve_value(view: RunView, name: str) -> Text:
-    """Return the newest value of a curve, and a value to compare it with."""
+    """Return the newest value of a curve, and a reference value for comparison."""
     if name == "loss":
         val_loss = view.status.progress.val_loss
         val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
