@@ -6,10 +6,10 @@
 Starts a Slurm cluster of 256 hosts on this machine (as root; see tools/slurm_cluster) with one rank on each
 host. Each rank waits for a signal or a file. The benchmark measures:
 
-- the start, an idle minute, and the end;
+- the start of the run, an idle minute, and the end of the run;
 - `status` and `watch`;
-- a host that is powered off, with a requeue and with the other hosts continuing;
-- a cancellation.
+- the loss of a host, after which the run is requeued or continues on the remaining hosts;
+- the cancellation of the run.
 
 The RPC counts are from `sdiag`, without the RPCs of Slurm's own daemons. fanotify counts all opens of files
 and folders in the run folder, by any process on any host. The exit code is 1 if a goal is missed.

@@ -63,7 +63,7 @@ STATES = (
 
 
 def crash_at(number: int, root: str, counted: Path) -> None:
-    """Kill this process before the write with this number; if `number` is 0, record all writes in a file."""
+    """Kill this process before write `number`, counted from 1; if `number` is 0, record writes in a file."""
     own, count = os.getpid(), 0
 
     def step(what: str) -> None:

@@ -5,10 +5,10 @@
 
 All pairs of `OPERATIONS` are tried, on this machine. Each round checks:
 
-- The exit codes and messages agree with what follows.
-- No two attempts run at once.
+- The exit codes and messages of the commands agree with the behaviour of the run.
+- Two attempts never run at the same time.
 - No earlier attempt runs after `cancel --wait` has returned.
-- The layout belongs to the accepted resume.
+- The run uses the layout of the `resume` command that was accepted.
 - The next commands work (`status`, then `requeue`, `resume` or `cancel`).
 
 Commands, supervisors and agents run in forks of this process (`benchmarks/forked.py`), and a rank is a shell

@@ -6,7 +6,7 @@ Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_c
 hosts, train at any time, with every backend, with and without spare hosts. The faults are:
 
 - SIGKILL of a rank, and a killed slurmd;
-- the network of a host cut for 5 to 60 s;
+- a host that is disconnected from the network for 5 to 60 s;
 - a stopped slurmctld;
 - a full disk, and a damaged newest checkpoint;
 - a host that sees an outdated folder.

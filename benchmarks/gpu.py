@@ -12,11 +12,11 @@ The parts:
 
     tests          tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile,
                    memory; with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
-    1b             Llama 3.2 1B: trainkit and a hand-written loop, one after the other
+    1b             Llama 3.2 1B in trainkit and in a hand-written loop, measured one after the other
     profile        the use of the GPU's time in three steps of 1b
     large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
-    hugging-face   the Trainer of transformers, if installed, on the model of 1b
+    hugging-face   the transformers Trainer, if installed, with the model of 1b
     350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
                    float32 and TF32
     options        1b with a mask of documents, computed or read, and in float8

@@ -286,7 +286,7 @@ def train_model(part: str, bench: Bench) -> None:
 def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
     """Measure trainkit's steps in float32, with matrix products in float32 or in TF32."""
     for name, has_tf32 in (("float32", False), ("TF32", True)):
-        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # ranks of a run also set this
+        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as in the ranks of a run
         options = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
         make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, options=options)
         row = speed_row(case, bench, f"trainkit, {name}", mode, measure(make, case.steps, bench.device))
@@ -399,7 +399,7 @@ def trainkit_loop(
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
     trainer = OwnTrainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
-    # The ranks of a run also set this, but the hand-written loop does not.
+    # The ranks of a run also enable this option, but the hand-written loop does not.
     fixed = torch._inductor.config.patch(deterministic=True)
     yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.large_files [--gib 2] [--only line|events|metrics] [--folder FOLDER]
 
-- `line`: the log of each rank ends with one line of `--gib` GiB without a line end.
-- `events`: events.jsonl has 512 MiB of two attempts, which log each step.
-- `metrics`: metrics.jsonl has `--gib` GiB.
+- `line`: the log of each rank ends with a line of `--gib` GiB that has no newline character.
+- `events`: events.jsonl contains 512 MiB of events from two attempts.
+- `metrics`: the size of metrics.jsonl is `--gib` GiB.
 
 Prints the wall time, the CPU time and the peak memory of each command.
 """

@@ -7,7 +7,7 @@ The benchmark uses the runs of `tests/golden`, a run of a function, and a run wh
 only reads, and another command, which usually changes the run. The following are considered faults:
 
 - an unexpected exception, or a traceback of trainkit;
-- more than `LIMIT_S`;
+- a command that takes longer than `LIMIT_S`;
 - an undocumented exit code;
 - a signal to a process that is not part of the run;
 - a file changed by a command that only reads, or a change outside of the run.

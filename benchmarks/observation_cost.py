@@ -6,9 +6,9 @@ Two ranks train on this machine in pairs of steps; the order within a pair is ra
 the observers of the pair's kind, and the other step runs none. The kinds are:
 
 - heartbeats: the calls that record the progress of a step, and the watchdog's check once per second;
-- a usual step: also the times of its rank;
-- a step that reports, as every tenth step does: also adds the times of all ranks to the all-reduce and
-  compares them. In this benchmark, each step of such a pair reports;
+- a usual step: also measures the times of its rank;
+- a step that reports, as every tenth step of a real run does: also adds the times of all ranks to the
+  all-reduce and compares the times;
 - control: no observers in either step, which shows the smallest difference that the machine can resolve.
 
 For each kind, the benchmark prints the median ratio within a pair with a 95 % bootstrap interval, in wall

@@ -36,8 +36,8 @@ COMMANDS = {
 
 PASS_MS = 35
 BUDGETS_MS = {"trainkit --help": 100, "trainkit submit --dry-run": 300}
-"""Time budgets for a machine on which `python -c pass` takes `PASS_MS`; scaled by the time that it takes on
-this machine."""
+"""Time budgets for a machine on which `python -c pass` takes `PASS_MS`; on other machines, the budgets are
+scaled by its duration."""
 
 
 def main() -> None:

@@ -6,11 +6,11 @@
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), and disturbs runs on two
 hosts, with both backends, and with one task per GPU or per node. The disturbances are:
 
-- five preemptions (with a grace time of 10 s and of none, requeued and cancelled by Slurm);
+- five preemptions, with and without a grace time of 10 s, after which Slurm requeues or cancels the job;
 - four time limits, and scancel;
 - a killed rank, and a dead host;
-- a bug at step 37, a loss that is not finite, and a failing import;
-- twenty seeded runs that get 1 to 4 nodes of a range at each start.
+- an exception at step 37, a non-finite loss, and a failing import;
+- a different number of nodes at each start, from 1 to 4, in twenty seeded runs.
 
 Prints one row per case. The exit code is 0 if all cases pass.
 """

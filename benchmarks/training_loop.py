@@ -9,7 +9,7 @@ handling. With several processes, the hand-written loop uses DistributedDataPara
 
 - the model `tiny` with 32 samples per step;
 - a step with 4 samples per process, where communication matters more;
-- a tiny model, for which the `fixed cost`, the difference of the medians, is the relevant number.
+- a tiny model; the relevant number is the `fixed cost`, which is the difference of the medians.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ To resume after an interruption, the script does two things:
     trainkit submit --nodes 2 -- python examples/resumable_train.py --steps 2000
     trainkit drill --nodes 2 -- python examples/resumable_train.py --steps 200
 
-The script also appends to metrics.jsonl. metrics.jsonl is optional: `trainkit drill` uses it to compare every
-loss, and `trainkit status` to show progress.
+The script also appends to the optional metrics.jsonl, which `trainkit drill` uses to compare every loss, and
+`trainkit status` to show progress.
 """
 
 import argparse

@@ -132,6 +132,6 @@ def _params(overrides: list[str]) -> dict[str, object]:
 def _returned(one: "Run", job: HydraJob) -> JobReturn:
     try:
         return one.result()  # type: ignore[no-any-return]
-    except Exception as error:  # Hydra raises this error itself when the value is read.
+    except Exception as error:  # Hydra itself raises the error when the value is read.
         overrides = list(job.config.hydra.overrides.task)
         return JobReturn(cfg=job.config, overrides=overrides, status=JobStatus.FAILED, _return_value=error)

@@ -1,8 +1,8 @@
 """Init process of a host: set up the host, start slurmd, and reap orphaned processes.
 
-The process runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library. Its
-only argument is a JSON object. Killing this process powers off the host, because the kernel kills all other
-processes in its PID namespace.
+The process runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library. The
+only argument of the process is a JSON object. Killing this process powers off the host, because the kernel
+kills all other processes in its PID namespace.
 """
 
 from __future__ import annotations

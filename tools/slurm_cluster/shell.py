@@ -81,7 +81,7 @@ def _command(cluster: Cluster) -> list[str]:
         return [program]
     rc = cluster.folder / "etc/bashrc"
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in cluster.variables.items())
-    # These lines follow ~/.bashrc, because ~/.bashrc may set PATH and the prompt.
+    # The variables are set after ~/.bashrc, because ~/.bashrc may set PATH and the prompt.
     rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
     return [program, "--rcfile", str(rc)]
 

@@ -36,7 +36,7 @@ COLUMNS = ("run", *AXES.values())
 """Columns present in every table. A table also has a column for each config key that differs between the
 runs, and for each metric."""
 LAST_STEP = 2**53
-"""Upper limit for step numbers, because a float cannot represent every integer above it."""
+"""Upper limit for step numbers, because a float cannot represent every integer above this limit."""
 SHOWN_ROWS = 10
 """Number of rows that a notebook displays."""
 
@@ -60,7 +60,8 @@ class Curves(dict[str, list[Any]]):
         self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
         """The config keys that differ between the runs, including keys that are not columns."""
         self.unreadable = tuple(one.name for one, _ in runs if not one.values)
-        """The names of the runs whose config cannot be read. The config keys of these runs are unknown."""
+        """The names of the runs whose config cannot be read. The config keys of runs with an unreadable
+        config are unknown."""
         shown = self.keys_that_differ if keys is None else keys
         taken = {*COLUMNS, *metrics}
         named = {key: f"config.{key}" if key in taken else key for key in shown}

@@ -15,7 +15,7 @@ from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_val
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
-"""Placeholder for the script in the page. No value can contain this text, because `<` is escaped in
+"""Placeholder for the script in the page. No value can contain the placeholder, because `<` is escaped in
 values."""
 
 _DATA = re.compile(

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
 """Maps the name of a horizontal axis to the table column with its values."""
 SEED = "seed"
-"""The config key that distinguishes repetitions of a run. Runs that differ only in this key are drawn
-as one line."""
+"""The config key that distinguishes repetitions of a run. Runs that differ only in their seeds are drawn as
+one line."""
 Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
 """Figure width, height of each metric's chart, and height of a legend row, in inches."""

@@ -85,7 +85,7 @@ MIN_BUCKETS = 64
 """Minimum number of buckets of a curve."""
 CURVE_BYTES = 2**29
 """Total number of bytes to read for all curves, which takes a few seconds. Files are read only in part if
-their total size exceeds this limit."""
+their total size exceeds `CURVE_BYTES`."""
 OPEN_ROWS = 100
 """Number of runs that the page shows without expanding the list."""
 MAX_ROWS = 2000
@@ -99,8 +99,8 @@ WHOLE_BYTES = 65_536
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
 REPETITIONS = (SEED, REPEAT)
-"""Config keys that distinguish repetitions of the same trial. Runs that differ only in these keys are drawn
-as one line."""
+"""Config keys that distinguish repetitions of the same trial. Repetitions of a trial are drawn as one
+line."""
 
 
 @dataclass(frozen=True)

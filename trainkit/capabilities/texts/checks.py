@@ -90,7 +90,7 @@ def _begins_with_a_long_line(source: Input) -> bool:
     """Return whether the first line is too long to be a row, as in a JSON file of several gigabytes."""
     from trainkit.capabilities.texts.units import open_input
 
-    # These errors are reported later, when the whole file is read.
+    # Errors that occur here are reported later, when the whole file is read.
     with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False
