@@ -7,7 +7,7 @@ The hostile contents are:
 - YAML features besides plain values: tags, anchors, aliases of aliases, merge keys, documents, numbers and
   booleans of other YAML versions;
 - invalid YAML at every key, in a file or after `--set`;
-- misspelt keys, files that are not text, and unusual values of `extends`.
+- misspelt keys, files with arbitrary bytes, and unusual values of `extends`.
 
 An accepted config must be the same after it has been written and read again, and `trainkit check` must exit
 with a documented exit code for this config.

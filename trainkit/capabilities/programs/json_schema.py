@@ -69,7 +69,7 @@ def _schema(hint: object, records: dict[str, tuple[object, Schema]]) -> Schema:
 
 
 def _any_of(schemas: Sequence[Schema]) -> Schema:
-    """Return a schema that allows the values of all `schemas`; plain types are combined into one."""
+    """Return a schema that allows the values of all `schemas`; plain types are combined into one schema."""
     plain = [schema["type"] for schema in schemas if schema.keys() == {"type"}]
     others = [schema for schema in schemas if schema.keys() != {"type"}]
     if plain:

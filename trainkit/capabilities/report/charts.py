@@ -149,7 +149,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Label:
-    """A text at a position on an axis, in percent of the axis length."""
+    """A text, and its position on an axis in percent of the axis length."""
 
     place: float
     text: str
@@ -184,7 +184,7 @@ class Chart:
 
 
 class Scale(NamedTuple):
-    """An axis: the values at both ends and at the ticks."""
+    """An axis, described by the values at its ends and at its ticks."""
 
     low: float
     high: float

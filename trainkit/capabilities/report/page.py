@@ -29,7 +29,7 @@ No user-provided value can match, because quotes in values are escaped.
 
 
 def _gib(amount: float | None) -> str:
-    """Return an amount of memory in GiB as text with a suitable unit."""
+    """Convert an amount of memory, in GiB, to text with a suitable unit."""
     return "unknown" if amount is None else size(amount * GIB)
 
 

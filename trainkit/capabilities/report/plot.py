@@ -84,8 +84,8 @@ class DrawnRun:
     values: Mapping[str, object] | None
     """Values of the config keys that differ between the runs; None if the run's config cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Maps each metric to its points by step: the position on the axis, and the value (nan or -inf if
-    non-finite)."""
+    """Maps each metric to its points by step: the position on the horizontal axis, and the value (nan or -inf
+    if non-finite)."""
     typed: Mapping[str, object] = field(default_factory=dict)
     """Values of config keys as the user typed them, for example ``1e-3``, for the legend."""
 
@@ -125,7 +125,7 @@ class Series:
 
 
 def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
-    """Return the label of each series, numbering equal labels."""
+    """Return the label of each series; equal labels are numbered."""
     labels = [one.label(keys) for one in series]
     return [
         f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label

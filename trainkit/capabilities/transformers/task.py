@@ -175,7 +175,7 @@ class HFCausalLM(Task):
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise FatalError if `model.quantize` is set although each process needs all weights."""
+        """Raise FatalError if `model.quantize` is set, but is not supported for the reason `why`."""
         name = self.config.model.quantize
         if why and name is not None:
             raise FatalError(
