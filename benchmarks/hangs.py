@@ -8,8 +8,8 @@ script, or the built-in trainer. The answer in end.json and `trainkit diagnose` 
 the ranks at fault, `unknown` if it names no rank, and `wrong` otherwise. gloo keeps no records of a plain
 script, so only stacks are available: put py-spy on PATH for plain scripts.
 
-Prints a line for each case and a table by kind. The exit code is 0 if no case is wrong and 90 % of the cases
-with records are right.
+Prints a line for each case and a table by kind. The exit code is 0 if no case is wrong, and 90 % of the cases
+for which records exist are right.
 """
 
 from __future__ import annotations

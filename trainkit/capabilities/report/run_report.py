@@ -62,7 +62,8 @@ class Report:
     """Maps each time category to its percentage of `allocated_s`. The mapping is empty if no time was
     allocated."""
     goodput: float | None
-    """The fraction of allocated time spent on steps that were kept; None if it was not measured."""
+    """The fraction of allocated time spent on steps that were neither recomputed nor lost; None if it was not
+    measured."""
     world_size: int | None
     worker_hours: float | None
     num_records: int

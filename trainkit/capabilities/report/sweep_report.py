@@ -139,8 +139,7 @@ class TrialReport(TrialStatus):
     counts_samples: bool = field(default=False, metadata=LEFT_OUT)
     """True if ``tokens_per_s`` counts samples instead of tokens."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Maps each attempt to its last step that was kept. Later steps of the attempt were recomputed or
-    lost."""
+    """Maps each attempt to its last step that was neither recomputed nor lost."""
 
 
 @dataclass(frozen=True)

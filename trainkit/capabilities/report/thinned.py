@@ -218,8 +218,7 @@ class Wanted:
 
     folder: str
     kept: Mapping[int, float]
-    """Maps each attempt to its last step that was kept. Later steps of the attempt were recomputed or
-    lost."""
+    """Maps each attempt to its last step that was neither recomputed nor lost."""
     most_buckets: int
     """Maximum number of buckets of a curve."""
     most_bytes: int
