@@ -5,10 +5,11 @@
 The state is 500 MB of float32 in one process. For each save, the script measures how long the training thread
 is blocked: the duration of the call plus the wait before the optimizer may change the state. Between the call
 and the wait, matrix products represent the forward and backward pass of the next step. The script also times
-the products without a save, to show the cost of the background copy.
+the matrix products without a save, to show the cost of the background copy.
 
-After the wait, the script changes every tensor in place. The published checkpoint must contain the values at
-the time of the call. Both kinds of save alternate. The first round is a warm-up and is reported separately.
+After the wait, the script changes every tensor in place. The published checkpoint must contain the values
+that the tensors had at the time of the call. The two kinds of save alternate. The first round is a warm-up
+and is reported separately.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def make_state(num_megabytes: int) -> dict[str, torch.Tensor]:
 
 
 def compute(weights: torch.Tensor, seconds: float) -> float:
-    """Run matrix products for `seconds`; return the products per second."""
+    """Run matrix products for `seconds`; return the number of products per second."""
     started = time.perf_counter()
     count = 0
     while time.perf_counter() - started < seconds:
@@ -58,8 +59,7 @@ def save_with_torch(state: dict[str, torch.Tensor], path: Path) -> float:
 
 
 def save_with_trainkit(saver: CheckpointSaver, step: int, weights: torch.Tensor) -> tuple[float, float]:
-    """Return the seconds for which an asynchronous save blocks the caller, and the products per second
-    meanwhile."""
+    """Return how many seconds an asynchronous save blocks, and the products per second during the save."""
     started = time.perf_counter()
     saver.save(SaveRequest(step, {}, is_best=False, reason="bench"), blocking=False)
     stall_s = time.perf_counter() - started
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def is_intact(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
-    """Return whether a checkpoint is intact and contains exactly these values."""
+    """Return whether a checkpoint is intact and contains exactly the expected values."""
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     load_tensors(checkpoint, found, WORLD)
     return not find_damage(checkpoint) and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,12 +1,13 @@
-"""Check that a stop signal ends the children of a rank as without trainkit, and that workers survive it.
+"""Check that a stop signal affects the children of a rank as without trainkit, and that workers survive.
 
     python -m benchmarks.children [--count 200] [--seed 1] [--kinds sigwait ...] [--slurm 24.11]
 
-Starts a rank with `--count` children of each kind (`notice_cases/children.py`), with trainkit and without,
-and signals every process of the step at a seeded moment after all children are ready. Without `--slurm`, this
-process plays the role of Slurm, one kind at a time. With `--slurm`, two jobs with children of all kinds are
-preempted in a cluster on this machine (as root; `installed` is the installed version). pyenv provides the old
-Pythons. The exit code is 0 if each kind ends as without trainkit and the workers survive.
+Starts a rank with `--count` children of each kind (`notice_cases/children.py`), both with trainkit and
+without. After all children are ready, every process receives a signal at a seeded moment. Without
+`--slurm`, this process sends the signals that Slurm would send, one kind at a time. With `--slurm`, two jobs
+with children of all kinds are preempted in a cluster on this machine (as root; `installed` is the installed
+version). pyenv provides the old Python versions. The exit code is 0 if the children of each kind exit as
+without trainkit and the workers survive.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LONGEST_DELAY_S = 1.0
 
 
 def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: bool) -> str:
-    """Signal a rank and all processes below it; return the output of the rank."""
+    """Signal a rank and all of its descendants; return the output of the rank."""
     path = os.environ.get("PYTHONPATH", "")
     environ = {**os.environ, "RANK": "0"} | (
         {"PYTHONPATH": f"{STARTUP_FOLDER}:{path}"} if with_trainkit else {}
@@ -55,7 +56,7 @@ def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: b
             printed += line + "\n"
         return printed
     finally:
-        # Kill the whole group, because a Pool has started new workers in place of workers that have ended.
+        # Kill the whole group, because a Pool starts new workers in place of workers that have exited.
         os.killpg(agent.pid, signal.SIGKILL)
         agent.communicate()
 
@@ -63,7 +64,7 @@ def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: b
 def preempted(
     login: Login, count: int, kinds: Sequence[str], spared: Sequence[str], delay_s: float
 ) -> list[str]:
-    """Preempt a job without trainkit and a job with trainkit at once; return the output of each rank."""
+    """Preempt a job with and a job without trainkit at the same time; return the output of each rank."""
     output = login.folder / "bare.log"
     command = [sys.executable, str(PROGRAM), str(count)]
     bare = ["srun", *command, *kinds]
@@ -92,7 +93,7 @@ def preempted(
 
 
 def outcomes(printed: str, kind: str) -> str:
-    """Return how the children of a kind have ended, and their output."""
+    """Return how the children of a kind have exited, and their output."""
     return "; ".join(line[len(kind) + 2 :] for line in printed.splitlines() if line.startswith(f"{kind}: "))
 
 
@@ -132,7 +133,7 @@ def main() -> int:
 
 
 def is_right(found: dict[str, tuple[str, str]], kind: str, count: int) -> bool:
-    """Return whether all children of a kind have ended as without trainkit, or as workers should."""
+    """Return whether all children of a kind have exited as without trainkit or, for workers, as intended."""
     bare, with_trainkit = (outcomes(text, kind) for text in found[kind])
     return with_trainkit == (f"{count} x {SPARED[kind]}" if kind in SPARED else bare) != ""
 

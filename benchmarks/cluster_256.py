@@ -1,19 +1,18 @@
-"""Measure the load of a run on 256 hosts on the controller and the file system, and its speed.
+"""Measure the speed of a run on 256 hosts, and the load that the run puts on slurmctld and the file system.
 
     python -m benchmarks.cluster_256               # 256 hosts, about 8 minutes and 8 GB of memory
     python -m benchmarks.cluster_256 --hosts 8
 
 Starts a Slurm cluster of 256 hosts on this machine (as root; see tools/slurm_cluster) with one rank on each
-host. The rank waits for a signal or a file. The benchmark measures:
+host. Each rank waits for a signal or a file. The benchmark measures:
 
-- the start, an idle minute, and the end;
+- the start of the run, an idle minute, and the end of the run;
 - `status` and `watch`;
-- a host that is powered off, with a requeue and with the other hosts continuing;
-- a cancellation.
+- the loss of a host, after which the run is requeued or continues on the remaining hosts;
+- the cancellation of the run.
 
-The RPCs are the RPCs that the controller counts (`sdiag`), without the RPCs of Slurm's own daemons. fanotify
-counts every open of a file or folder in the run folder, by any process of any host. Exits with 1 if a goal is
-missed.
+The RPC counts are from `sdiag`, without the RPCs of Slurm's own daemons. fanotify counts all opens of files
+and folders in the run folder, by any process on any host. The exit code is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ while not asked and not os.path.exists(sys.argv[1]):
     time.sleep(1)
 sys.exit(75 if asked else 0)
 """
-"""A rank that does nothing: it prints its start time, and waits for a stop signal or a file."""
+"""The code of a rank that does no work: it prints its start time, and waits for a stop signal or a file."""
 AT_FDCWD = -100
 END = "end"
 CONFIG = """\
@@ -75,7 +74,8 @@ DAEMONS = frozenset(
         "REQUEST_STATS_INFO",
     }
 )
-"""RPCs that slurmd, slurmstepd and slurmdbd send on their own, and the query of this program."""
+"""RPCs that slurmd, slurmstepd and slurmdbd send on their own, and the RPC with which this program queries
+the counters."""
 RANK = [sys.executable, "-I", "-S", "joins.py"]
 JOINED_S, FOUND_S = 25.0, 30.0
 RPCS_PER_MINUTE = LISTINGS_PER_S = SUPERVISOR_PERCENT = 2.0
@@ -85,11 +85,11 @@ PATIENCE_S = 300.0
 
 @dataclass
 class Table:
-    """The rows of the table, which are printed as they are added."""
+    """The rows of the result table; each row is printed when it is added."""
 
     num_hosts: int
     missed: list[str] = field(default_factory=list)
-    """Goals that were missed."""
+    """The goals that were missed."""
 
     def __post_init__(self) -> None:
         print("| what | value | goal | |\n|---|---|---|---|", flush=True)
@@ -102,9 +102,9 @@ class Table:
 
 
 class Opens:
-    """Counts the files that all processes but this one, on all hosts, open below a folder of the cluster.
+    """Counts how often processes on all hosts, except this process, open files below a folder.
 
-    The folder has a separate file system, so that fanotify sees nothing else of the machine.
+    The folder is on a separate file system, so that fanotify reports no other accesses on this machine.
     """
 
     CLOEXEC, UNLIMITED_QUEUE = 0x1, 0x10
@@ -148,7 +148,7 @@ class Opens:
                         return
                     if pid == os.getpid() or not path.startswith(runs):
                         continue
-                    # Paths that differ only in the numbers of hosts and ranks are one kind.
+                    # Paths that differ only in the numbers of hosts and ranks are grouped.
                     kind = re.sub(r"\d+", "N", path)
                     (self.listed if is_folder else self.opened)[kind] += 1
 
@@ -157,21 +157,21 @@ class Opens:
 
     @staticmethod
     def kinds(run: RunDir, counts: Counter[str]) -> str:
-        """Return the most frequent paths, relative to the run folder."""
+        """Return the most frequently opened paths, relative to the run folder."""
         prefix = re.sub(r"\d+", "N", f"{run.path}/")
         return words(Counter({f"`{path.removeprefix(prefix)}`": count for path, count in counts.items()}))
 
 
 @dataclass
 class Job:
-    """A run of the benchmark and its processes."""
+    """A run of the benchmark, and its processes."""
 
     login: Login
     run: RunDir
     num_hosts: int
 
     def joined_s(self, attempt: int) -> list[float]:
-        """Return when each rank of an attempt started, in seconds since the epoch, once all ranks run."""
+        """Wait for all ranks of an attempt; return when each started, in seconds since the epoch."""
         found: dict[int, float] = {}
 
         def all_have() -> bool:
@@ -181,7 +181,8 @@ class Job:
                     found[rank] = float(text.split()[0])
             if (ended := self.run.attempt(attempt)).end_file.exists():
                 lines = ended.supervisor_log.read_text().splitlines()
-                # srun prints such a line for each rank that is killed at the end of the attempt.
+                # srun prints a line that ends with "Killed" for each rank that is killed when the attempt
+                # ends.
                 kept = "\n".join(line for line in lines if not line.endswith(": Killed"))
                 raise AssertionError(
                     f"{len(found)} ranks, then\n{kept[-4000:]}\n{ended.end_file.read_text()}"
@@ -202,7 +203,7 @@ class Job:
         """Return the pids, on this machine, of the run's processes that execute a module."""
         found = []
         for entry in Path("/proc").iterdir():
-            with suppress(OSError):  # the process has ended
+            with suppress(OSError):  # the process has exited
                 words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
                 if (
                     "-m" in words[:6]
@@ -213,14 +214,14 @@ class Job:
         return found
 
     def end_s(self, attempt: int) -> float:
-        """Return when the end of an attempt was recorded, in seconds since the epoch, once it is recorded."""
+        """Wait until the end of an attempt is recorded; return its time in seconds since the epoch."""
         file = self.run.attempt(attempt).end_file
         wait_for(file.exists, f"the end of attempt {attempt}", PATIENCE_S)
         return file.stat().st_mtime
 
 
 def rss_mb(pid: int) -> float:
-    """Return the resident memory of a process, including shared memory."""
+    """Return the resident memory of a process in MB, including shared memory."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
@@ -233,14 +234,14 @@ def new_login(cluster: Cluster, folder: Path) -> Login:
 
 
 def available_gb() -> float:
-    """Return the free memory of this machine."""
+    """Return the available memory of this machine in GB."""
     found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     assert found is not None
     return int(found[1]) / 1e6
 
 
 def rpcs(cluster: Cluster) -> Counter[str]:
-    """Return the RPCs since the previous call, without the RPCs of Slurm's own daemons."""
+    """Return the number of RPCs since the previous call, by type, without the RPCs of Slurm's own daemons."""
     shown = cluster.run(["sdiag"], check=True).stdout
     cluster.run(["sdiag", "--reset"], check=True)
     by_type = shown.partition("by message type")[2].partition("by user")[0]
@@ -253,7 +254,7 @@ def words(counts: Counter[str]) -> str:
 
 
 def start(login: Login, table: Table, opens: Opens, what: str, nodes: str) -> Job:
-    """Submit a run and wait until all ranks have joined."""
+    """Submit a run and wait until all ranks have started."""
     opens.reset()
     rpcs(login.cluster)
     began = time.time()
@@ -268,7 +269,7 @@ def start(login: Login, table: Table, opens: Opens, what: str, nodes: str) -> Jo
 
 
 def count(job: Job, table: Table, opens: Opens) -> None:
-    """Print the RPCs and the opens so far."""
+    """Print the RPCs and the file opens that have been counted."""
     asked = rpcs(job.login.cluster)
     table.row("until then: RPCs", asked.total(), "", more=words(asked))
     table.row("until then: listings", opens.listed.total(), "", more=opens.kinds(job.run, opens.listed))
@@ -276,7 +277,7 @@ def count(job: Job, table: Table, opens: Opens) -> None:
 
 
 def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
-    """Measure the cost of an idle run."""
+    """Measure the load that an idle run causes."""
     [supervisor], agents = job.processes("trainkit.job.supervisor"), job.processes("trainkit.job.node.agent")
     before = {pid: cpu_s(pid) for pid in (supervisor, *agents)}
     opens.reset()
@@ -303,7 +304,7 @@ def count_rpcs(job: Job, table: Table, what: str, seconds: float) -> None:
 
 
 def look(job: Job, table: Table, seconds: float) -> None:
-    """Measure `status` and `watch`."""
+    """Measure the cost of `status` and `watch`."""
     rpcs(job.login.cluster)
     began = time.monotonic()
     job.login.trainkit("status", str(job.run.path), check=True)
@@ -317,7 +318,7 @@ def look(job: Job, table: Table, seconds: float) -> None:
 
 
 def finish(job: Job, table: Table) -> None:
-    """Let all ranks end, and measure the time until the end is recorded."""
+    """Let all ranks exit, and measure the time until the end of the run is recorded."""
     began = time.time()
     (job.login.folder / "go").touch()
     table.row("end recorded after the ranks may end", job.end_s(1) - began, "s")
@@ -326,13 +327,13 @@ def finish(job: Job, table: Table) -> None:
 
 
 def lose_host(job: Job, table: Table, what: str, index: int) -> None:
-    """Power a host off, and wait until the run has detected it and is requeued or continues without it."""
+    """Power off a host, and wait until the run is requeued or continues without the host."""
     began_s = time.time()
     job.login.cluster.kill_host(index)
     found_s = job.end_s(1)
     table.row(f"{what}: killed host found", found_s - began_s, "s", FOUND_S)
     if what == "requeue":
-        # srun's fan-out tree waits a minute for the killed host.
+        # The fan-out tree of srun waits a minute for the powered-off host.
         job.login.wait_for_job(job.run, "PENDING", "CONFIGURING", "RUNNING", timeout_s=PATIENCE_S)
         table.row(f"{what}: found until the job is in the queue", time.time() - found_s, "s")
     else:
@@ -351,7 +352,7 @@ def cancel(job: Job, table: Table, attempt: int) -> None:
 
 
 def measure(cluster: Cluster, args: argparse.Namespace, before_gb: float) -> list[str]:
-    """Print the table; return the missed goals."""
+    """Run all measurements and print the table; return the missed goals."""
     num_hosts = len(cluster.hosts)
     chance = partial(random.Random(args.seed).randint, 2, num_hosts)  # the supervisor runs on the first host
     with Opens(cluster.folder / "home") as opens:
@@ -365,7 +366,7 @@ def measure(cluster: Cluster, args: argparse.Namespace, before_gb: float) -> lis
             finish(job, table)
         if "shrink" in args.parts:
             job, killed = start(login, table, opens, "shrink", f"{num_hosts * 3 // 4}-{num_hosts}"), chance()
-            # A host of a run with a range of nodes queries the controller once a minute.
+            # If a run has a range of nodes, one of its hosts queries slurmctld once a minute.
             count_rpcs(job, table, "shrink: RPCs a minute", seconds=60)
             lose_host(job, table, "shrink", killed)
             cancel(job, table, attempt=2)
@@ -388,8 +389,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="duration of the idle run in seconds")
     args = parser.parse_args()
     before_gb = available_gb()
-    # 256 hosts share two cores. With the test cluster's MessageTimeout of 5 s (Slurm's default is 10), Slurm
-    # gives up a start if one host answers late.
+    # All 256 hosts share two cores. With the test cluster's MessageTimeout of 5 s (Slurm's default is 10 s),
+    # Slurm aborts a job start if one host replies late.
     options = {"MessageTimeout": "30"}
     cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts, options=options)
     try:

@@ -3,11 +3,11 @@
     python -m benchmarks.command_crashes
     python -m benchmarks.command_crashes --only cancel --every 3 --seed 1
 
-The commands are all commands that change a run, and the supervisor that waits in the queue of this machine.
-The benchmark kills them with SIGKILL before each file that they open to write, and before each rename, fsync,
-lock, folder, link, signal and process that they start. After the kill, no file of the run is truncated or
-missing, `status` shows a state, at most one supervisor runs, and the next commands work. Commands are forks
-of this process.
+The benchmark covers all commands that change a run, and the supervisor of a run that waits in this machine's
+queue. The benchmark kills each command with SIGKILL before each file that it opens for writing, and before
+each rename, fsync, lock, folder creation, link, signal and process start. After the kill, no file of the run
+may be truncated or missing, `status` must show a state, at most one supervisor may run, and the next commands
+must work. The commands run in forks of this process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STATES = (
 
 
 def crash_at(number: int, root: str, counted: Path) -> None:
-    """Kill this process before its write `number`; with number 0, record all writes in a file instead."""
+    """Kill this process before write `number`, counted from 1; if `number` is 0, record writes in a file."""
     own, count = os.getpid(), 0
 
     def step(what: str) -> None:
@@ -100,7 +100,7 @@ def crash_at(number: int, root: str, counted: Path) -> None:
 
 
 class Case:
-    """A command that is killed at one of its writes."""
+    """A command that is killed before one of its writes."""
 
     def __init__(self, folder: Path, kind: str, number: int) -> None:
         self.place, self.kind, self.number = Place(folder), kind, number
@@ -130,7 +130,7 @@ class Case:
         return len(self.counted.read_text().splitlines()) if self.counted.exists() else 0
 
     def _queue(self, argv: Sequence[str], kill: Callable[[], None]) -> None:
-        """Kill the supervisor of a run that waits for its turn in the queue of this machine."""
+        """Kill the supervisor of a run that waits in this machine's queue."""
 
         def before(module: str) -> None:
             if module == "trainkit.job.supervisor":
@@ -175,7 +175,7 @@ class Case:
         return not asked and (is_settled(self.run) or not entry.attempt)
 
     def _next(self) -> None:
-        """Run the next commands of a user: end the run, and start it again."""
+        """Run the commands that a user would run next: end the run, and start it again."""
         self._must("cancel", str(self.run.path), "--wait")
         if is_alive(self.run):
             self.wrong.append(f"it is alive after `cancel --wait`: {newest(self.run)}")
@@ -207,7 +207,7 @@ class Case:
 
 
 def play_kind(folder: Path, kind: str, every: int, seed: int) -> int:
-    """Kill one command at all of its writes, or at one in `every`; return the number of wrong cases."""
+    """Kill a command before each of its writes, or before one in `every`; return the number of failures."""
     whole = Case(folder / f"{kind.replace(' ', '-')}-0", kind, 0)
     num_writes, wrong = whole.play(), 0
     if whole.wrong:

@@ -1,18 +1,19 @@
-"""Type two commands at the same run at seeded moments, and compare their output with what happens.
+"""Run two commands on the same run at seeded moments, and compare their output with what happens.
 
     python -m benchmarks.control_races --rounds 200 --seed 0
     python -m benchmarks.control_races --rounds 20 --pair cancel-wait requeue
 
-The pairs are all pairs of `OPERATIONS`, on this machine. Each round checks:
+All pairs of `OPERATIONS` are tried, on this machine. Each round checks:
 
-- The exit codes and messages agree with what follows.
-- No two attempts run at once.
+- The exit codes and messages of the commands agree with the behaviour of the run.
+- Two attempts never run at the same time.
 - No earlier attempt runs after `cancel --wait` has returned.
-- The layout belongs to the accepted resume.
+- The run uses the layout of the `resume` command that was accepted.
 - The next commands work (`status`, then `requeue`, `resume` or `cancel`).
 
-Commands, supervisors and agents are forks of this process (`benchmarks/forked.py`), and a rank is a shell
-script. The same seed repeats the same moments, but not the same schedule of the machine.
+Commands, supervisors and agents run in forks of this process (`benchmarks/forked.py`), and a rank is a shell
+script. The same seed yields the same moments, but the operating system may schedule the processes
+differently.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ REFUSED = (
     *("is running as", "is being cancelled", "cannot be locked", "is not running"),
     *("has ended, but Slurm still lists its job", "is already pending"),
 )
-"""Messages of a command that is refused because the other command came first."""
+"""Messages of a command that is refused because the other command of the pair came first."""
 WORKER = """
 echo "$TRAINKIT_JOB_ATTEMPT $$" >> "$TRAINKIT_JOB_RUN_DIR/ranks.txt"
 while read attempt pid; do
@@ -80,12 +81,12 @@ OPTIONS = (
 
 @dataclass
 class Place:
-    """A folder with a run that the rounds of one process use, and its commands."""
+    """A folder with a run, which is used for the rounds of one process, and the commands for the run."""
 
     folder: Path
     number: int = 0
     cwd: Path | None = None
-    """Working directory of the commands; the default is `folder`."""
+    """Working directory of the commands; defaults to `folder`."""
     environ: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ def has_started(run: RunDir) -> bool:
 
 
 def is_settled(run: RunDir) -> bool:
-    """Return whether the run has ended, or runs without a request to end."""
+    """Return whether the run has ended, or is running and has not been asked to end."""
     entry = newest(run)
     if not entry.alive():
         return True
@@ -158,14 +159,14 @@ class Round:
         self.place, self.run, self.pair, self.chance = place, run, pair, chance
         self.wrong: list[str] = []
         self.outcome = ""
-        """Exit codes in the order of the pair, and the state of the run after them."""
+        """Exit codes in the order of the pair, and the state of the run after both commands."""
         self.state = chance.choice(STATES)
         self.delay_s = chance.choice((0.0, chance.uniform(0.0, 0.12), chance.uniform(0.0, 0.6)))
         self.order = chance.sample(range(2), 2)
         self.commands: dict[int, Command] = {}
 
     def prepare(self) -> None:
-        """Bring the run into the first state of the round; the commands for that must succeed."""
+        """Bring the run into the initial state of the round; all commands used for this must succeed."""
         if self.state == "ended" and is_alive(self.run):
             self._require("cancel", str(self.run.path), "--now")
         elif self.state != "ended" and not is_alive(self.run):
@@ -262,7 +263,7 @@ class Round:
             if folder == str(self.run.path) or not wait_for(lambda: is_alive(RunDir(folder))):
                 self.wrong.append(f"submit took {folder}")
             self._require("cancel", folder, "--now")
-            # A rank that has just started may still write its line.
+            # A rank that has just started may still write to the folder.
             wait_for(lambda: shutil.rmtree(folder, ignore_errors=True) or not Path(folder).exists())
         elif code == 0 and "will be requeued" in said:
             is_last = newest(self.run).attempt == self.before
@@ -293,15 +294,16 @@ class Round:
         entry, returned = newest(self.run), command.printed_at
         submitted = parse_time(entry.submitted_at)
         assert submitted is not None
-        # The command reads the state before it prints, so a run that started just before is allowed.
+        # The command reads the state before it prints, so a run that started shortly before the output is
+        # allowed.
         if is_alive(self.run) and submitted.timestamp() < returned - 0.25:
             self.wrong.append(f"{name} returned 0 at {returned:.2f}, and attempt {entry} is alive")
 
 
 def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
-    """Run the rounds of a pair and print what is wrong; return the number of wrong rounds."""
+    """Run the rounds of a pair and print the problems; return the number of rounds with a problem."""
     chance = random.Random(f"{seed} {pair}")
-    # The delay before a restart doubles with every crash of a run, up to minutes.
+    # The delay before a restart doubles with every crash of a run, up to several minutes.
     rounds_of_a_run = 5 if "crash" in pair else ROUNDS_OF_A_RUN
     place, run, num_wrong, outcomes = Place(folder), None, 0, Counter[str]()
     for number in range(rounds):
@@ -332,13 +334,13 @@ def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
 
 
 def pairs_of(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return all pairs of operations, each operation also with itself, except two crashes."""
+    """Return all pairs of operations, including an operation paired with itself, except two crashes."""
     found = itertools.combinations_with_replacement(names, 2)
     return [pair for pair in found if pair != ("crash", "crash")]
 
 
 def play(pairs: Sequence[tuple[str, str]], rounds: int, seed: int, folder: Path, num_workers: int) -> int:
-    """Run all pairs in separate processes; return the number of pairs with a wrong round."""
+    """Run all pairs in separate processes; return the number of pairs with a problem."""
     preload()
     waiting, running, wrong = list(pairs), dict[int, tuple[str, str]](), list[tuple[str, str]]()
     with forked_modules():

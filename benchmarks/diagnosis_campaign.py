@@ -1,15 +1,17 @@
-"""End attempts in several ways, and compare each diagnosis with the true cause.
+"""Terminate attempts in several ways, and compare each diagnosis with the true cause.
 
     python -m benchmarks.diagnosis_campaign --runs 60 --seed 0
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which up to six runs of
-two ranks wait at a time. In each run, one or two ranks are killed, each in a separate attempt, and the run
-restarts, usually inside its allocation. Then Slurm ends all six jobs: by a preemption with or without grace
-time, at the time limit, with a lost host, or by scancel. Half of the rounds have no accounting. In every
-other run, the requeued job loses another rank; then the run is cancelled. `trainkit diagnose --attempt` must
-name the cause of every attempt, and the number and host of each killed rank.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Up to six runs, each with
+two ranks, are active on the cluster at the same time. In each run, one or two ranks are killed, each in a
+separate attempt. The run restarts after each kill, usually inside its allocation. After the kills, Slurm
+terminates all six jobs: by a preemption with or without grace time, at the time limit, by the loss of a host,
+or by scancel. In half of the rounds, the cluster has no accounting. In every other run, the requeued job
+loses another rank, after which the run is cancelled. `trainkit diagnose --attempt` must name the cause of
+every attempt's end, and each killed rank with its host.
 
-Prints one line per run; the same seed draws the same runs. The exit code is 0 if all diagnoses are right.
+The benchmark prints one line per run; the same seed draws the same runs. The exit code is 0 if all diagnoses
+are correct.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ sys.exit(75)
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of a rank, some seconds after all ranks of an attempt have started."""
+    """A SIGKILL to a rank, some seconds after all ranks of an attempt have started."""
 
     rank: int
     after_s: float
@@ -81,7 +83,7 @@ class Flight:
     login: Login = field(init=False)
     run: RunDir = field(init=False)
     done: list[tuple[str, int | None, str | None]] = field(default_factory=list)
-    """Expected signature of each attempt, with the rank and host of a killed rank."""
+    """The expected signature of each attempt and, if a rank was killed, its rank and host."""
 
     def submit(self, ears: str) -> None:
         """Submit the run, with ranks that handle or ignore signals."""
@@ -89,8 +91,7 @@ class Flight:
         self.run = self.login.submit(*OPTIONS, *limits, "--", "python", "waits.py", ears)
 
     def kill(self, kills: Sequence[Kill]) -> None:
-        """Kill a rank in one attempt after the other, each time after all ranks have started; await the last
-        end."""
+        """Kill each rank in a new attempt after all ranks have started; await the end of the last one."""
         self._wait_for_ranks()
         for kill in kills:
             time.sleep(kill.after_s)
@@ -118,7 +119,7 @@ class Flight:
         return wrong
 
     def hosts(self) -> list[str]:
-        """Return the hosts of the ranks of the newest attempt, in the order of the ranks."""
+        """Return the hosts of the ranks in the newest attempt, in rank order."""
         return survival.hosts_of(self.run, len(self.done) + 1)
 
     def _wait_for_ranks(self) -> None:
@@ -127,14 +128,14 @@ class Flight:
         wait_for(lambda: all("started" in log_of(self.run, rank, attempt) for rank in range(NUM_RANKS)), what)
 
     def _pid(self, rank: int) -> int:
-        """Return the process of a rank of the newest attempt; the machine sees the processes of all hosts."""
+        """Return the pid of a rank in the newest attempt; this machine sees the processes of all hosts."""
         wanted = {
             "TRAINKIT_JOB_RUN_DIR": str(self.run.path),
             "TRAINKIT_JOB_ATTEMPT": str(len(self.done) + 1),
             "RANK": str(rank),
         }
         for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # no process, or a process that is ending
+            with contextlib.suppress(OSError):  # not a process, or a process that is exiting
                 lines = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 is_rank = wanted.items() <= dict(line.partition("=")[::2] for line in lines).items()
                 if is_rank and b"waits.py" in (entry / "cmdline").read_bytes():
@@ -143,7 +144,7 @@ class Flight:
 
 
 def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
-    """Draw how Slurm ends the jobs of a round, whether accounting exists, and the runs."""
+    """Draw how Slurm terminates the jobs of a round, whether the cluster has accounting, and the runs."""
     chance = random.Random(seed)
 
     def kills(count: int) -> list[Kill]:
@@ -159,7 +160,7 @@ def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
 
 
 class Campaign:
-    """The runs of one seed on a cluster."""
+    """The runs drawn from one seed, and the cluster on which they run."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -167,7 +168,7 @@ class Campaign:
         self.num_wrong = 0
 
     def fly(self, end: str, has_accounting: bool, flights: Sequence[Flight]) -> None:
-        """Run one round of runs that Slurm ends in this way."""
+        """Run one round of runs, which Slurm terminates in the given way."""
         is_deaf = end == "preemption without notice"
         with survival.preemption(self.cluster):
             survival.set_preemption(self.cluster, "REQUEUE", 0 if is_deaf else 10)
@@ -192,7 +193,7 @@ class Campaign:
                 print(f"           {text}", flush=True)
 
     def _end(self, end: str, flights: Sequence[Flight]) -> None:
-        """Let Slurm end all jobs, and wait until they have ended."""
+        """Make Slurm terminate all jobs, and wait until the jobs have ended."""
         jobs = [flight.login.job_id(flight.run) for flight in flights]
         index = len(self.cluster.hosts)
         lost, cause = None, CAUSES[end]
@@ -238,8 +239,8 @@ def main() -> int:
         campaign = Campaign(cluster)
         for end, has_accounting, flights in draw(options.runs, options.seed):
             for flight in flights:
-                # A separate home folder keeps the hosts that one run excludes from being excluded by the next
-                # run.
+                # Use a separate home folder, so that the hosts that one run excludes are not excluded by the
+                # next run.
                 home = folder / f"run-{flight.number:03d}"
                 home.mkdir(parents=True)
                 flight.login = Login(cluster, home)

@@ -1,20 +1,20 @@
-"""Inject random faults into several concurrent runs, and check that each has the correct loss curve.
+"""Inject random faults into several concurrent runs, and check that each run has the correct loss curve.
 
     python -m benchmarks.fault_campaign --faults 200 --seed 0
 
-Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which two runs of
-two hosts train at any time, with every backend, with and without spare hosts. The faults are:
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Two runs, each on two
+hosts, train at any time, with every backend, with and without spare hosts. The faults are:
 
 - SIGKILL of a rank, and a killed slurmd;
-- the network of a host cut for 5 to 60 s;
+- a host that is disconnected from the network for 5 to 60 s;
 - a stopped slurmctld;
 - a full disk, and a damaged newest checkpoint;
 - a host that sees an outdated folder.
 
-Each run must finish with losses that equal the losses of an undisturbed run as strings. A full disk, or
-failures that come faster than checkpoints, may stop a run with a matching reason; the benchmark then resumes
-the run. No intact checkpoint may be lost, no job or process may remain, and no port may clash. Prints one
-line per fault; the same seed draws the same faults.
+The losses of each run must be equal, digit for digit, to the losses of an undisturbed run. A full disk, or
+faults that occur faster than checkpoints are saved, may stop a run. If the reason for the stop matches the
+faults, the benchmark resumes the run. No intact checkpoint may be lost, no job or process may be left behind,
+and no port may clash. The benchmark prints one line per fault; the same seed draws the same faults.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from tools.slurm_cluster.processes import Pid
 RUNS_AT_ONCE = 2
 NUM_STEPS = 300
 PATIENCE_S = 90.0
-"""A fault that waits for a computing run happens after this many seconds in any case."""
+"""Maximum time in seconds that a fault waits until the run computes steps."""
 LOOK_EVERY_S = 1.0
 HELP_EVERY_S = 5.0
 LEFT_S = 90.0
-"""A reconnected host must have killed its remaining processes after this many seconds."""
+"""Maximum time in seconds within which a reconnected host must kill its remaining processes."""
 RETRY_S = 60.0
-"""After this many seconds, slurmstepd repeats a message that the controller missed, such as the end of a
-step."""
+"""Seconds after which slurmstepd repeats a message that slurmctld missed, such as the end of a step."""
 SLURM_OPTIONS = {"UnkillableStepTimeout": "600", "MinJobAge": "60"}
-"""Options that keep Slurm from draining a host for messages that it could not send while it was cut off."""
+"""Options that keep Slurm from draining a host because of messages that could not be sent while the host was
+disconnected."""
 
 
 class Campaign:
-    """The faults of one seed and the runs that they hit."""
+    """The faults drawn from one seed, and the runs that they affect."""
 
     def __init__(
         self, login: Login, striker: Striker, faults: list[Fault], expected: Curve, seed: int
@@ -77,7 +77,7 @@ class Campaign:
         print(f"{time.monotonic() - self.began_s:7.1f} s  {text}", flush=True)
 
     def fly(self) -> None:
-        """Inject all faults and bring every run to its end."""
+        """Inject all faults, and wait until every run has ended."""
         waiting = list(self.faults)
         last_s = look_s = help_s = time.monotonic()
         while waiting or self.flights:
@@ -103,7 +103,7 @@ class Campaign:
         return "slurmctld" not in self.striker.active
 
     def _victims(self, fault: Fault, since_s: float) -> list[Flight]:
-        """Return the runs that a fault can hit now."""
+        """Return the runs that a fault can affect now."""
         if since_s < fault.gap_s:
             return []
         found = [one for one in self.flights if self.striker.can_strike(fault, one)]
@@ -180,12 +180,13 @@ class Campaign:
         if wrong:
             self.login.trainkit("cancel", str(flight.run.path), "--now", timeout_s=300)
             shutil.copytree(flight.run.path, self.login.folder / "wrong" / flight.name, symlinks=True)
-        # The disk is small. Other files are kept, so that processes that still run in the folder are found.
+        # The disk is small, so delete the checkpoints of the run. Keep other files, so that processes that
+        # are still running in the folder can be found.
         shutil.rmtree(flight.run.checkpoints_dir, ignore_errors=True)
 
 
 def left_behind(login: Login, disk: Path) -> list[str]:
-    """Return the jobs and processes that remain after all runs have ended and all faults are undone."""
+    """Return the jobs and processes that remain after all runs have ended and all faults have been undone."""
     deadline_s = time.monotonic() + LEFT_S
     while (jobs := login.jobs()) + (processes := processes_of(disk)) and time.monotonic() < deadline_s:
         time.sleep(0.5)

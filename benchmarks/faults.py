@@ -1,4 +1,4 @@
-"""Faults of `fault_campaign.py`: their injection and their removal."""
+"""Injects and undoes the faults of `fault_campaign.py`."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ KINDS = {
     "stale checkpoints": 2,
     "stale attempts": 1,
 }
-"""Maps a kind to its relative frequency."""
+"""Maps each kind of fault to its relative frequency."""
 MOST_HOSTS_AWAY = 2
 STUCK_S = 90.0
-"""A completing host has lost a message of its controller after this many seconds; longer than any cut."""
+"""Seconds after which a completing host must have lost a message from slurmctld; longer than any network
+cut."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One drawn fault; its numbers from 0 to 1 select the target among the targets at injection."""
+    """One drawn fault; its numbers from 0 to 1 select the target from the targets that exist at injection."""
 
     number: int
     kind: str
     gap_s: float
     """Minimum time since the previous fault."""
     waits: bool
-    """True if the fault waits until its run computes; other faults happen in any state of the run."""
+    """True if the fault waits until its run computes steps; other faults are injected in any state of the
+    run."""
     who: float
     where: float
     length: float
 
 
 def draw(count: int, seed: int) -> list[Fault]:
-    """Draw the faults of a campaign; a longer campaign begins with the faults of a shorter one."""
+    """Draw the faults of a campaign; a longer campaign starts with the same faults as a shorter one."""
     chance = random.Random(seed)
     kinds, weights = list(KINDS), list(KINDS.values())
     return [
@@ -72,18 +74,18 @@ def draw(count: int, seed: int) -> list[Fault]:
 
 
 def one_of(things: Sequence[T], chosen: float) -> T:
-    """Return the item of a sequence that a number from 0 to 1 selects."""
+    """Return the item of a sequence selected by a number from 0 to 1."""
     return things[int(chosen * len(things))]
 
 
 class Striker:
-    """Injects faults, and undoes them when their time is over."""
+    """Injects faults, and undoes each fault after its duration."""
 
     def __init__(self, cluster: Cluster, disk: Path) -> None:
         self.cluster = cluster
         self.disk = disk
         self.away: set[int] = set()
-        """Hosts with a cut cable or a dead slurmd."""
+        """Hosts that are disconnected or whose slurmd is dead."""
         self.active: set[str] = set()
         """Kinds of faults that are still active."""
         self._due: list[tuple[float, int, str, Callable[[], None]]] = []
@@ -95,13 +97,13 @@ class Striker:
         if fault.kind in ("slurmctld", "disk"):
             return fault.kind not in self.active
         if fault.kind == "damage":
-            return len(flight.intact()) > 1  # without a checkpoint, the run would correctly end
+            return len(flight.intact()) > 1  # without another checkpoint, the run would be right to end
         if fault.kind == "rank":
             return bool(survival.ranks_of(flight.run))
         return self._old(fault, flight) is not None and bool(self._readers(fault, flight))
 
     def strike(self, fault: Fault, flight: Flight) -> str:
-        """Inject a fault into one run or all runs; return a description."""
+        """Inject a fault into one run or into all runs; return a description."""
         strikes: dict[str, Callable[[Fault, Flight], str]] = {
             "rank": self._kill_rank,
             "slurmd": self._kill_slurmd,
@@ -115,7 +117,7 @@ class Striker:
         return strikes[fault.kind](fault, flight)
 
     def mend(self, everything: bool = False) -> None:
-        """Undo the faults whose time is over, or all faults."""
+        """Undo the faults whose duration is over, or all faults."""
         while self._due and (everything or self._due[0][0] <= time.monotonic()):
             _, _, kind, undo = heapq.heappop(self._due)
             undo()
@@ -186,22 +188,21 @@ class Striker:
         flight.note_damage(found[-1])
         how = damage(found[-1], fault.where)
         if fault.length < 0.5:
-            # The damage shows only when the checkpoint is read.
+            # The damage is detected only when the checkpoint is read.
             return f"newest checkpoint (step {found[-1].step}) {how}, and {self._kill_rank(fault, flight)}"
         return f"newest checkpoint (step {found[-1].step}) {how}"
 
     def _old(self, fault: Fault, flight: Flight) -> Path | None:
-        """Return the stored copy of the folder that a host sees in an outdated state."""
+        """Return the stored copy of the folder that a host sees instead of the current folder."""
         return flight.old_checkpoints if fault.kind == "stale checkpoints" else flight.old_attempts
 
     def _readers(self, fault: Fault, flight: Flight) -> list[str]:
-        """Return the hosts that only read a folder, because on any file system a host sees its own writes."""
+        """Return the hosts that only read a folder, because a host sees its own writes on any file system."""
         placed = survival.hosts_of(flight.run, survival.newest_attempt(flight.run))
         return placed if fault.kind == "stale checkpoints" else placed[1:]
 
     def _make_stale(self, fault: Fault, flight: Flight) -> str:
-        """Show one host an outdated folder of the run for seconds, and kill a rank so that the folder is
-        read."""
+        """Show one host an outdated run folder for a while, and kill a rank so that the folder is read."""
         old = self._old(fault, flight)
         assert old is not None
         folder = flight.run.path / fault.kind.removeprefix("stale ")
@@ -210,7 +211,7 @@ class Striker:
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)
         killed = self._kill_rank(fault, flight)
-        # The copy becomes read-only before it is shown, because a mount with open files cannot become
+        # Make the copy read-only before it is mounted, because a mount with open files cannot become
         # read-only.
         read_only = f"mount --bind {shown} {shown} && mount -o remount,bind,ro {shown}"
         show = f"{read_only} && mount --bind {shown} {folder} && umount {shown}"
@@ -226,7 +227,7 @@ class Striker:
 
 
 def damage(checkpoint: Checkpoint, how: float) -> str:
-    """Damage a checkpoint in the way that a number from 0 to 1 selects; return a description."""
+    """Damage a checkpoint in a way selected by a number from 0 to 1; return a description."""
     shard = max((file for file in checkpoint.path.iterdir()), key=lambda file: file.stat().st_size)
     if how < 0.4:
         place = int(how / 0.4 * (shard.stat().st_size - 8))
@@ -246,7 +247,7 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
 
 
 def _overwrite(file: Path, place: int, data: bytes) -> None:
-    """Change bytes in place, which works on a full disk."""
+    """Overwrite bytes of a file in place, which works even if the disk is full."""
     with file.open("r+b") as stream:
         stream.seek(place)
         stream.write(data)
@@ -258,9 +259,9 @@ class Administrator:
     def __init__(self, cluster: Cluster, away: set[int]) -> None:
         self._cluster = cluster
         self._away = away
-        """Hosts that a fault has disabled; the administrator repairs only other hosts."""
+        """Hosts that a fault has disabled, which the administrator does not repair."""
         self._completing_s: dict[str, float] = {}
-        """Maps a completing host to the time since when it completes."""
+        """Maps a completing host to the time at which it was first seen completing."""
 
     def help(self) -> list[str]:
         """Restart dead slurmds, resume drained hosts, release held jobs, reconcile Slurm's node state."""
@@ -270,8 +271,8 @@ class Administrator:
         stuck = [name for name, state in states.items() if state.startswith("completing")]
         self._completing_s = {name: self._completing_s.get(name, now) for name in stuck}
         if any(now > since_s + STUCK_S for since_s in self._completing_s.values()):
-            # Slurm 22.05 requeues a finished job whose host was lost, and then waits forever for the other
-            # hosts to confirm the end.
+            # Slurm 22.05 requeues a finished job whose host was lost, and then waits forever for
+            # confirmations from the other hosts.
             self._cluster.run(["scontrol", "reconfigure"], timeout_s=30)
             self._completing_s = {}
             done.append(f"reconfigured, for {', '.join(stuck)} did not stop completing")

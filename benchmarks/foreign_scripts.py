@@ -1,15 +1,17 @@
-"""Run scripts of other frameworks on a Slurm cluster, and kill, preempt, requeue, cancel and resume them.
+"""Run scripts of other frameworks on a Slurm cluster, and kill, preempt, requeue, cancel and resume the runs.
 
     python -m benchmarks.foreign_scripts --python VENV/bin/python [--nanogpt FOLDER] [--only KIND ...]
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). On two hosts it runs each
-script of `benchmarks/foreign/`, which do not import trainkit, and the scripts of `examples/` that get their
-tool's configuration from trainkit. VENV contains torch, accelerate, transformers, lightning and deepspeed.
-FOLDER is a clone of nanoGPT; the benchmark replaces the lines for CUDA in a copy.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). On two hosts, the benchmark
+runs each script of `benchmarks/foreign/`, none of which imports trainkit, and the scripts of `examples/` that
+get their framework's configuration from trainkit. VENV must contain torch, accelerate, transformers,
+lightning and deepspeed. FOLDER is a clone of nanoGPT; the benchmark copies it, and replaces the lines for
+CUDA in the copy.
 
-Every script first runs undisturbed. Then a rank is killed, and the job is preempted, requeued with `trainkit
-requeue`, and cancelled and resumed. A case passes if the script reaches its last step on the same ranks, with
-the weights of the undisturbed run. Prints one line of a table per case. The exit code is 0 if all cases pass.
+Every script first runs without disturbances. In further cases, a rank is killed, and the job is preempted,
+requeued with `trainkit requeue`, and cancelled and resumed. A case passes if the script reaches its last step
+on the same ranks, with the same weights as the undisturbed run. The benchmark prints one table row per case.
+The exit code is 0 if all cases pass.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ SCRIPTS = Path(__file__).parent / "foreign"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NUM_STEPS = 100
 MANY_STEPS = 4000
-"""Steps of the examples, which do not sleep between two steps."""
+"""Number of steps of the examples, which do not sleep between steps."""
 LOG_EVERY = 20
-"""Maximum distance of printed steps; the examples print every tenth or twentieth step."""
+"""Maximum interval between printed steps; the examples print every tenth or twentieth step."""
 DISTURBED_AT = 25
 TIMEOUT_S = 400.0
 TOLERANCE = 1e-6
-"""Allowed relative difference of the sums of all weights."""
+"""Maximum relative difference between the sums of all weights."""
 CASES = ("undisturbed", "killed", "preempted", "requeued", "resumed")
 RETURNS = ("requeue", "restart", "resubmit")
 
@@ -65,18 +67,18 @@ def _set(*pairs: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A script and the options of its submission."""
+    """A script and its submission options."""
 
     options: tuple[str, ...]
     command: tuple[str, ...]
     num_ranks: int = 2
     has_exact_resume: bool = True
-    """True if the framework reads the same data after a resume."""
+    """True if the framework reads the same data after it resumes."""
     num_steps: int = NUM_STEPS
 
 
 def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
-    """Return the scripts by name; `python` runs them."""
+    """Return the scripts by name; `python` is the interpreter that runs them."""
     one, two = ("--gpus-per-node", "1"), ("--gpus-per-node", "2")
     steps, many = str(NUM_STEPS), str(MANY_STEPS)
     found = {
@@ -119,13 +121,13 @@ def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
     }
     if nanogpt is not None:
         script = NANOGPT.format(steps=steps)
-        # nanoGPT draws new batches after a resume.
+        # nanoGPT draws new random batches after it resumes.
         found["nanoGPT"] = Kind(one, ("sh", "-c", script, python), has_exact_resume=False)
     return found
 
 
 def copy_nanogpt(source: Path, folder: Path) -> None:
-    """Copy nanoGPT into a folder, for CPUs and with random data."""
+    """Copy nanoGPT into a folder, and adapt the copy to CPUs and random data."""
     for name in ("model.py", "configurator.py", "train.py"):
         shutil.copy(source / name, folder)
     train = folder / "train.py"
@@ -161,14 +163,14 @@ def last_attempt(run: RunDir) -> int:
 
 
 def has_ended(run: RunDir, after: int = 0) -> bool:
-    """Return whether a run is over in an attempt later than `after`."""
+    """Return whether a run has ended in an attempt later than `after`."""
     attempt = last_attempt(run)
     file = run.attempt(attempt).end_file
     return attempt > after and file.exists() and read_json(file)["action"] not in RETURNS
 
 
 def disturb(login: Login, run: RunDir, case: str, command: Sequence[str]) -> None:
-    """Disturb a run as its case requires, and wait until the run is over."""
+    """Disturb a run as required by its case, and wait until the run has ended."""
     done = 0
     if case == "killed":
         os.kill(process_of_rank(run, 1, command), signal.SIGKILL)
@@ -189,7 +191,7 @@ def disturb(login: Login, run: RunDir, case: str, command: Sequence[str]) -> Non
 
 
 def process_of_rank(run: RunDir, rank: int, command: Sequence[str]) -> int:
-    """Return the process of a rank that runs the script."""
+    """Return the pid of the process that runs the script as the given rank."""
     script = next(word for word in (*command, "train.py") if word.endswith(".py") and word in str(command))
     wanted = {f"TRAINKIT_JOB_RUN_DIR={run.path}".encode(), f"RANK={rank}".encode()}
     for folder in Path("/proc").iterdir():
@@ -204,14 +206,14 @@ def process_of_rank(run: RunDir, rank: int, command: Sequence[str]) -> int:
 
 
 def weights_of(run: RunDir, kind: Kind) -> set[float]:
-    """Return the sums of all weights that the ranks of the last attempt printed at the last step."""
-    # The ranks of a launcher share a log, so two lines may be merged into one line.
+    """Return the sums of all weights printed by the ranks of the last attempt at the last step."""
+    # The ranks of a launcher write to the same log, so two lines may be merged into one.
     found = re.findall(rf"done at {kind.num_steps} weights (-?\d+\.\d{{9}})", logs(run, last_attempt(run)))
     return {float(text) for text in found}
 
 
 def judge(run: RunDir, case: str, kind: Kind, reference: set[float] | None) -> list[str]:
-    """Return everything that is wrong with a run that is over."""
+    """Return all problems of a run that has ended."""
     wrong = []
     end = read_json(run.attempt(last_attempt(run)).end_file)
     if end["state"] != "finished":

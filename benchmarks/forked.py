@@ -1,6 +1,7 @@
-"""Run processes of trainkit as forks of this process, so that a command or agent starts in milliseconds.
+"""Run trainkit's processes as forks of this process, so that a command or an agent starts in milliseconds.
 
-`forked_modules` replaces the start of ``python -m trainkit.…``. Other programs start as usual.
+`forked_modules` forks this process instead of starting ``python -m trainkit.…``. Other programs start as
+usual.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def fork(
     prepare: Callable[[], None] | None = None,
     own_session: bool = False,
 ) -> int:
-    """Return the pid of a fork that calls `action` and exits with its code; `streams` become its files 0, 1
-    and 2."""
+    """Return the pid of a fork that calls `action` and exits with the code that `action` returns.
+
+    `streams` become the file descriptors 0, 1 and 2 of the fork.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -87,7 +90,7 @@ def fork(
 
 @contextlib.contextmanager
 def forked_modules(before: Callable[[str], None] = lambda module: None) -> Iterator[None]:
-    """Run ``python -m trainkit.…`` as a fork of this process in the block; the fork first calls `before`."""
+    """In the block, run ``python -m trainkit.…`` as a fork of this process; the fork calls `before` first."""
 
     def execute(child: subprocess.Popen[bytes], *args: Any) -> None:
         given = _signature.bind(child, *args).arguments
@@ -125,7 +128,7 @@ PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 class Command:
-    """A `trainkit` command in a fork, with its output and its exit code."""
+    """A `trainkit` command that runs in a fork, with its output and exit code."""
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class Command:
         os.close(null)
 
     def poll(self) -> int | None:
-        """Return the exit code, -N for signal N; None while the command runs."""
+        """Return the exit code, -N if signal N killed the command, or None while it is running."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
@@ -160,10 +163,10 @@ class Command:
 
     @property
     def printed_at(self) -> float:
-        """Time of the last output, in seconds of Unix time."""
+        """The time of the last output, in seconds since the epoch."""
         return self._log.stat().st_mtime
 
     @property
     def said(self) -> str:
-        """Output of the command."""
+        """The output of the command."""
         return self._log.read_text(errors="replace")

@@ -1,11 +1,11 @@
-"""Type commands on disks with 0 to 64 KiB of free space; each must return with a reason.
+"""Run commands on disks with 0 to 64 KiB of free space; each command must exit and give the reason.
 
     python -m benchmarks.full_disks
 
-`submit` and `run` create a run on such a disk. In further cases the disk also contains their working
-directory and the user's state. `cancel`, `requeue`, `resume` and `status` are typed at a run that runs or has
-ended. No command may take longer than `TIMEOUT_S`, end with an unexpected error, or break the next command
-after space is available again. The benchmark needs root to mount the disks.
+`submit` and `run` create a run on an almost full disk. In further cases, the disk also contains the working
+directory of the commands and the state of the user. `cancel`, `requeue`, `resume` and `status` are applied to
+a run that is running or has ended. No command may take longer than `TIMEOUT_S`, exit with an unexpected
+error, or break the next command after space is available again. The benchmark needs root to mount the disks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS = ("--gpus-per-node", "1", "--set", "device=cpu", "--set", "launch.snaps
 
 
 class Disk:
-    """A small disk, with the commands that are typed at a run on the disk."""
+    """A small disk, and the commands that are applied to a run on the disk."""
 
     def __init__(self, place: Place, disk: Path) -> None:
         self.place, self.disk, self.wrong = place, disk, list[str]()
@@ -56,7 +56,7 @@ class Disk:
         return command
 
     def make(self, kind: str, free: int, whole: bool) -> str:
-        """Type `submit` or `run` on a disk with this number of free bytes; return its exit code.
+        """Execute `submit` or `run` on a disk with `free` free bytes; return the exit code.
 
         With `whole`, the disk also contains the working directory and the state of the user.
         """
@@ -80,7 +80,7 @@ class Disk:
         return str(command.code)
 
     def act(self, words: str, free: int, ended: bool) -> str:
-        """Type a command at a run whose disk has this number of free bytes; return its exit code."""
+        """Apply a command to a run whose disk has `free` free bytes; return the exit code."""
         script = ("--", "sh", "-c", "trap 'exit 75' TERM USR2; echo started; sleep 600 & wait $!")
         done = self.place.run("submit", "--now", "--run-dir", str(self.run.path), *OPTIONS, *script)
         assert done.code == 0, done.said
@@ -98,7 +98,7 @@ class Disk:
         return str(command.code)
 
     def _next(self) -> None:
-        """Type the next command after space is available again."""
+        """Execute the next command after space is available again."""
         words = ("cancel", "--wait") if is_alive(self.run) else ("requeue",)
         if not newest(self.run).attempt:
             words = ("resume", "--now")

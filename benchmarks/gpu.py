@@ -3,32 +3,33 @@
     make gpu                        or: python -m benchmarks.gpu [--only PART …] [--wheels FOLDER]
 
 Runs the tests of tests/gpu, then the benchmarks, the most informative ones first. Each part is a process with
-a separate time limit, so a failure costs only that part. The record has one table per part, and is written to
-OUT/DEVICE-torch-VERSION, as .md and as .json. It is rewritten after every row, so a part that is cut off
-keeps its finished rows. `--only` replaces parts of that record and keeps the other parts. The exit code is 1
-if a test fails or a part does not end, and 2 without a GPU.
+a separate time limit, so a failure affects only that part. The record has one table per part, and is written
+to OUT/DEVICE-torch-VERSION, as .md and as .json. The record is rewritten after every row, so that the
+finished rows of an interrupted part are kept. `--only` replaces the given parts of an existing record and
+keeps the other parts. The exit code is 1 if a test fails or a part does not finish, and 2 if there is no GPU.
 
 The parts:
 
     tests          tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile,
                    memory; with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
-    1b             Llama 3.2 1B: trainkit and a hand-written loop, one after the other
+    1b             Llama 3.2 1B in trainkit and in a hand-written loop, measured one after the other
     profile        the use of the GPU's time in three steps of 1b
     large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
-    hugging-face   the Trainer of transformers, if installed, on the model of 1b
+    hugging-face   the transformers Trainer, if installed, with the model of 1b
     350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
                    float32 and TF32
     options        1b with a mask of documents, computed or read, and in float8
     context        attention of 8b under context parallelism, by two kernels
 
-The hand-written loop has the usual optimizations of a careful user: bf16 autocast, fused AdamW, SDPA,
-compiled blocks and loss, clipping. If its float32 state does not fit, the loop has all weights and averages
-in bf16. The benchmark does not run a model that does not fit according to the planner; its row shows the
-required memory.
+The hand-written loop has the usual optimizations of an experienced user: bf16 autocast, fused AdamW, SDPA,
+compiled blocks and loss, and gradient clipping. If its state in float32 does not fit into memory, the loop
+keeps all weights and averages in bf16. If the planner predicts that a model does not fit, the benchmark does
+not run it, and its row shows the required memory.
 
 The interpreter needs torch for CUDA and the packages of NEEDS. --wheels names a folder to install missing
-packages from. `--device cpu` runs every part at tiny sizes, chosen as for a GPU with `--memory-gib`.
+packages from. `--device cpu` runs every part at tiny sizes; the parts are chosen for a GPU with
+`--memory-gib`.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ NEEDS = {
     "xdist": "pytest-xdist",
     "hypothesis": "hypothesis",
 }
-"""Maps a module to its package."""
+"""Maps a module to the package that provides it."""
 USABLE = 0.92
-"""Usable fraction of a GPU's memory, a copy of `trainkit.plan.gpus`, which may not be importable yet."""
+"""Usable fraction of a GPU's memory; copied from `trainkit.plan.gpus`, which may not be importable yet."""
 MFU_GOAL = 0.55
-"""Goal of the MFU of models with 3 and 8 billion parameters in bf16."""
+"""Minimum MFU to reach for models with 3 and 8 billion parameters in bf16."""
 STALL_GOAL = 0.1
-"""Goal of the time for which a save blocks, relative to torch.save."""
+"""Maximum time for which a save may block training, relative to torch.save."""
 Record = dict[str, Any]
 
 
 def error(message: str, hint: str) -> int:
-    """Print the missing requirement; return the exit code."""
+    """Print the missing requirement, and return the exit code."""
     print(f"error: {message}\nhint: {hint}", file=sys.stderr)
     return EXIT_NO_GPU
 
@@ -141,7 +142,7 @@ def inspect(environ: dict[str, str]) -> Record:
 def run_part(
     argv: list[str], limit_s: float, environ: dict[str, str], save: Callable[[Record], None]
 ) -> None:
-    """Run one part in a separate process group; `save` gets the known rows again after every new row."""
+    """Run one part in a separate process group; `save` is called with all known rows after every new row."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-") as folder:
         file = Path(folder) / "rows.jsonl"
@@ -172,12 +173,12 @@ def run_part(
 
 
 def is_good(part: Record) -> bool:
-    """Return whether a part has ended, with rows and without a failed test."""
+    """Return whether a part has finished without a problem and without a failed test."""
     return "problem" not in part and all(row.get("result") != "failed" for row in part["rows"])
 
 
 def goals(parts: dict[str, Record]) -> Iterator[str]:
-    """Return one sentence per goal: reached, or missed by how much."""
+    """Yield one sentence per goal: whether it was reached, or by how much it was missed."""
     for name in ("1b", "large", "350m"):
         speeds = {row["loop"]: row for row in parts.get(name, {}).get("rows", []) if "tokens/s" in row}
         if "trainkit" not in speeds:
@@ -203,7 +204,7 @@ def goals(parts: dict[str, Record]) -> Iterator[str]:
 
 
 def markdown(record: Record) -> str:
-    """Return the record as text."""
+    """Return the record as Markdown."""
     env = record["environment"]
     where = (
         f"{env['device']}, driver {env['driver']}"
@@ -230,7 +231,7 @@ def markdown(record: Record) -> str:
 
 
 def install(wheels: Path, missing: list[str], target: str) -> None:
-    """Install packages from a folder of wheels, without an index."""
+    """Install packages from a folder of wheels, without a package index."""
     packages = [NEEDS[module] for module in missing]
     argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
     subprocess.run([*argv, "--target", target, *packages], check=True, stdout=sys.stderr)
@@ -250,7 +251,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     deadline_s = time.monotonic() + 60 * args.minutes
-    # A stop signal also stops the running part and removes its folders.
+    # On a stop signal, also stop the running part and remove its folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-site-") as site:
         paths = [str(ROOT), site, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -304,18 +305,18 @@ def main() -> int:
 
 
 def memory_bytes(found: int | None, wanted_gib: float | None) -> float:
-    """Return the memory of the GPU or, without a GPU, the memory of the option; at most the wanted size."""
+    """Return the smaller of the GPU's memory and `wanted_gib` in bytes; without a GPU, default to 80 GiB."""
     return min(found or math.inf, (wanted_gib or (math.inf if found else 80)) * 2**30)
 
 
 def stem_of(found: Record) -> str:
-    """Return the name of the record of a GPU and a version of torch."""
+    """Return the file name of the record for a GPU and a torch version, without suffix."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found.get("device") or "CPU").strip("-")
     return f"{device}-torch-{found['torch'].partition('+')[0]}"
 
 
 def write(record: Record, stem: Path) -> None:
-    """Write the record atomically in both forms."""
+    """Write the record atomically, as Markdown and as JSON."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     for suffix, text in ((".json", json.dumps(record, indent=1) + "\n"), (".md", markdown(record))):
         new = Path(f"{stem}{suffix}.new")

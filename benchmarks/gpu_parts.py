@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_parts PART DEVICE FOLDER USABLE_BYTES
 
-A part appends each row to FOLDER/rows.jsonl as soon as the row is known, so a part that is cut off keeps its
-finished rows.
+A part appends each row to FOLDER/rows.jsonl as soon as the row is known, so that the finished rows of an
+interrupted part are kept.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Bench:
             stream.write(json.dumps(row) + "\n")
 
     def skip(self, model: str, loop: str, needed_bytes: int) -> None:
-        """Append a row with the reason for which a loop was not measured."""
+        """Append a row with the reason why a loop was not measured."""
         needs, usable = (f"{number / 2**30:.1f} GiB" for number in (needed_bytes, self.usable_bytes))
         self.emit({"model": model, "loop": loop, "skipped": f"needs {needs}, usable are {usable}"})
 
 
 class TestRows:
-    """Plugin of pytest that appends a row for each test as it ends."""
+    """A pytest plugin that appends a row after each test."""
 
     __test__ = False
 
@@ -102,7 +102,7 @@ class TestRows:
 
 
 def run_tests(bench: Bench) -> None:
-    """Run the tests of tests/gpu and write a row for each."""
+    """Run the tests of tests/gpu and write a row for each test."""
     os.environ["TEST_DEVICE"] = bench.device
     argv = ["-q", "-p", "no:cacheprovider", "--tb=short", str(ROOT / "tests" / "gpu")]
     pytest.main([*argv, *(("--numprocesses", "4") if bench.has_gpu else ())], plugins=[TestRows(bench)])
@@ -110,7 +110,7 @@ def run_tests(bench: Bench) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train, with the options of trainkit."""
+    """A model to train, with the trainkit options."""
 
     preset: str
     seq_len: int
@@ -118,7 +118,7 @@ class Case:
     vocab_size: int
     accumulation: int = 1
     has_float32_averages: bool = True
-    """True if trainkit has running averages in float32; otherwise the hand-written loop has all values in
+    """True if trainkit keeps running averages in float32; otherwise the hand-written loop keeps all values in
     bf16."""
     steps: int = 12
 
@@ -134,15 +134,15 @@ class Case:
         return StepWork(self.shape, ONE_PROCESS, parallel, *sizes, optimizer_bytes=averages)
 
     def mode(self, usable_bytes: int) -> Recompute | None:
-        """Return the least recomputation with which trainkit fits; None if trainkit never fits."""
+        """Return the least recomputation that lets trainkit fit into memory, or None if no mode does."""
         fits = (mode for mode in MODES if memory_of(self.work(mode)).peak <= usable_bytes)
         return next(fits, None)
 
     def hand_written_bytes(self) -> int:
-        """Return the peak memory of the hand-written loop, which recomputes nothing and keeps all logits.
+        """Return the peak bytes of the hand-written loop, which recomputes nothing and keeps all logits.
 
-        The sum includes weights, gradients and averages with the copies of autocast, the activations, and the
-        logits in float32 with their log-probabilities and gradients.
+        The sum includes weights, gradients and averages with the copies made by autocast, the activations,
+        and the logits in float32 with their log-probabilities and gradients.
         """
         work = self.work("none")
         a_param = 4 + 4 + 8 + 2 if self.has_float32_averages else 2 + 2 + 4
@@ -166,19 +166,19 @@ WARM_UP = 2
 
 
 class Choice(NamedTuple):
-    """A case that fits."""
+    """A case that fits into memory."""
 
     case: Case
     recompute: Recompute
     has_hand_written: bool
-    """True if the hand-written loop fits too."""
+    """True if the hand-written loop also fits into memory."""
 
 
 def choose(part: str, bench: Bench) -> Choice | None:
-    """Return the first case of a part where both loops fit in memory, or else a case where trainkit fits.
+    """Return the first case of a part for which both loops, or at least trainkit, fit into memory.
 
-    Without a GPU, the chosen case becomes tiny. Returns None, and writes a row with the reason, if no case
-    fits.
+    Without a GPU, the chosen case is reduced to a tiny size. Returns None, and writes a row with the reason,
+    if no case fits.
     """
     modes = [(case, case.mode(bench.usable_bytes)) for case in CASES[part]]
     found = [
@@ -199,7 +199,7 @@ def choose(part: str, bench: Bench) -> Choice | None:
 
 
 class Loop(NamedTuple):
-    """A training loop: a step, and the update of the weights within it."""
+    """A training loop: a step function, and the function for the weight update within a step."""
 
     step: Callable[[], object]
     optimizer: Any
@@ -210,16 +210,17 @@ MakeLoop = Callable[[], Iterator[Loop]]
 
 @dataclass
 class Times:
-    """Measurements of a loop."""
+    """The measurements of a loop."""
 
     steps_s: list[float]
     updates_s: list[float]
-    """Durations of the update in further steps; the host waits for the device around each update."""
+    """Durations of the weight update in additional steps; the host synchronizes with the device around each
+    update."""
     peak_gb: float | None = None
 
 
 def measure(make: MakeLoop, num_steps: int, device: str) -> Times:
-    """Measure a loop alone; its model is freed when this function returns."""
+    """Measure a single loop; its model is freed when this function returns."""
     reset_peak(device)
     with contextmanager(make)() as loop:
         found = Times([timed(loop.step, device) for _ in range(num_steps)], time_updates(loop, device))
@@ -228,7 +229,7 @@ def measure(make: MakeLoop, num_steps: int, device: str) -> Times:
 
 
 def measure_in_turns(loops: dict[str, MakeLoop], num_steps: int, device: str) -> dict[str, Times]:
-    """Measure loops that fit in memory together, in alternating steps."""
+    """Measure loops that fit into memory together, alternating between their steps."""
     contexts = [contextmanager(make)() for make in loops.values()]
     made = dict(zip(loops, [context.__enter__() for context in contexts], strict=True))
     found = {name: Times([], []) for name in loops}
@@ -243,7 +244,7 @@ def measure_in_turns(loops: dict[str, MakeLoop], num_steps: int, device: str) ->
 
 
 def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
-    """Return the seconds of the updates of further steps."""
+    """Return the durations of the weight update in additional steps, in seconds."""
     times_s: list[float] = []
     update = loop.optimizer.step
 
@@ -258,7 +259,7 @@ def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
 
 
 def train_model(part: str, bench: Bench) -> None:
-    """Measure steps of trainkit and of the hand-written loop on one model, one row per loop."""
+    """Measure the steps of trainkit and of the hand-written loop for one model; write one row per loop."""
     choice = choose(part, bench)
     if choice is None:
         return
@@ -283,17 +284,17 @@ def train_model(part: str, bench: Bench) -> None:
 
 
 def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
-    """Measure steps of trainkit in float32, with matrix products in float32 or in TF32."""
+    """Measure trainkit's steps in float32, with matrix products in float32 or in TF32."""
     for name, has_tf32 in (("float32", False), ("TF32", True)):
-        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # ranks of a run set this too
+        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as in the ranks of a run
         options = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
         make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, options=options)
         row = speed_row(case, bench, f"trainkit, {name}", mode, measure(make, case.steps, bench.device))
-        bench.emit({**row, "MFU": None})  # the peak for the MFU is the peak in bf16
+        bench.emit({**row, "MFU": None})  # the MFU is based on the peak performance in bf16
 
 
 def measure_options(bench: Bench) -> None:
-    """Measure steps of trainkit on 1b with other attention kernels, on short texts, and with float8."""
+    """Measure trainkit's steps on 1b with other attention kernels, on short texts, and with float8."""
     choice = choose("1b", bench)
     if choice is None:
         return
@@ -319,8 +320,7 @@ def measure_options(bench: Bench) -> None:
 
 
 def context_attention(bench: Bench) -> None:
-    """Measure attention, forward and backward, to more keys than queries, as in ranks of 8b with
-    `parallel.cp`."""
+    """Measure attention with more keys than queries, as in the ranks of 8b with `parallel.cp`."""
     shape = resolve_model_shape(ModelConfig(preset="8b"), 0)
     dtype = torch.bfloat16 if bench.has_gpu else torch.float32
     on_gpu = {"flash": flash_attention_to_last, "cuDNN, merged": cudnn_attention_to_last}
@@ -352,7 +352,7 @@ def attention_passes(attend: Attend, inputs: list[Tensor]) -> None:
 
 
 def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
-    """Return the median speed of a loop after its first steps, which compile."""
+    """Return the median speed of a loop, excluding the first steps, which include compilation."""
     step_s = statistics.median(times.steps_s[WARM_UP:])
     tokens_per_s = case.accumulation * case.batch_size * case.seq_len / step_s
     peak_rate = peak_flops(torch.cuda.get_device_name(), "bf16") if bench.has_gpu else None
@@ -380,7 +380,7 @@ def trainkit_loop(
     compiled: bool = True,
     options: tuple[str, ...] = (),
 ) -> Iterator[Loop]:
-    """Return trainkit's trainer without validation and saves; on a GPU in bf16, unless `options` differ."""
+    """Yield trainkit's trainer without validation and saves; on a GPU in bf16, unless `options` differ."""
     folder.mkdir()
     compiles = json.dumps(compiled and device == "cuda")
     overrides = [
@@ -399,7 +399,7 @@ def trainkit_loop(
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
     trainer = OwnTrainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
-    # Ranks of a run set this too, unlike the hand-written loop.
+    # The ranks of a run also enable this option, but the hand-written loop does not.
     fixed = torch._inductor.config.patch(deterministic=True)
     yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()
@@ -407,10 +407,10 @@ def trainkit_loop(
 
 
 def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
-    """Return a careful hand-written loop with the same model and batch."""
+    """Yield a carefully optimized hand-written loop with the same model and batch."""
     uses_gpu = device == "cuda"
     with torch.device(device):
-        model = Decoder(case.shape, case.seq_len).to(device)  # the host makes a table of angles
+        model = Decoder(case.shape, case.seq_len).to(device)  # the host computes a table of angles
     for param in model.parameters():
         nn.init.normal_(param, std=INIT_STD)
     if not case.has_float32_averages:
@@ -444,7 +444,7 @@ def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
 
 
 def hugging_face(bench: Bench) -> None:
-    """Measure a Llama of transformers, which its Trainer compiles and trains."""
+    """Measure a Llama model of transformers, which the transformers Trainer compiles and trains."""
     if importlib.util.find_spec("transformers") is None:
         bench.emit({"model": "1b", "loop": "Hugging Face Trainer", "skipped": "no transformers"})
         return
@@ -452,7 +452,7 @@ def hugging_face(bench: Bench) -> None:
 
     choice = choose("1b", bench)
     if choice is None or not choice.has_hand_written:
-        return  # the row gives the reason: this loop needs at least as much memory
+        return  # the row contains the reason: this loop needs at least as much memory
     case, shape = choice.case, choice.case.shape
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -495,22 +495,22 @@ def hugging_face(bench: Bench) -> None:
 
 
 def synchronized_s(device: str) -> float:
-    """Return the time after the device has finished its work."""
+    """Return the time at which the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def timed(step: Callable[[], object], device: str) -> float:
-    """Return the seconds of a step until the device has finished it."""
+    """Return the duration of a step, including the wait for the device, in seconds."""
     started_s = synchronized_s(device)
     step()
     return synchronized_s(device) - started_s
 
 
 def reset_peak(device: str) -> None:
-    """Return the memory of earlier loops to the device."""
-    torch._dynamo.reset()  # compiled code keeps tensors of the model that it was compiled for
+    """Free the device memory of earlier loops."""
+    torch._dynamo.reset()  # compiled code keeps tensors of the model for which it was compiled
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -518,17 +518,17 @@ def reset_peak(device: str) -> None:
 
 
 def peak_gb(device: str) -> float | None:
-    """Return the peak memory of tensors since the last reset."""
+    """Return the peak tensor memory since the last reset, in GB."""
     return round(torch.cuda.max_memory_allocated() / 1e9, 1) if device == "cuda" else None
 
 
 def save_state(bench: Bench) -> None:
-    """Measure how long saves of a large state block training, one row per way to save."""
+    """Measure how long saves of a large state block training; write one row per method of saving."""
     device, folder = bench.device, bench.folder
     num_tensors, elements = (40, 1 << 24) if bench.has_gpu else (4, 1 << 16)
     size = 4 * elements * num_tensors
     free = shutil.disk_usage(folder).free
-    if free < 4 * size:  # each way makes two saves, and the second deletes the first, except for the last way
+    if free < 4 * size:  # all methods but the last delete their first save
         gb = f"{4 * size / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB"
         bench.emit({"way": "all", "skipped": f"needs {gb}"})
         return
@@ -587,7 +587,7 @@ def save_state(bench: Bench) -> None:
 
 
 def profile_steps(bench: Bench) -> None:
-    """Report the time of three steps of 1b by kind of kernel, and the kernels that take the most time."""
+    """Report the time that three steps of 1b spend in each kind of kernel, and the slowest kernels."""
     choice = choose("1b", bench)
     if choice is None:
         return

@@ -1,15 +1,15 @@
-"""Make real ranks hang on this machine, and check whether the run names the ranks at fault.
+"""Make real ranks hang on this machine, and check whether the diagnosis names the ranks at fault.
 
     python -m benchmarks.hangs [--seed N] [--only KIND ...] [--door loop plain trainer] [--rounds N]
 
-Each case is a run of 2 to 8 ranks with gloo on CPUs. One or two ranks, drawn by the seed, do something wrong
-in the third step. The run is a script with `trainkit.loop`, a plain script of torch.distributed, or the
-built-in trainer. The answer of end.json and `trainkit diagnose` is `right` if it names exactly those ranks,
-`unknown` if it names nobody, and `wrong` otherwise. gloo has no records of a plain script, so only stacks are
-known: put py-spy on PATH for plain scripts.
+Each case is a run of 2 to 8 ranks that use gloo on CPUs. One or two ranks, chosen by the seed, behave
+incorrectly in the third step. The run executes a script with `trainkit.loop`, a plain torch.distributed
+script, or the built-in trainer. The answer in end.json and `trainkit diagnose` is `right` if it names exactly
+the ranks at fault, `unknown` if it names no rank, and `wrong` otherwise. gloo keeps no records of a plain
+script, so only stacks are available: put py-spy on PATH for plain scripts.
 
-Prints a line for each case and a table by kind. The exit code is 0 if no case is wrong and 90 % of the cases
-with records are right.
+Prints a line for each case and a table by kind. The exit code is 0 if no case is wrong, and 90 % of the cases
+for which records exist are right.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ for step in run.steps(1000000):
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to hang: the code of the ranks in the step of the hang."""
+    """A type of hang: the code that the ranks execute in the step that hangs."""
 
     code: str
     smallest: int = 2
-    """Minimum number of ranks with which some ranks can be at fault."""
+    """Minimum number of ranks for this type of hang."""
     is_known: bool = True
-    """True if the records can reveal the ranks at fault."""
+    """True if the records can identify the ranks at fault."""
     num_wrong: int = 1
 
 
@@ -146,7 +146,7 @@ if os.environ.get("RANK") and "trainkit.trainer" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Case:
-    """A run with hanging ranks, and whether trainkit judged it correctly."""
+    """A run with hanging ranks, and whether trainkit's diagnosis is correct."""
 
     kind: str
     door: str
@@ -180,7 +180,7 @@ class Case:
             return subprocess.Popen(argv, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
 
     def judge(self, run: RunDir) -> tuple[str, str]:
-        """Return ``right``, ``unknown`` or ``wrong``, and the answer of the run."""
+        """Return ``right``, ``unknown`` or ``wrong``, and the diagnosis of the run."""
         end = read_end(run.attempt(1))
         if end is None or end.verdict is None:
             return "wrong", f"no root cause: {end and end.reason}"
@@ -202,7 +202,7 @@ def draw(kind: str, door: str, chance: random.Random) -> Case:
 
 
 def run_case(case: Case) -> tuple[str, str]:
-    """Run a case to its end and judge it."""
+    """Run a case until it ends, and judge the diagnosis."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         started = case.start(folder)

@@ -1,12 +1,13 @@
-"""Measure a step of a Hugging Face model against the Trainer of transformers, accelerate and Fabric.
+"""Compare a step of a Hugging Face model in trainkit with the transformers Trainer, accelerate and Fabric.
 
     pip install -e '.[hf]' accelerate lightning
     python -m benchmarks.hf_step
 
-All four train a Llama with the same weights, batch size and data in one process: the tokens of Python's
-standard library, through a shuffling DataLoader with two workers. They alternate step by step in random
-order, so that changes in machine speed affect all alike. AdamW is fused and the gradient is clipped
-everywhere. No loop logs or saves. The first fifth of the steps is warm-up.
+All four loops train a Llama with the same weights, batch size and data in one process. The data are the
+tokens of Python's standard library, read by a shuffling DataLoader with two workers. The loops alternate step
+by step in random order, so that changes in machine speed affect all loops equally. All loops use fused AdamW
+and clip the gradient. No loop logs metrics or saves checkpoints. The first fifth of the steps is excluded as
+warm-up.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.training_loop import make_attempt
 
 SEQ_LEN = 256
 NUM_WORKERS = 2
-"""Number of data workers, as in trainkit's default."""
+"""Number of data workers, the same as trainkit's default."""
 NUM_RESAMPLES = 2000
 BATCH_SIZE = 8
 SIZES = {
@@ -84,7 +85,7 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """The samples that trainkit reads, in the form of transformers."""
+    """The samples that trainkit reads, in the format of transformers."""
 
     def __init__(self) -> None:
         from trainkit.config import load_config
@@ -106,7 +107,7 @@ def new_loader() -> DataLoader[dict[str, Tensor]]:
 
 
 def accelerate_step(folder: Path, dtype: str) -> Step:
-    """Return a function that runs a step of a loop with accelerate."""
+    """Return a function that runs one step of an accelerate loop."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="no" if dtype == "fp32" else dtype, cpu=True)
@@ -125,7 +126,7 @@ def accelerate_step(folder: Path, dtype: str) -> Step:
 
 
 def fabric_step(folder: Path, dtype: str) -> Step:
-    """Return a function that runs a step of a loop with Lightning Fabric."""
+    """Return a function that runs one step of a Lightning Fabric loop."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1, precision="32-true" if dtype == "fp32" else "bf16-mixed")
@@ -144,7 +145,7 @@ def fabric_step(folder: Path, dtype: str) -> Step:
 
 
 def trainer_step(folder: Path, dtype: str, num_steps: int) -> Step:
-    """Return a function that runs a step of transformers' Trainer, whose loop waits in a thread."""
+    """Return a function that runs one step of the transformers Trainer, whose loop waits in a thread."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     begin, done = threading.Semaphore(0), threading.Semaphore(0)
@@ -183,7 +184,7 @@ def trainer_step(folder: Path, dtype: str, num_steps: int) -> Step:
 
 
 def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
-    """Return the seconds of the steps of each loop after the warm-up."""
+    """Return the step durations of each loop after the warm-up, in seconds."""
     steps: dict[str, Step] = {
         "trainkit, transformers": trainkit_step(folder, dtype, "transformers"),
         "trainkit, its own decoder": trainkit_step(folder, dtype, "llama"),
@@ -194,7 +195,7 @@ def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for _ in range(num_steps):
-        # The order is random, because threads of one loop can still be busy when the next loop starts.
+        # Use a random order, because threads of one loop may still be busy when the next loop starts.
         random.shuffle(names)
         for name in names:
             started = time.perf_counter()
@@ -215,8 +216,7 @@ def main() -> None:
     print("| type | loop | median ms | min | max | speed of trainkit with transformers | 95 % of resamples |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for dtype in args.dtype:
-        # The measurement runs in a separate process, because accelerate keeps its precision as long as the
-        # process lives.
+        # Measure in a separate process, because accelerate keeps its precision for the lifetime of a process.
         process = multiprocessing.get_context("spawn").Process(target=report, args=(dtype, args.steps))
         process.start()
         process.join()
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def report(dtype: str, num_steps: int) -> None:
-    """Print the rows of one data type."""
+    """Print the rows for one dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -243,7 +243,7 @@ def report(dtype: str, num_steps: int) -> None:
 
 
 def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Return the middle 95 % of the ratio of the medians, over resamples of the rounds."""
+    """Return the 95 % bootstrap interval for the ratio of the medians, resampling the rounds."""
     rounds, draw = list(zip(ours, theirs, strict=True)), random.Random(0)
     ratios = []
     for _ in range(NUM_RESAMPLES):

@@ -1,16 +1,16 @@
-"""Load seeded hostile configs; each must be accepted, or refused with the file, its line and a hint.
+"""Load seeded hostile configs; each must be accepted, or rejected with the file, the line and a hint.
 
     python -m benchmarks.hostile_configs [--configs 2100] [--seed 0]
 
 The hostile contents are:
 
 - YAML features besides plain values: tags, anchors, aliases of aliases, merge keys, documents, numbers and
-  booleans of other versions;
+  booleans of other YAML versions;
 - invalid YAML at every key, in a file or after `--set`;
-- misspelt keys, files with other bytes, and `extends` of anything.
+- misspelt keys, files with arbitrary bytes, and unusual values of `extends`.
 
-An accepted config must be the same after it was written and read again, and `trainkit check` of the config
-must end with a documented exit code.
+An accepted config must be the same after it has been written and read again, and `trainkit check` must exit
+with a documented exit code for this config.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCALARS = (
     *("!!timestamp 2026-01-01", "!!python/name:os.system x", "!!python/object/apply:os.system [echo]"),
     *("|\n  a\n  b", ">\n  a", "x" * 100_000, "9" * 5000, "[" * 5000, "[" * 900 + "]" * 900, "{a: " * 2000),
 )
-"""Values as a user types them in YAML."""
+"""YAML values as a user might type them."""
 FILES = (
     *("", " ", "\n\n", "---\n", "---\n...\n", "a", "- a", "1", "null", "# nothing\n", "{seed: 1}", "seed"),
     *("%YAML 1.1\n---\nseed: 1\n", "seed: 1\n---\nseed: 2\n", "%TAG ! tag:x,2000:\n---\nseed: !y 1\n"),
@@ -69,7 +69,7 @@ FILES = (
     *(f"extends: {text}\n" for text in ("config.yaml", "[quickstart, quickstart]", "{a: 1}", "~nobody/x")),
     *(f"extends: {text}\n" for text in ("s3://a/b.yaml", '"\\0"', "/dev/zero", "null")),
 )
-"""Complete texts of hostile files."""
+"""The complete content of hostile files."""
 
 
 def _misspelt(draw: random.Random, key: str) -> str:
@@ -86,7 +86,7 @@ def _in_file(key: str, value: str) -> str:
 
 
 def hostile(draw: random.Random) -> tuple[bytes, tuple[str, ...], str]:
-    """Return the bytes of a config file, the argument of ``--set``, and the hostile part of both."""
+    """Return the content of a config file, the argument of ``--set``, and the hostile part of both."""
     key, value = draw.choice(all_keys()), draw.choice(SCALARS)
     kind = draw.choice(("value", "value", "set", "key", "file", "bytes", "several"))
     if kind == "value":
@@ -113,7 +113,7 @@ def hostile(draw: random.Random) -> tuple[bytes, tuple[str, ...], str]:
 
 
 def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
-    """Check the config.yaml of this folder; return the faults of the answer, and whether it was accepted."""
+    """Check config.yaml in this folder; return the problems found, and whether the config was accepted."""
     file = Path("config.yaml")
     file.write_bytes(content)
     try:
@@ -130,7 +130,7 @@ def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
         return "", False
     except TooLong:
         return f"longer than {LIMIT_S} s", False
-    except BaseException as error:  # the benchmark looks for exceptions of any kind
+    except BaseException as error:  # the benchmark must detect exceptions of any type
         return f"{type(error).__name__}: {str(error)[:200]}", False
     try:
         Path("effective.yaml").write_text(dump_effective(config), encoding="utf-8", newline="")
@@ -143,7 +143,7 @@ def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def tried(count: int, seed: int) -> Iterator[tuple[str, str, bool]]:
-    """Yield the hostile part of each config, the faults of the answer, and whether it was accepted."""
+    """Yield the hostile part of each config, the problems found, and whether the config was accepted."""
     for number in range(count):
         content, sets, text = hostile(random.Random(f"{seed} {number}"))
         yield (text, *wrong(content, sets))

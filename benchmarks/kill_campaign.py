@@ -3,11 +3,11 @@
     python -m benchmarks.kill_campaign --rounds 20 --seed 0
 
 Each round submits a run of two nodes and, one to three times at random moments, sends SIGKILL to a random
-victim: a rank, an agent, the supervisor, or all of them. The benchmark resumes a run that does not restart
-automatically. Then the losses in metrics.jsonl must equal the losses of an undisturbed run as strings, the
-samples must be counted without a gap, every published checkpoint must be intact, and no process may remain.
-Dropout is on, and the text is short, so that kills hit every part of an epoch. The same seed repeats the same
-campaign.
+target: a rank, an agent, the supervisor, or all of them. If a run does not restart automatically, the
+benchmark resumes it. At the end, the losses in metrics.jsonl must be equal, digit for digit, to the losses of
+an undisturbed run, and the sample counts must have no gap. Every published checkpoint must be intact, and no
+process may be left behind. Dropout is enabled, and the text is short, so that kills occur in every part of an
+epoch. The same seed draws the same campaign.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def state(run: RunDir) -> str:
 
 
 def strike(run: RunDir, chance: random.Random) -> str:
-    """Send SIGKILL to a random victim; return its description."""
+    """Send SIGKILL to a random target; return a description of the target."""
     found = RunProcesses.of(run)
     kinds = {"supervisor": found.supervisors, "agent": found.agents.values(), "rank": found.ranks.values()}
     alive = {kind: sorted(pids) for kind, pids in kinds.items() if pids}
@@ -116,7 +116,7 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
 
 
 def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
-    """Return everything that is wrong after a round; an empty list if nothing is wrong."""
+    """Return all problems found after a round; an empty list if there are none."""
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")

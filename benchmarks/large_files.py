@@ -1,10 +1,10 @@
-"""Measure the commands that read a run whose files are very large.
+"""Measure the cost of commands that read a run whose files are very large.
 
     python -m benchmarks.large_files [--gib 2] [--only line|events|metrics] [--folder FOLDER]
 
-- `line`: the log of each rank ends with one line of `--gib` GiB without a line end.
-- `events`: events.jsonl has 512 MiB of two attempts, which log each step.
-- `metrics`: metrics.jsonl has `--gib` GiB.
+- `line`: the log of each rank ends with a line of `--gib` GiB that has no newline character.
+- `events`: events.jsonl contains 512 MiB of events from two attempts.
+- `metrics`: the size of metrics.jsonl is `--gib` GiB.
 
 Prints the wall time, the CPU time and the peak memory of each command.
 """
@@ -32,7 +32,7 @@ WRITTEN_BYTES = 2**24
 
 
 def grow(file: Path, lines: list[str], num_bytes: int) -> None:
-    """Append lines to a file repeatedly."""
+    """Append lines to a file repeatedly until it has grown by `num_bytes`."""
     block = "".join(f"{line}\n" for line in lines).encode()
     block *= max(1, WRITTEN_BYTES // len(block))
     with file.open("ab") as stream:
@@ -41,7 +41,7 @@ def grow(file: Path, lines: list[str], num_bytes: int) -> None:
 
 
 def make_line(run: Path, num_bytes: int) -> None:
-    """End the logs of both ranks with one long line."""
+    """Append one long line to the logs of both ranks."""
     for log in run.glob("attempts/002/logs/rank-*.log"):
         with log.open("ab") as stream:
             for _ in range(num_bytes // WRITTEN_BYTES):
@@ -49,7 +49,7 @@ def make_line(run: Path, num_bytes: int) -> None:
 
 
 def make_events(run: Path, num_bytes: int) -> None:
-    """Let each attempt log its saves and evaluations a million times, between its first and last events."""
+    """Make each attempt log its saves and evaluations a million times, between its first and last events."""
     file = run / "events.jsonl"
     found = file.read_text().splitlines(keepends=True)
     file.write_text("")
@@ -68,7 +68,7 @@ def make_events(run: Path, num_bytes: int) -> None:
 
 
 def make_metrics(run: Path, num_bytes: int) -> None:
-    """Repeat the last step of the run."""
+    """Append the record of the run's last step repeatedly."""
     file = run / "metrics.jsonl"
     grow(file, file.read_text().splitlines()[-1:], num_bytes)
 

@@ -4,8 +4,8 @@
     python -m benchmarks.large_group --trials 30 --array-size 12 --jobs 8
 
 Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each trial of the
-first group writes its number. All trials must have run once, in one group. The second group is cancelled
-while two of its trials run. Exits with 1 if a check fails.
+first group writes its number. Each trial must have run exactly once, in one group. The second group is
+cancelled while two of its trials are running. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations

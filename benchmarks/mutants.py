@@ -1,11 +1,11 @@
-"""Break important or random lines, one at a time, and show whether the tests detect it.
+"""Break important or random lines of code, one at a time, and show whether the tests detect each mutant.
 
     python -m benchmarks.mutants [NAME ...]
     python -m benchmarks.mutants --draw 24 --seed 1
 
-With `--draw`, conditions of random lines of the product are negated, and the unit tests that import the file
-run, without slow tests. Run the benchmark after tests were merged or removed, with the same seed before and
-after. The benchmark changes files of the checkout, which must have no uncommitted changes, and restores each
+With `--draw`, the conditions of random lines in trainkit are negated, and the unit tests that import the file
+are run, without slow tests. After tests have been merged or removed, run the benchmark with the same seed as
+before. The benchmark changes files in the checkout, which must have no uncommitted changes, and restores each
 file. The exit code is 1 if the tests miss a mutant.
 """
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 1200
 
 @dataclass(frozen=True)
 class Mutant:
-    """A replaced line of a file, and the tests that must fail because of it."""
+    """A replacement for a line of a file, and the tests that must fail because of it."""
 
     file: str
     line: str
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def draw(number: int, seed: int) -> dict[str, Mutant]:
-    """Return mutants that each negate the condition of a random line."""
+    """Return mutants, each of which negates the condition of a random line."""
     found = []
     for file in sorted((ROOT / "trainkit").rglob("*.py")):
         text = file.read_text()
@@ -128,7 +128,7 @@ def draw(number: int, seed: int) -> dict[str, Mutant]:
 
 
 def is_caught(name: str, mutant: Mutant) -> bool:
-    """Return whether a test fails with a mutant; print the first failing test."""
+    """Return whether a test detects a mutant; print the first failing test."""
     file = ROOT / "trainkit" / mutant.file
     text = file.read_text()
     assert text.count(mutant.line) == 1, f"{name}: {mutant.line!r} stands {text.count(mutant.line)} times"

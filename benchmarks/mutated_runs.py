@@ -1,19 +1,19 @@
-"""Mutate run folders at random, and type commands that read runs and commands that act on runs.
+"""Mutate run folders at random, and execute commands that read runs and commands that change runs.
 
     python -m benchmarks.mutated_runs [--changes 20000] [--seed 0] [--run finished] [--only NUMBER]
 
 The benchmark uses the runs of `tests/golden`, a run of a function, and a run whose supervisor is alive.
-`run_mutations.py` defines the mutations. After each change, forks of this process run a command that reads
-and another command, which often acts. These are faults:
+`run_mutations.py` defines the mutations. After each mutation, forks of this process execute a command that
+only reads, and another command, which usually changes the run. The following are considered faults:
 
 - an unexpected exception, or a traceback of trainkit;
-- more than `LIMIT_S`;
+- a command that takes longer than `LIMIT_S`;
 - an undocumented exit code;
 - a signal to a process that is not part of the run;
 - a file changed by a command that only reads, or a change outside of the run.
 
-The same seed and number repeat the same change and commands. `--only` repeats one change, with its traceback.
-A supervisor that would start ends immediately.
+The same seed and number yield the same mutation and commands. `--only` repeats one mutation, and prints its
+traceback. A supervisor that would be started exits immediately.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ NEIGHBOUR = "command"
 """Name of another run in the same folder, which no mutation changes."""
 LIMIT_S = 30
 AT_A_TIME = 50
-"""Changes of one run between two lines of progress."""
+"""Number of mutations of a run between two progress lines."""
 COMMANDS_AT_ONCE = 2
-"""Number of commands after a change."""
+"""Number of commands after each mutation."""
 MEMORY_BYTES = 6 * 2**30
 READING = (
     *("status", "status --json", "status {run}", "status {run} --json", "logs {run} --all --lines 3"),
@@ -106,13 +106,13 @@ ACTING = (
 )
 """Commands that change a run or start something."""
 WRITES = re.compile(r"page\.html|runs/\w[\w-]*/(\d/)?report\.html|runs(/\w[\w-]*(/\d)?)?")
-"""Paths that reading commands may write; a folder changes with its content."""
+"""Paths that reading commands may write; a folder changes together with its content."""
 STREAMS = ("strict", "backslashreplace")
 """Error handlers of Python's standard output and standard error for text that cannot be encoded."""
 
 
 def make_project(project: Path, names: Iterable[str]) -> None:
-    """Make a folder with recorded runs for the commands, on a machine without Slurm."""
+    """Create a project folder with recorded runs for the commands, as on a machine without Slurm."""
     project.mkdir(parents=True)
     write_text_file(project)
     for name in {*names, NEIGHBOUR}:
@@ -121,7 +121,7 @@ def make_project(project: Path, names: Iterable[str]) -> None:
 
 
 def make_function_run(project: Path) -> None:
-    """Run a function, whose call and return value are pickles in the folder of its run."""
+    """Create a run of a function; the call and the return value are pickles in the run folder."""
     import trainkit as package
 
     with forked_modules():
@@ -130,7 +130,7 @@ def make_function_run(project: Path) -> None:
 
 
 def make_live_run(project: Path, pid: int) -> None:
-    """Make a run whose supervisor is a process."""
+    """Create a run whose supervisor is the given process."""
     unpacked = unpack_run(HERE / "folders" / "cancelled", project / "other", os.uname().nodename)
     shutil.rmtree(project / "runs" / "live", ignore_errors=True)
     live = unpacked.rename(project / "runs" / "live")
@@ -145,14 +145,14 @@ def make_live_run(project: Path, pid: int) -> None:
 
 
 class Stranger(BaseException):
-    """A signal to a process that is not part of the run."""
+    """Raised if a signal is sent to a process that is not part of the run."""
 
 
 Entries = dict[str, tuple[int, ...]]
 
 
 def entries(folder: Path, inside: str = "") -> Entries:
-    """Return everything below a folder, with properties that reveal a change."""
+    """Return all entries below a folder, with the properties that reveal a change."""
     found: Entries = {}
     for entry in os.scandir(folder / inside):
         name = f"{inside}{entry.name}"
@@ -169,7 +169,7 @@ def differing(before: Entries, after: Entries) -> list[str]:
 
 
 class Place:
-    """A project where one process types commands, and a copy that restores the project."""
+    """A project that one process uses to execute commands, and a copy from which the project is restored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project, self.kept = folder, folder / "project", folder / "kept"
@@ -186,11 +186,11 @@ class Place:
             program.write_text(f"#!/bin/sh\n{body}\n")
             program.chmod(0o755)
         shutil.copytree(HERE / "slurm", self.folder / "slurm", dirs_exist_ok=True)
-        for line in READING:  # import the modules that the forks need, and compile the page of a report
+        for line in READING:  # import the modules that the forks need, and compile the template of a report
             ended = typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}"))
             assert not ended.wrong, ended
         (self.project / "page.html").unlink()
-        gc.freeze()  # otherwise each fork copies every page of memory that a collection touches
+        gc.freeze()  # otherwise each fork would copy every page of memory that garbage collection touches
         make_function_run(self.project)
         self.sleeper = subprocess.Popen(
             ["/bin/sleep", "inf"],
@@ -204,7 +204,7 @@ class Place:
         self.known: Entries = {}
 
     def use(self, name: str) -> None:
-        """Put one run and its neighbour into the project."""
+        """Copy one run and its neighbour into the project."""
         shutil.rmtree(self.project / "runs", ignore_errors=True)
         for each in {name, NEIGHBOUR}:
             shutil.copytree(self.folder / "runs" / each, self.project / "runs" / each, symlinks=True)
@@ -249,7 +249,7 @@ class Place:
 
 
 def without_privileges() -> None:
-    """Drop root's right to read and write every file."""
+    """Drop root's privilege to read and write every file."""
     if os.geteuid() == 0:
         version, override, search = 0x20080522, 1 << 1, 1 << 2
         header, data = (ctypes.c_uint32 * 2)(version, 0), (ctypes.c_uint32 * 6)()
@@ -260,7 +260,7 @@ def without_privileges() -> None:
 
 
 def guard_signals(allowed: int) -> None:
-    """Refuse signals of `os.kill` to any process but this process, its children and one other process."""
+    """Reject signals that `os.kill` sends to any process except this process, its children and `allowed`."""
     own, fork_, kill = {allowed, os.getpid()}, os.fork, os.kill
 
     def recorded() -> int:
@@ -277,12 +277,12 @@ def guard_signals(allowed: int) -> None:
 
 
 class TooLong(BaseException):
-    """A block took longer than its limit."""
+    """Raised if a block exceeds its time limit."""
 
 
 @contextlib.contextmanager
 def within(limit_s: int) -> Iterator[None]:
-    """Raise `TooLong` in the block after some seconds of processor time."""
+    """Raise `TooLong` in the block after `limit_s` seconds of CPU time."""
 
     def stop(*_: object) -> None:
         raise TooLong
@@ -297,16 +297,16 @@ def within(limit_s: int) -> Iterator[None]:
 
 
 class Typed(NamedTuple):
-    """The end of a typed command."""
+    """The result of an executed command."""
 
     wrong: str
-    """Description of the fault; empty without a fault."""
+    """A description of the fault; empty if there is none."""
     output: str
     errors: str
 
 
 def typed(line: str) -> Typed:
-    """Type a command in this process."""
+    """Execute a command in this process."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=how) for how in STREAMS]
     wrong = ""
     code: Any = None
@@ -318,11 +318,11 @@ def typed(line: str) -> Typed:
         streams[1].write(f"error: {error.message}\nhint: {getattr(error, 'hint', '')}")
         if not str(error.message).strip():
             wrong = "an error without a message"
-    except OSError as error:  # without --debug, the output is a message that names the file, and a hint
+    except OSError as error:  # without --debug, trainkit prints a message that names the file, and a hint
         if not error.filename or line.startswith("status"):
             wrong = described(error)
         code = 1
-    except BaseException as error:  # the benchmark looks for tracebacks of any kind
+    except BaseException as error:  # the benchmark must detect tracebacks of any type
         wrong, code = described(error), 1
     printed = []
     for stream in streams:
@@ -341,7 +341,7 @@ VERBOSE = False
 
 
 def described(error: BaseException) -> str:
-    """Return an exception with the place that raised it."""
+    """Describe an exception, including the place at which it was raised."""
     if VERBOSE:
         traceback.print_exception(error)
     steps = traceback.extract_tb(error.__traceback__)
@@ -351,7 +351,7 @@ def described(error: BaseException) -> str:
 
 
 def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: bool) -> None:
-    """Type commands, each with whether it only reads; print a JSON line before each and for each fault."""
+    """Execute commands, each marked as read-only or not; print a JSON line before each and for each fault."""
     gc.disable()
     without_privileges()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -363,7 +363,7 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
     def end(module: str) -> None:
         if module not in ("trainkit.job.supervisor", "trainkit.backends.local.group"):
             raise SystemExit(1)
-        time.sleep(0.5)  # the command of the run asks the kernel for its user
+        time.sleep(0.5)  # stay alive, because the command asks the kernel for this process's user
         raise SystemExit(0)
 
     with forked_modules(before=end):
@@ -379,8 +379,7 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
                 else re.compile(rf"(?!runs/{NEIGHBOUR}/|.*mine\.txt)(runs|again|exported)\b.*")
             )
             touched = [each for each in changed if not allowed.fullmatch(each)]
-            # A task of an array that has not started gets its folder from the first command that reads the
-            # task.
+            # An array task that has not started gets its folder from the first command that reads the task.
             touched = [each for each in touched if not made_of_task(each, before[0])]
             touched += [
                 f"outside/{each}"
@@ -394,13 +393,13 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
 
 
 def made_of_task(path: str, before: Entries) -> bool:
-    """Return whether a path is in the folder of a group's task that did not exist before."""
+    """Return whether a path is in the folder of an array task, and the folder did not exist before."""
     found = re.match(r"runs/[\w-]+/\d+(?=/|$)", path)
     return found is not None and found[0] not in before
 
 
 def tried(place: Place, name: str, lines: Sequence[tuple[str, bool]], *, slurm: bool = False) -> list[str]:
-    """Return the faults of commands that are typed in a fork."""
+    """Execute commands in a fork, and return their faults."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     errors = 2 if VERBOSE else null
@@ -432,7 +431,7 @@ def tried(place: Place, name: str, lines: Sequence[tuple[str, bool]], *, slurm: 
 
 
 def try_change(place: Place, name: str, number: int, seed: int) -> tuple[str, list[str]]:
-    """Apply the mutations of a number, type commands, and undo both; return the mutations and the faults."""
+    """Apply the mutations with this number, execute commands, and undo both; return mutations and faults."""
     draw = random.Random(f"{seed} {number}")
     others = [place.folder / "runs" / each for each in RUNS if each != name]
     done = mutate(draw, place.project / "runs" / name, others)
@@ -445,7 +444,7 @@ def try_change(place: Place, name: str, number: int, seed: int) -> tuple[str, li
 
 
 class Done(NamedTuple):
-    """The finished changes of one chunk of work."""
+    """The finished mutations of one chunk of work."""
 
     name: str
     num_changes: int
@@ -457,7 +456,7 @@ _place: Place | None = None
 
 
 def try_piece(folder: Path, numbers: range, names: Sequence[str], seed: int) -> Done:
-    """Try some changes of one run, in a folder of this process only."""
+    """Try some mutations of one run, in a folder that only this process uses."""
     global _place
     if _place is None:
         prepare()
@@ -472,7 +471,7 @@ def try_piece(folder: Path, numbers: range, names: Sequence[str], seed: int) -> 
 
 
 def prepare() -> None:
-    """Import the modules that the forks need, once."""
+    """Import the modules that the forks need, so that each fork does not have to import them."""
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
     preload()
     for name in (*COMMANDS, "data show"):

@@ -1,16 +1,17 @@
-"""Count the lost steps and the signals of each workload when Slurm or trainkit stops it.
+"""Count the lost steps and the signals of each workload when Slurm or trainkit stops the workload.
 
     python -m benchmarks.notices [--slurm 24.11] [--cgroups] [--cases bash ...] [--asks cancel ...] [--keep]
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits each workload on
-two hosts, up to eight at once. With cgroups, the number of workloads depends on the CPUs. The Python of the
-benchmark needs torch, transformers, lightning, accelerate and deepspeed. Each stop request comes when all
-runs have passed step 20 of their attempt, for all runs at once. The next request disturbs the following
-attempt. A preloaded library (`notice_cases/heard.c`, compiled with gcc) records each signal that calls a
-handler of a rank, with the name of its sender.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), and submits each workload
+on two hosts, up to eight workloads at a time. With `--cgroups`, the number of workloads depends on the CPUs.
+The benchmark requires torch, transformers, lightning, accelerate and deepspeed in its Python environment. A
+stop request is sent to all runs at the same time, after each run has passed step 20 of its attempt. The next
+stop request is sent to the following attempt. A preloaded library (`notice_cases/heard.c`, compiled with gcc)
+records each signal that a rank handles, with the name of its sender.
 
-Prints the answers of `status` and `diagnose` for each attempt, and a table of "signals of a rank / steps
-lost". A step is lost if the next attempt computes it again. The exit code is 0 if no step is lost.
+The benchmark prints the output of `status` and `diagnose` for each attempt, and a table of "signals of a rank
+/ steps lost". A step is considered lost if the next attempt computes it again. The exit code is 0 if no step
+is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PARTS = Path(__file__).parent / "notice_cases"
 LIGHTNING_EXAMPLE = Path(__file__).parents[1] / "examples/lightning_train.py"
 NUM_RANKS = 2
 AT_ONCE = 8
-"""Runs that fit on the GPUs of the cluster at once."""
+"""Maximum number of runs that fit on the GPUs of the cluster at the same time."""
 MIN_STEPS = 20
 TIMEOUT_S = 240.0
 RETURNS = ("requeue", "restart", "resubmit")
@@ -104,7 +105,7 @@ class Cell:
 
     signals: str
     lost: int | None
-    """Number of lost steps; None if no later attempt has begun."""
+    """Number of lost steps; None if no later attempt has started."""
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -140,12 +141,12 @@ def has_ended(run: RunDir, attempt: int) -> bool:
 
 
 def has_steps(name: str, run: RunDir, attempt: int) -> bool:
-    """Return whether an attempt has enough steps for a stop request; True as well if it has already ended."""
+    """Return whether an attempt has computed enough steps for a stop request, or has already ended."""
     return len(steps(name, run, attempt)) >= MIN_STEPS or has_ended(run, attempt)
 
 
 def heard(run: RunDir, attempt: int) -> tuple[str, str]:
-    """Return the signals of each rank in an attempt, and their names and senders."""
+    """Return the signals of each rank in an attempt, with their names and senders."""
     counts, seen = [], []
     for who in (*map(str, range(NUM_RANKS)), "launcher"):
         file = run.path / f"heard-{attempt}-{who}"
@@ -157,7 +158,7 @@ def heard(run: RunDir, attempt: int) -> tuple[str, str]:
 
 
 def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
-    """Request all runs to stop."""
+    """Ask all runs to stop in the given way."""
     if what == "preempted":
         preempt(login.cluster)
     for run in runs:
@@ -168,7 +169,7 @@ def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
 
 
 def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
-    """Return whether a condition became true in time; without it, the table continues without the run."""
+    """Return whether a condition became true in time; if not, print a note and continue."""
     try:
         wait_for(condition, what, TIMEOUT_S, 0.2)
     except AssertionError as error:
@@ -178,7 +179,7 @@ def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
 
 
 def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
-    """Let a run continue after a stop request in an attempt, and return its losses."""
+    """Wait until a run continues after a stop request in an attempt; return the request's effect."""
     if not wait_or_note(lambda: has_ended(run, attempt), f"the end of attempt {attempt} of {name}"):
         return Cell("?", None, ["never ended"])
     wait_or_note(run.attempt(attempt).end_file.exists, f"end.json of attempt {attempt} of {name}")
@@ -204,7 +205,7 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
 
 
 def disturb(login: Login, names: list[str], asks: list[str]) -> dict[tuple[str, str], Cell]:
-    """Submit workloads and stop them in one way after another."""
+    """Submit workloads, and stop them in the given ways, one after another."""
     found: dict[tuple[str, str], Cell] = {}
     for series, more in (([a for a in asks if a != "limit"], ()), (asks, LIMIT)):
         if not series or (more and "limit" not in asks):
@@ -232,7 +233,7 @@ ASKS = ("preempted", "requeue", "USR2", "TERM", "cancel", "limit")
 
 
 def options(doc: str | None, cases: Iterable[str], asks: Sequence[str]) -> argparse.ArgumentParser:
-    """Add the options of a table of cases, and of the ways to stop them."""
+    """Return a parser with the options for the cases, and for the ways to stop them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
     parser.add_argument(
@@ -246,7 +247,7 @@ def options(doc: str | None, cases: Iterable[str], asks: Sequence[str]) -> argpa
 
 @contextmanager
 def on_cluster(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Login, int]]:
-    """Yield a login node, and how many runs of two ranks it can start at once; print how long that took."""
+    """Yield a login node, and how many two-rank runs it can start at the same time; print the duration."""
     began_s = time.monotonic()
     cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
     try:
@@ -261,7 +262,7 @@ def on_cluster(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Login, 
 def print_cells(
     what: str, columns: Sequence[str], rows: Mapping[str, Sequence[Cell | None]], folder: Path | None
 ) -> None:
-    """Print a table of cells, and the folder of the runs if it is kept."""
+    """Print a table of cells, and the folder of the runs if the folder is kept."""
     print(f"\n| {what} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, cells in rows.items():
         print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")

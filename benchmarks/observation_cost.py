@@ -1,19 +1,20 @@
-"""Measure how much observation costs a step: health sampler, progress and watchdog, times of slow ranks.
+"""Measure how much observation slows a step: health sampler, progress, watchdog, and slow-rank detection.
 
     python -m benchmarks.observation_cost --pairs 2000
 
-Two ranks train on this machine in pairs of steps in random order. One step of a pair runs the observers of
-its kind, the other none. The kinds are:
+Two ranks train on this machine in pairs of steps; the order within a pair is random. One step of a pair runs
+the observers of the pair's kind, and the other step runs none. The kinds are:
 
 - heartbeats: the calls that record the progress of a step, and the watchdog's check once per second;
-- a usual step: also the times of its rank;
-- a step that reports, as every tenth step does: also adds the times of all ranks to the all-reduce and
-  compares them. In this benchmark, each step of such a pair reports;
+- a usual step: also measures the times of its rank;
+- a step that reports, as every tenth step of a real run does: also adds the times of all ranks to the
+  all-reduce and compares the times;
 - control: no observers in either step, which shows the smallest difference that the machine can resolve.
 
-Prints the median ratio of a pair with a bootstrap interval of 95 % for each kind, in wall time and in
-processor time of rank 0. Then it prints the duration of each observer alone, and its share of a step at the
-pace of a real run. The sampler of a node's health is a separate process that no step waits for.
+For each kind, the benchmark prints the median ratio within a pair with a 95 % bootstrap interval, in wall
+time and in CPU time of rank 0. The benchmark also prints the duration of each observer alone, and its share
+of a step at the speed of a real run. A separate process samples a node's health, and no step waits for this
+process.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ CASES = {
     "small": ("model.num_layers=2", "data.seq_len=64"),
     "50 ms": ("model.num_layers=6", "model.dim=192", "data.seq_len=128"),
 }
-"""Maps a model to its overrides; steps of the second model take 50 ms or more on a core."""
+"""Maps a model to its config overrides; a step of the second model takes at least 50 ms on a core."""
 HEALTH_EVERY_S = 10.0
 WATCHDOG_EVERY_S = 1.0
 ROUNDS = 2000
 
 
 class NoProgress:
-    """A Progress whose calls do nothing."""
+    """A replacement for Progress whose calls do nothing."""
 
     last_step_s = 0.0
 
@@ -68,7 +69,7 @@ class NoProgress:
 
 
 class NoClock:
-    """A StepClock without times."""
+    """A replacement for StepClock that measures no times."""
 
     def begin_step(self, data_wait_s: float) -> None:
         """Do nothing."""
@@ -84,7 +85,7 @@ class NoClock:
 
 
 class NoObservers:
-    """RankObservers without any observer."""
+    """A replacement for RankObservers without any observers."""
 
     values: ClassVar[dict[str, float]] = {}
 
@@ -93,7 +94,7 @@ class NoObservers:
 
 
 class Switch:
-    """Turns all observers of a trainer on and off."""
+    """Enables and disables all observers of a trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -101,7 +102,7 @@ class Switch:
         self.is_on = True
 
     def set(self, kind: str) -> None:
-        """Turn on the observers of a kind of step; all ranks must do so before the same step."""
+        """Enable the observers for a kind of step; all ranks must call this before the same step."""
         from trainkit.trainer import loop
 
         trainer, self.is_on = self.trainer, kind != OFF
@@ -125,7 +126,7 @@ class Switch:
 
 
 def order(kinds: Sequence[str], num_pairs: int) -> list[tuple[str, bool]]:
-    """Return each step's kind of pair, and whether it runs the observers; the same on every rank."""
+    """Return the kind of each step's pair, and whether the step runs observers; equal on all ranks."""
     chance = random.Random(0)
     steps = []
     for kind in [*kinds] * num_pairs:
@@ -172,7 +173,7 @@ def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs
 
 
 def typical_s(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call."""
+    """Return the median duration of a call, in seconds."""
     times = []
     for _ in range(ROUNDS):
         began_s = time.perf_counter()
@@ -182,7 +183,7 @@ def typical_s(call: Callable[[], object]) -> float:
 
 
 def parts(switch: Switch) -> dict[str, float]:
-    """Return the seconds of each observer alone."""
+    """Return the duration of each observer alone, in seconds."""
     from trainkit.capabilities.slow_ranks.compare import SlowRanks
     from trainkit.capability import TimedRanks
     from trainkit.job.signals import StopRequest
@@ -220,7 +221,7 @@ def parts(switch: Switch) -> dict[str, float]:
 
 
 def sampler_s(path: str, rounds: int = 50) -> float:
-    """Return the median processor seconds of one sample of a node's health."""
+    """Return the median CPU time for one sample of a node's health, in seconds."""
     sampler, times = HealthSampler(RunDir(path).attempt(1), "this", HEALTH_EVERY_S), []
     sampler.file.parent.mkdir()
     for _ in range(rounds):
@@ -231,14 +232,14 @@ def sampler_s(path: str, rounds: int = 50) -> float:
 
 
 def interval(ratios: Sequence[float], seed: int = 0, rounds: int = 2000) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by bootstrap."""
+    """Return the 95 % bootstrap interval of the median."""
     chance = random.Random(seed)
     found = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(rounds))
     return found[round(0.025 * rounds)], found[round(0.975 * rounds) - 1]
 
 
 def measure(overrides: Sequence[str], kinds: Sequence[str], num_pairs: int) -> dict[str, Any]:
-    """Return the times of the steps of a model, and of the observers."""
+    """Return the step durations of a model, and the durations of its observers."""
     total = 100 * num_pairs
     options = [*overrides, f"train.steps={total}", "parallel.dp_replicate=2", "train.log_every=1000000"]
     spawn = multiprocessing.get_context("spawn")
@@ -261,7 +262,7 @@ def measure(overrides: Sequence[str], kinds: Sequence[str], num_pairs: int) -> d
 
 
 def show(name: str, kinds: Sequence[str], found: dict[str, Any]) -> None:
-    """Print the shares of a step."""
+    """Print the share of each observer in the step time."""
     from trainkit.trainer.step_clock import WINDOW
 
     steps = found["steps"]

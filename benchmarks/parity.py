@@ -1,10 +1,11 @@
-"""Train one small model on every kind of layout, and compare the curves with a single process.
+"""Train one small model with every kind of layout, and compare the loss curves with a single process.
 
     make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
 
-All layouts start from one checkpoint that a single process wrote: 20 AdamW steps in float32, samples of
-uneven length, two accumulated microbatches. The table shows the largest difference in loss, gradient norm or
-validation loss of any step, relative for values above 1. More than 1e-5 is a failure. The backend is gloo.
+All layouts start from the same checkpoint, written by a single process, and train for 20 AdamW steps in
+float32, with samples of different lengths and two accumulated microbatches. The table shows the largest
+difference in loss, gradient norm or validation loss of any step; for values above 1, the difference is
+relative. A difference of more than 1e-5 is a failure. The backend is gloo.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ CASES = [
 ]
 TIED = ("model.tie_embeddings=true",)
 UNEVEN = ("model.vocab_size=323",)
-"""Overrides of a model whose vocabulary no number of shards divides."""
+"""Overrides for a model whose vocabulary size is not divisible by any number of shards."""
 WIDE = ("model.dim=512", "model.num_layers=6", "optimizer.lr=0.00003")
-"""Overrides of a model with several units of shards, so that one unit is gathered while another computes.
+"""Overrides for a model with several sharded units, so that one unit is gathered while another unit computes.
 
 The learning rate is low, because AdamW's first updates are as large for rounding errors as for real
-gradients, and a higher rate would show this in the gradient norm.
+gradients, and a higher rate would amplify the errors in the gradient norm.
 """
 OTHER_MODELS = [
     (
@@ -115,7 +116,7 @@ def main() -> int:
 
 
 def compare(folder: Path, cases: list[Case], steps: int) -> list[str]:
-    """Print one line per layout; return the names of the layouts that fail."""
+    """Print one line per layout, and return the names of the layouts that fail."""
     first = (f"train.steps={SEED_STEPS + steps}", f"train.eval_every={steps // 2}")
     failed = []
     for kind in dict.fromkeys(case.overrides for case in cases):

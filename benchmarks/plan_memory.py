@@ -2,10 +2,11 @@
 
     python -m benchmarks.plan_memory [--only MODEL …]
 
-The models have full size, each on its own layout of 1 to 512 GPUs. One rank at a time runs two steps of the
-trainer under MemTracker, on tensors that have shapes but no values (`trainkit check --simulate-world`). The
-benchmark compares the peak of the second step. With a pipeline, it simulates the ranks that `plan` considers,
-and compares the highest peaks of both sides. Both sides assume the CPU kernels, which keep more memory than
+The models have their full size, and each model has its own layout on 1 to 512 GPUs. One rank at a time runs
+two steps of the trainer under MemTracker, with tensors that have shapes but no values (`trainkit check
+--simulate-world`). The benchmark compares the peak of the second step. With pipeline parallelism, the
+benchmark simulates the ranks that `plan` considers, and compares the highest peak of the simulation with the
+highest peak of the plan. Both the plan and the simulation assume the CPU kernels, which need more memory than
 GPU kernels. A difference of more than 10 % is a failure.
 """
 
@@ -36,11 +37,11 @@ class Pair:
     model: str
     gpus: int
     parallel: dict[str, object]
-    """Values of the section `parallel`."""
+    """Values of the config section `parallel`."""
     samples: int = 1
-    """Samples of a device batch."""
+    """Number of samples per microbatch."""
     passes: int = 1
-    """Device batches of a step."""
+    """Number of microbatches per step."""
     seq_len: int = 4096
     dtype: str = "bf16"
     options: tuple[str, ...] = ()
@@ -86,7 +87,7 @@ PAIRS = [
 
 
 def main() -> int:
-    """Print one row per pair; return 1 if a difference is too large."""
+    """Print one row per pair; return 1 if any difference is too large."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -133,7 +134,7 @@ def _layout(work: StepWork) -> str:
 
 
 def _samples(work: StepWork) -> str:
-    """Return samples per pass x passes per step, and tokens per sample."""
+    """Return the samples per pass x passes per step, and the tokens per sample, as text."""
     return f"{work.samples_per_pass} x {work.passes_per_step} of {work.seq_len}"
 
 

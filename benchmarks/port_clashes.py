@@ -3,10 +3,11 @@
     make cluster                            # or your own cluster
     python benchmarks/port_clashes.py --starts 50 --seed 0
 
-Each start is two jobs and two steps of a third job, all at the same time on the same two hosts. Rank 0 of
-each process group listens on its assigned port, the other rank connects, and all ranks stay until the last of
-the four groups has met. The seed chooses half of the ports that ranks may use, and the benchmark occupies
-them, so that a port used without a probe clashes every second time. Exits with 1 if a port clashed.
+Each start consists of two jobs and two steps of a third job, all at the same time on the same two hosts. Rank
+0 of each process group listens on its assigned port, and the other rank connects. All ranks wait until the
+last of the four groups has connected. The seed selects half of the ports that ranks may use, and the
+benchmark occupies these ports, so that a port used without a probe clashes in half of the cases. The exit
+code is 1 if a port clashed.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def call(argv: list[str], cwd: Path) -> str:
 
 
 def take_ports(seed: int) -> None:
-    """Bind a share of the ports that ranks may use and keep them, as a task on each host."""
+    """Bind some of the ports that ranks may use, and keep them bound, as a task on each host."""
     low, high = ephemeral_range()
     ports = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -86,13 +87,13 @@ def take_ports(seed: int) -> None:
         try:
             taken.append(socket.create_server(("", port)))
         except OSError:
-            continue  # another process has taken the port
+            continue  # another process uses the port
     print(f"{socket.gethostname()}: {len(taken)} of {len(ports)} ports are taken", flush=True)
     time.sleep(86_400)
 
 
 def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
-    """Run `trainkit` with the rendezvous test as the trainer, since `trainkit run` accepts no COMMAND."""
+    """Run `trainkit` with the rendezvous test as the trainer, because `trainkit run` accepts no COMMAND."""
     real = plan_run.plan_run
 
     def plan_with_meeting(*args: object, **options: object) -> object:
@@ -104,7 +105,7 @@ def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
 
 
 def start(folder: Path, number: int, hosts: list[str]) -> list[RunDir]:
-    """Start two jobs, and two steps of one job, on the same hosts; return the four run folders."""
+    """Start two jobs, and two steps of a third job, on the same hosts; return the four run folders."""
     go = str(folder / f"go-{number}")
     names = [f"{kind}-{number}-{index}" for kind in ("job", "step") for index in (1, 2)]
     runs = [RunDir(folder / "runs" / name) for name in names]
@@ -146,7 +147,7 @@ def end_of(run: RunDir) -> str | None:
 
 
 def wait_for(runs: list[RunDir], folder: Path, number: int) -> list[RunDir]:
-    """Wait until all groups have met, release them and await their end; return the groups that failed."""
+    """Wait until all groups have connected, let them exit, and return the groups that failed."""
     give_up_s = time.monotonic() + LIMIT_S
     while time.monotonic() < give_up_s and not all(has_met(run) or end_of(run) for run in runs):
         time.sleep(0.1)

@@ -1,17 +1,17 @@
-"""Check the recorded end of scripts without a handler whose ranks die before their agents are signalled.
+"""Check the recorded end of scripts that handle no signals and whose ranks die before their agents.
 
     python -m benchmarks.preemptions [--slurm 24.11] [--ends 60] [--seed 0] [--ways preempted ...] [--calm]
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits the script in
-seeded shapes: one or two hosts with 1 to 4 ranks each, a task per GPU or node, both backends, as many runs as
-fit. Each run may crash once (`requeue.max_crashes: 1`). Ranks and agents have a higher priority than
-slurmstepd, so that a rank is dead, and its agent has reaped it, before slurmstepd signals the agent. `--calm`
-keeps the normal priorities.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), and submits the script with
+seeded options: one or two hosts with 1 to 4 ranks each, one task per GPU or per node, and both backends. As
+many runs as possible are active at the same time. Each run may crash once (`requeue.max_crashes: 1`). Ranks
+and agents have a higher priority than slurmstepd, so that a rank is dead and its agent has reaped the rank
+before slurmstepd signals the agent. `--calm` keeps the normal priorities.
 
-The ways are preemption (requeued with a grace time of 10 s and of none, and cancelled), scancel of a job and
-of a step, the time limit, a drained host, and SIGTERM by a person without Slurm's knowledge. Only the last
-one is a crash. Prints each wrong record and a table. The exit code is 0 if all ends are right and no run has
-written a note about a node.
+The ways to end a run are preemption (requeued with a grace time of 10 s or without one, or cancelled),
+scancel of a job or of a step, the time limit, a drained host, and a SIGTERM that a user sends without Slurm.
+Only the SIGTERM from a user is a crash. The benchmark prints each wrong record and a table. The exit code is
+0 if all recorded ends are correct and no run has written a note about a node.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from tools.slurm_cluster.processes import Pid
 from trainkit.run.rundir import RunDir
 
 AGAIN = 4
-"""How often a run is preempted before other runs take its place."""
+"""Number of times that a run is preempted before other runs replace it."""
 END_S = 400.0
 Runs = Sequence[tuple[Shape, RunDir]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way for runs to end."""
+    """A way to end runs."""
 
     end: Callable[[Login, Runs], None]
     expected: tuple[str, str | None]
-    """The action and the cause in end.json."""
+    """The expected action and cause in end.json."""
     again: int = 1
-    """How often a run can end in this way."""
+    """Number of times that a run can end in this way."""
     options: tuple[str, ...] = ()
     share: int = 4
-    """Divisor of the requested number of ends for this way."""
+    """The number of ends for this way is the requested number divided by `share`."""
 
 
 def _preempted(mode: str, grace_s: int) -> Callable[[Login, Runs], None]:
@@ -73,11 +73,11 @@ def _scancel(*options: str, step: str = "") -> Callable[[Login, Runs], None]:
 
 
 def _wait(login: Login, runs: Runs) -> None:
-    """Wait for the time limit, whose warning signal comes by itself."""
+    """Wait for the time limit; Slurm sends the warning signal."""
 
 
 def _drained(login: Login, runs: Runs) -> None:
-    """Drain a host as for a reboot by an administrator, which ends the processes on the host."""
+    """Drain a host as an administrator would for a reboot, which kills the processes on the host."""
     hosts = ",".join(login.cluster.hosts)
     login.run(["scontrol", "update", f"nodename={hosts}", "state=drain", "reason=reboot"], check=True)
     _kill(login, runs)
@@ -104,7 +104,7 @@ WAYS = {
 
 
 def book(login: Login, way: Way, rng: random.Random, count: int, *, calm: bool) -> Counter[str]:
-    """End runs in one way until there are `count` ends; return how often each end was recorded."""
+    """End runs in one way until there are `count` ends; return how often each kind of end was recorded."""
     found = Counter[str]()
     while found.total() < count:
         runs = [(shape, shape.submit(login, *way.options)) for shape in draw_shapes(rng)]

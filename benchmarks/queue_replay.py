@@ -3,11 +3,11 @@
     python -m benchmarks.queue_replay
     python -m benchmarks.queue_replay --submissions 2 --seeds 1      # in a few seconds
 
-Simulates a month of a cluster under FIFO with EASY backfill, which starts a job before its turn if that does
-not delay the first job in the queue. Other jobs have Poisson arrivals, and the sizes and durations of
-Microsoft's Philly trace as Gavel (OSDI '20, arXiv 2008.09213; `scheduler/utils.py`) draws them. One run at a
-time is submitted to each month at several moments, in each of several ways. The other jobs are the same for
-all ways. trainkit's own function decides whether a run grows.
+Simulates a month of a cluster under FIFO scheduling with EASY backfill, which starts a job early if this does
+not delay the first job in the queue. Other jobs have Poisson arrivals, and sizes and durations drawn from
+Microsoft's Philly trace, as in Gavel (OSDI '20, arXiv 2008.09213; `scheduler/utils.py`). One run at a time is
+submitted in each month, at several moments and in each of several ways. The other jobs are the same for all
+ways. trainkit's own code decides whether a run grows.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from dataclasses import dataclass, field
 from trainkit.capabilities.growth.growth_watch import ASK_EVERY_S, decide_growth
 
 SIZES = ((1, 0.70), (2, 0.10), (4, 0.15), (8, 0.05))
-"""Number of nodes of a job and its share, from the GPUs of a job in the trace."""
+"""The number of nodes of a job and the share of such jobs, derived from the GPUs per job in the trace."""
 MINUTES = (((1.5, 3.0), 0.8), ((3.0, 4.0), 0.2))
-"""Ranges of the exponent of ten of the minutes, uniform, and their shares."""
+"""Ranges for the decimal logarithm of a job's duration in minutes, uniform in each range, and the share of
+each range."""
 MEAN_H = sum(share * (10**b - 10**a) / (b - a) / math.log(10) / 60 for (a, b), share in MINUTES)
 MEAN_NODE_HOURS = MEAN_H * sum(size * share for size, share in SIZES)
 OVERESTIMATE = (1.0, 3.0)
-"""Range of the time limit of a job over its duration, uniform."""
+"""Range of the ratio between a job's time limit and its duration, uniform."""
 LONGEST_H, MONTH_H, WARM_UP_H = 168.0, 720.0, 168.0
 WORK_H = 48.0
-"""Hours of the run on all of its nodes."""
+"""Duration of the run on all of its nodes, in hours."""
 MOST, FEWEST = 8, 2
 SPEEDUP = 1.9
-"""Speedup by twice the number of nodes."""
+"""Speedup from doubling the number of nodes."""
 RESTART_H, REQUEUE_H = 5 / 60, 2 / 60
-"""Hours of the start and the save in each job, and hours from the end of a job until it is queued again."""
+"""Hours for the start and the save in each job, and hours from the end of a job until it is queued again."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Request:
     fewest: int
     limit_h: float
     least_h: float | None = None
-    """Hours to which Slurm may lower the limit for a gap."""
+    """Minimum time limit in hours to which Slurm may reduce the limit to fit a gap."""
     grows: bool = False
 
 
@@ -65,20 +66,20 @@ REQUESTS = (
 
 
 def speed(num_nodes: int) -> float:
-    """Return the steps per time, relative to all nodes."""
+    """Return the training speed relative to the speed on all nodes."""
     return float((num_nodes / MOST) ** (SPEEDUP - 1))
 
 
 @dataclass(eq=False)
 class Job:
-    """A job in the queue, or a running job."""
+    """A queued or running job."""
 
     submit_h: float
     fewest: int
     most: int
     limit_h: float
     duration_h: float = 0.0
-    """Duration of a job of others."""
+    """Duration of a job that is not part of the run."""
     is_run: bool = False
     least_h: float | None = None
     start_h: float = 0.0
@@ -87,20 +88,20 @@ class Job:
 
 @dataclass
 class Result:
-    """The result of the run."""
+    """The result of a simulated run."""
 
     wait_h: float = 0.0
-    """Hours of waiting for the first nodes."""
+    """Hours that the run waits for its first nodes."""
     result_h: float = 0.0
-    """Hours from the submission to the end."""
+    """Hours from the submission to the end of the run."""
     node_hours: float = 0.0
     num_jobs: int = 0
     others_wait_h: list[float] = field(default_factory=list)
-    """Mean wait of jobs of others that were submitted during the run."""
+    """Mean wait in hours of the other jobs that were submitted during the run."""
 
 
 def others(num_busy: float, rng: random.Random) -> list[Job]:
-    """Return the jobs of two months, which keep this number of nodes busy on average."""
+    """Return the other jobs of two months, which keep `num_busy` nodes busy on average."""
     found, now_h = list[Job](), 0.0
     while now_h < 2 * MONTH_H:
         [size] = rng.choices(*zip(*SIZES, strict=True))
@@ -113,7 +114,7 @@ def others(num_busy: float, rng: random.Random) -> list[Job]:
 
 
 class Replay:
-    """The cluster from its start until the end of the run."""
+    """Simulates the cluster from its start until the run has ended."""
 
     def __init__(self, num_nodes: int, jobs: Sequence[Job], request: Request, submit_h: float) -> None:
         self.request, self.submit_h, self.left_h, self.result = request, submit_h, WORK_H, Result()
@@ -138,7 +139,7 @@ class Replay:
             if name == "submit":
                 self.queue.append(job)
             elif job not in self.running:
-                continue  # the run has ended to grow
+                continue  # the job of the run has ended so that the run can grow
             elif name == "end" or self._grows(now_h, job):
                 self._end(now_h, job)
             elif name == "ask":
@@ -186,7 +187,7 @@ class Replay:
                 spare -= 0 if is_short else num_nodes
 
     def _reservation(self, now_h: float) -> tuple[float, int]:
-        """Return the latest start of the first job in the queue, and the nodes that remain free then."""
+        """Return the latest start of the first queued job, and how many nodes remain free at that time."""
         if not self.queue:
             return float("inf"), self.free
         free, until_h = self.free, now_h
@@ -197,7 +198,7 @@ class Replay:
         return until_h, free - self.queue[0].fewest
 
     def _grows(self, now_h: float, job: Job) -> bool:
-        """Return whether trainkit would requeue the run to grow, given which larger jobs would start now."""
+        """Return whether trainkit would requeue the run to grow, given larger jobs that could start now."""
         until_h, spare = self._reservation(now_h)
         least_h = self.request.least_h or self.request.limit_h
         fits = self.free if now_h + least_h <= until_h else min(self.free, spare)
@@ -210,7 +211,7 @@ class Replay:
 
 
 def table(num_nodes: int, load: float, seeds: int, submissions: int) -> Iterator[str]:
-    """Return the rows of one cluster and load."""
+    """Yield the table rows for one cluster size and load."""
     for request in REQUESTS:
         found = list[Result]()
         for seed in range(seeds):

@@ -1,12 +1,12 @@
-"""Measure the duration of `trainkit report` for a long run or a group of runs, and the size of its page.
+"""Measure the duration of `trainkit report` for a long run or for a group of runs, and the size of the page.
 
     python -m benchmarks.report [--lines 1000000] [--repeats 3]
     python -m benchmarks.report --runs 12 --lines 100000
 
-The run is generated: a record per step, an evaluation every 500 steps and a resume in the middle. For
+The run is generated, with a record per step, an evaluation every 500 steps, and a resume in the middle. For
 comparison, the benchmark measures the time to parse the same lines as JSON in one process. With `--runs`,
-each run of a sweep has `--lines`, and a headless Chromium opens the page. The benchmark then measures the
-time until the page is loaded, and until the script has drawn every line again.
+each run of a sweep has `--lines` records, and a headless Chromium opens the page. The benchmark measures the
+time until the page is loaded, and the time until the script has redrawn every line.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
-    """Print the time to make and to open a sweep's report, and its size; return 1 if a goal is missed."""
+    """Print the times for creating and opening a sweep's report, and its size; return 1 on a missed goal."""
     with tempfile.TemporaryDirectory(prefix="trainkit-report-") as folder:
         group = Path(folder) / "sweep"
         write_group(group, num_runs, num_lines)
@@ -77,7 +77,7 @@ def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
         page = group / "report.html"
         page_mb = page.stat().st_size / 1e6
         with browser(Path(folder) / "profile") as chromium:
-            chromium.open(page, 1400)  # the first page of a browser waits for the browser's start
+            chromium.open(page, 1400)  # loading the first page includes the start of the browser
             opened = [open_s(chromium, page) for _ in range(repeats)]
         open_median_s, draw_s = (statistics.median(times) for times in zip(*opened, strict=True))
         print(f"trainkit report: {seconds:.2f} s, median of {repeats} (goal: {GOAL_S:.0f} s)")
@@ -105,7 +105,7 @@ def write_group(folder: Path, num_runs: int, num_lines: int) -> None:
 
 
 def open_s(chromium: Browser, page: Path) -> tuple[float, float]:
-    """Return the seconds until a page is loaded, and the seconds to draw all of its charts again."""
+    """Return the seconds until a page is loaded, and the seconds for redrawing all of its charts."""
     begin = time.perf_counter()
     chromium.open(page, 1400)
     loaded = time.perf_counter()
@@ -114,7 +114,7 @@ def open_s(chromium: Browser, page: Path) -> tuple[float, float]:
 
 
 def write_run(run: RunDir, num_lines: int) -> None:
-    """Write the folder of a finished run of two attempts."""
+    """Write the folder of a finished run with two attempts."""
     run.path.mkdir()
     for number in (1, 2):
         run.attempt(number).create()
@@ -151,7 +151,7 @@ def write_run(run: RunDir, num_lines: int) -> None:
 
 
 def place(step: int, half: int) -> tuple[int, float]:
-    """Return the attempt of a step, and when the step ended in seconds since the run began."""
+    """Return the attempt of a step, and the time of the step's end in seconds since the run began."""
     time_s = STARTUP_S + STEP_S * step
     return (1, time_s) if step <= half else (2, time_s + STARTUP_S + 1)
 

@@ -1,12 +1,12 @@
-"""Generate seeded damage to the files of a run, for `benchmarks.mutated_runs`.
+"""Generates seeded damage to the files of a run, for `benchmarks.mutated_runs`.
 
-Each mutation of `MUTATIONS` changes one entry of a run folder and returns a description. There are four
-kinds:
+Each function in `MUTATIONS` changes one entry of a run folder and returns a description of the change. There
+are four kinds of mutations:
 
 - other bytes of a file;
 - another value in a JSON or YAML file;
-- a file or folder that becomes something else;
-- attempts and files of another run.
+- a file or folder that is replaced with an entry of another type;
+- attempts and files that are replaced with those of another run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainkit.run.manifest import SEAL, seal
 from trainkit.run.rundir import MANIFEST_NAME
 
 DEEP, LONG = "@DEEP@", "@LONG@"
-"""Placeholders for a value of 100,000 brackets, and for a number of 5,000 digits."""
+"""Placeholders for a value of 100,000 nested brackets, and for a number with 5,000 digits."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1e308, 2**63, 1.5, "", "x", "\0", "../../x", "\x1b[31m", "\ud800", "1e9"),
     *([], [[]], {}, {"a": [1]}, [None], ["x", 1], {"": None}, DEEP, LONG, float("nan"), float("-inf")),
@@ -37,16 +37,16 @@ VALUES: tuple[Any, ...] = (
     *("2026-01-01T12:00:00", "2026-13-45", "x" * 100_000, "~nobody/x", "s3://a/b", "/", ".", "-rf", "a\nb"),
 )
 Place = tuple[str | int, ...]
-"""The keys and indices of a value in its document; an empty place is the whole document."""
+"""The keys and indices that lead to a value in its document; an empty place stands for the whole document."""
 JSON_FILES = (".json", ".jsonl", ".yaml")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value of a file to replace."""
+    """A value in a file that is to be replaced."""
 
     file: Path
-    """Path of the file, relative to the run."""
+    """Path of the file, relative to the run folder."""
     line: int | None
     """Line in a .jsonl file, counted from 0."""
     place: Place
@@ -57,18 +57,18 @@ class Change:
 
 
 def own_places(run: Path) -> list[Path]:
-    """Return the files and folders of a run, except the user's files."""
+    """Return the files and folders of a run, except files written by the user."""
     found = (path for path in run.rglob("*") if not {"code", "work"} & set(path.relative_to(run).parts))
     return sorted(path for path in found if path.name != "mine.txt")
 
 
 def own_files(run: Path) -> list[Path]:
-    """Return the regular files of a run, except the user's files."""
+    """Return the regular files of a run, except files written by the user."""
     return [path for path in own_places(run) if path.is_file() and not path.is_symlink()]
 
 
 def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Return the place of every value of a document."""
+    """Yield the place of every value in a document."""
     yield place
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -76,19 +76,19 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def document_of(name: str, text: str) -> Any:
-    """Return the content of a JSON or YAML file."""
+    """Parse the content of a JSON or YAML file."""
     return yaml.load(text, yaml.CSafeLoader) if name.endswith(".yaml") else json.loads(text)
 
 
 def value_at(document: Any, place: Place) -> Any:
-    """Return the value at a place of a document."""
+    """Return the value at a place in a document."""
     for key in place:
         document = document[key]
     return document
 
 
 def changed(text: str, change: Change, new: Callable[[Any, str | int], None]) -> str:
-    """Return the text of a file after `new`, which gets the key, has changed the parent of a place."""
+    """Return the text of a file after calling `new` with the parent and the key of the value to change."""
     if change.line is not None:
         lines = text.splitlines(keepends=True)
         own = Change(change.file.with_suffix(".json"), None, change.place)
@@ -104,13 +104,13 @@ def changed(text: str, change: Change, new: Callable[[Any, str | int], None]) ->
 
 
 def replace_value(run: Path, change: Change, value: object) -> None:
-    """Write another value to a place of a file."""
+    """Write another value to a place in a file."""
     _rewrite(run / change.file, change, lambda parent, key: parent.__setitem__(key, value))
 
 
 def _rewrite(file: Path, change: Change, new: Callable[[Any, str | int], None]) -> None:
     text = changed(file.read_text(), change, new)
-    if file.name == MANIFEST_NAME:  # otherwise the seal of the manifest would not match
+    if file.name == MANIFEST_NAME:  # otherwise the checksum in the manifest would be wrong
         with contextlib.suppress(ValueError, AttributeError, RecursionError):
             sealed = json.loads(text)
             text = json.dumps({**sealed, SEAL: seal(sealed)})
@@ -140,16 +140,16 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
     "a file": lambda path: path.write_text("x\n"),
     "an empty file": Path.touch,
 }
-"""Replacements of a file or folder."""
+"""Maps a description to a function that creates a replacement for a file or folder."""
 
 
 def outside(path: Path) -> Path:
-    """Return a folder of the user that is outside of any run; nothing in it may change."""
+    """Return a folder of the user that is outside any run, and whose content must not change."""
     return next(parent for parent in path.parents if parent.name == "project").parent / "outside"
 
 
 def put_in_place(path: Path, kind: str) -> None:
-    """Replace a file or folder by something else."""
+    """Replace a file or folder with an entry of another kind."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -216,7 +216,7 @@ BYTES: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "twice": lambda draw, content: content + content,
     "empty": lambda draw, content: b"",
 }
-"""Other bytes of a file."""
+"""Maps a description to a function that returns other bytes for a file."""
 
 
 def _other_bytes(draw: random.Random, run: Path, others: list[Path]) -> str:
@@ -232,7 +232,7 @@ def _is_place(draw: random.Random, run: Path, others: list[Path]) -> str:
 
 
 def drawn_change(draw: random.Random, run: Path) -> Change:
-    """Return a random value of a JSON or YAML file of a run."""
+    """Return a random value to change in a JSON or YAML file of a run."""
     file = draw.choice([path for path in own_files(run) if path.suffix in JSON_FILES])
     text, line = file.read_text(), None
     if file.suffix == ".jsonl":
@@ -267,7 +267,7 @@ def _other_key(draw: random.Random, run: Path, others: list[Path]) -> str:
 
 
 def _text_of_number(draw: random.Random, run: Path, others: list[Path]) -> str:
-    """Return a value with the same content and another type."""
+    """Replace a value with a value of another type that has similar content."""
     change = drawn_change(draw, run)
 
     def convert(parent: Any, key: str | int) -> None:
@@ -304,7 +304,7 @@ OTHER_NAMES = (
     *("1", "999", "0001", "-1", "000", "002", "003", "4", "1" * 30, "latest", "x", "001 ", "٣"),
     *("step-00000099", "step--1", "step-x", "step-3", "\udcff", "1e3", ".hidden", "9" * 200),
 )
-"""Other names of attempts, checkpoints and trials."""
+"""Other names for attempts, checkpoints and trials."""
 DATES = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 
 
@@ -358,15 +358,15 @@ MUTATIONS: tuple[Callable[[random.Random, Path, list[Path]], str], ...] = (
     *(_other_bytes, _other_bytes, _is_place, _other_value, _other_value, _other_value, _no_key, _other_key),
     *(_text_of_number, _text_of_number, _key_twice, _other_dates, _swapped, _of_another_run, _attempt_folder),
 )
-"""All mutations; mutations with many variants occur more than once."""
+"""All mutations; mutations with many variants are listed more than once."""
 
 
 def mutate(draw: random.Random, run: Path, others: list[Path]) -> str:
-    """Apply one to three mutations to a run folder and describe them; `others` are folders of other runs."""
+    """Apply one to three mutations to a run folder, and describe them; `others` are folders of other runs."""
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         try:
             done.append(draw.choice(MUTATIONS)(draw, run, others))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
-            continue  # an earlier mutation, or the drawn file, leaves nothing for this mutation to change
+            continue  # an earlier mutation, or the selected file, leaves nothing for this mutation to change
     return "; ".join(done)

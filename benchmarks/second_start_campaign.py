@@ -1,10 +1,10 @@
-"""Start, stop and copy runs at random moments on a Slurm cluster.
+"""Start, stop and copy runs at random times on a Slurm cluster; no run may train twice at the same time.
 
     python -m benchmarks.second_start_campaign --cases 60 --seed 0
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each case is one run whose
-ranks count steps and save on the stop signal. Two or three events happen at random moments, 0 to 3 s after
-the start, after the first step, or after the previous event. The events are:
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each case is a run whose
+ranks count steps and save when they receive the stop signal. In each case, two or three events occur at
+random moments: 0 to 3 s after the start, after the first step, or after the previous event. The events are:
 
 - a second `sbatch` of the run's script;
 - `scontrol requeue` of the run's first job, and `scancel` of its newest job;
@@ -18,7 +18,8 @@ Every case checks:
 - No rank is killed between the stop signal and its save, and each rank continues from its saved state.
 - A cancelled run does not restart, and any other run finishes.
 
-Prints one line per case; the same seed draws the same cases. The exit code is 0 if all cases pass.
+The benchmark prints one line per case; the same seed draws the same cases. The exit code is 0 if all cases
+pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ STEP_S = 0.1
 AT_ONCE = 2
 OVER_S = 300.0
 QUIET_S = 5.0
-"""Nothing may start within this time after a run is over."""
+"""Seconds after the end of a run during which nothing may start."""
 EVENTS = ("sbatch", "scontrol requeue", "requeue", "cancel", "scancel", "lock", "copy")
 WEIGHTS = (4, 3, 4, 2, 1, 2, 1)
 ENDS_RUN = ("cancel", "scancel")
@@ -105,14 +106,14 @@ time.sleep(float(sys.argv[2]))
 
 @dataclass(frozen=True)
 class Case:
-    """One run and its events."""
+    """A run and its events."""
 
     number: int
     backend: str
     per: str
     nodes: int
     events: tuple[tuple[str, str, float], ...]
-    """The event, the moment that it follows, and the delay in seconds."""
+    """The events: name, the moment that the event follows, and the delay in seconds."""
 
     def __str__(self) -> str:
         shown = ", ".join(f"{event} {seconds:.1f} s after {anchor}" for event, anchor, seconds in self.events)
@@ -135,7 +136,7 @@ def draw(num_cases: int, seed: int) -> list[Case]:
 
 
 class Run:
-    """One case on the cluster."""
+    """A case that runs on the cluster."""
 
     def __init__(self, login: Login, case: Case) -> None:
         self.login, self.case = login, case
@@ -144,7 +145,7 @@ class Run:
         self.is_cancelled = False
 
     def fly(self) -> list[str]:
-        """Run the case; return everything that is wrong."""
+        """Run the case, and return all problems."""
         case, name = self.case, f"case-{self.case.number:03d}"
         self.run = self.login.submit(
             *("--name", name, "--backend", case.backend, "--per", case.per, "--nodes", str(case.nodes)),
@@ -214,7 +215,7 @@ class Run:
         return str(self.login.status(self.run)["state"])
 
     def _lines(self, *events: str) -> Iterator[dict[str, Any]]:
-        """Return the log lines of all ranks with one of these events, rank by rank."""
+        """Yield the log lines of all ranks that contain one of the given events, rank by rank."""
         for rank in range(self.case.nodes):
             for line in read_jsonl(self.run.path / "ranks" / f"{rank}.jsonl"):
                 if not events or line["event"] in events:

@@ -1,12 +1,13 @@
-"""Slow one of four hosts during a run, and check that the run names this host.
+"""Slow down one of four hosts during a run, and check that the run reports this host.
 
     python -m benchmarks.slow_host --runs 10 --slowed 4
 
-Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster) and trains on all
-hosts, one rank per host. In `--slowed` runs, a host that `--seed` draws is limited to `--cpus` CPUs after
-`--before` steps (cgroup v1). The event ``slow_rank`` must then name its host and rank at most 30 steps later.
-`--runs` runs of `--steps` steps are undisturbed and must have no event. Other work on the machine disturbs
-the runs too, so the benchmark prints the load of each run. Exits with 1 if a check fails.
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster), and trains on all
+hosts with one rank per host. In `--slowed` runs, one host, selected by `--seed`, is limited to `--cpus` CPUs
+after `--before` steps, by cgroup v1. At most 30 steps later, the event ``slow_rank`` must report the host and
+its rank. Another `--runs` runs of `--steps` steps are undisturbed, and must log no such event. Other
+processes on the machine also disturb the runs, so the benchmark prints the load during each run. The exit
+code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ PATIENCE_S = 600.0
 
 @dataclass
 class Seen:
-    """Observations of a run."""
+    """The observations of a run."""
 
     slowed_host: str | None = None
     slowed_at_step: int | None = None
-    """Newest step when the host was slowed down."""
+    """The newest step at the time when the host was slowed down."""
     step_ms_before: float | None = None
     step_ms_after: float | None = None
     load: float = 0.0
@@ -60,14 +61,14 @@ class Seen:
 
     @property
     def steps_later(self) -> int | None:
-        """Steps from the slowdown to the event that names the host; None without that event."""
+        """Number of steps from the slowdown to the event that reports the host; None if there is none."""
         named = (event["step"] for event in self.events if event.get("host") == self.slowed_host)
         first = next(named, None) if self.slowed_host is not None else None
         return None if first is None or self.slowed_at_step is None else int(first) - self.slowed_at_step
 
     @property
     def line(self) -> str:
-        """The run in one line."""
+        """The observations as one line of output."""
         seen = "; ".join(
             f"{event['event']} at step {event['step']}"
             + ("" if event.get("rank") is None else f": rank {event['rank']} on {event['host']}")
@@ -94,23 +95,23 @@ def start(login: Login, num_steps: int, num_layers: int = 4) -> RunDir:
 
 
 def steps(run: RunDir) -> list[dict[str, Any]]:
-    """Return the records of the steps so far."""
+    """Return the records of the steps that the run has logged so far."""
     return list(read_jsonl(run.metrics_file))
 
 
 def last_step(run: RunDir) -> int:
-    """Return the newest step; 0 before the first."""
+    """Return the newest step, or 0 before the first step."""
     records = steps(run)
     return int(records[-1]["step"]) if records else 0
 
 
 def slowdowns(run: RunDir) -> list[dict[str, Any]]:
-    """Return the events of slow ranks."""
+    """Return the events that report slow ranks."""
     return list(read_jsonl(run.events_file, SLOWDOWN_EVENTS))
 
 
 def slow_one(login: Login, index: int, *, cpus: float, before: int, num_layers: int = 4) -> Seen:
-    """Slow a host of a run down after some steps, await the event, and return whether it is right."""
+    """Slow down a host after some steps of a run, wait for the event, and return the observations."""
     seen = Seen(slowed_host=login.cluster.hosts[index - 1], load=os.getloadavg()[0])
     run = start(login, 100_000, num_layers)
     try:
@@ -135,7 +136,7 @@ def slow_one(login: Login, index: int, *, cpus: float, before: int, num_layers: 
 
 
 def _problem(seen: Seen, rank: int) -> str:
-    """Return why the events of a slowed run are wrong; an empty string if they are right."""
+    """Return why the events of a slowed run are wrong, or an empty string if they are correct."""
     if not seen.events:
         return "no event"
     if any((event.get("rank"), event.get("host")) != (rank, seen.slowed_host) for event in seen.events):
@@ -146,7 +147,7 @@ def _problem(seen: Seen, rank: int) -> str:
 
 
 def leave_alone(login: Login, num_steps: int, num_layers: int = 4) -> Seen:
-    """Run to the end without a disturbance."""
+    """Complete a run without a disturbance, and return the observations."""
     seen = Seen(load=os.getloadavg()[0])
     run = login.finish(start(login, num_steps, num_layers), timeout_s=PATIENCE_S + num_steps)
     seen.step_ms_before = median(1e3 * record["step_s"] for record in steps(run))
@@ -156,7 +157,7 @@ def leave_alone(login: Login, num_steps: int, num_layers: int = 4) -> Seen:
 
 
 def campaign(cluster: Cluster, folder: Path, args: argparse.Namespace) -> list[Seen]:
-    """Run all runs, with a line for each."""
+    """Execute all runs, and print a line for each run."""
     chance, found = random.Random(args.seed), []
     for number in range(args.slowed + args.runs):
         home = folder / str(number)

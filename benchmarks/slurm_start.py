@@ -1,10 +1,11 @@
-"""Measure what trainkit adds to plain Slurm: from submit to job id, and from job start to the first step.
+"""Measure the time that trainkit adds to plain Slurm, from submit to job id and from job start to first step.
 
     make cluster                            # or your own cluster
     python benchmarks/slurm_start.py
 
-Both variants alternate. The hand-written script starts the same worker with srun and sets the rank
-environment itself, with a fixed port and no supervisor. Each job runs alone, on the same nodes.
+Runs with trainkit and runs with a hand-written script alternate. The hand-written script starts the same
+worker with srun and sets the rank environment itself, with a fixed port and no supervisor. Each job runs
+alone, and all jobs run on the same nodes.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTA
 
 LIBRARIES = "python -c 'import click, jinja2, pydantic, yaml; pydantic.BaseModel'"
 WITH_SUBMITIT = LIBRARIES.replace("jinja2", "submitit")
-"""Import of a backend's libraries alone, as a measure of the machine's speed; submitit renders no template.
+"""A command that only imports the libraries of a backend, to measure the machine's speed; submitit renders no
+template.
 """
 LIBRARIES_FACTOR = 2.5
-"""Allowed multiple of the libraries' import, in addition to sbatch, from submit to job id."""
+"""Maximum time from submit to job id, in addition to the time of sbatch, as a multiple of the time to import
+the libraries."""
 
 
 def call(argv: list[str], cwd: Path) -> str:
@@ -79,7 +82,7 @@ def first_step(run: Path) -> float:
 
 
 def submissions(folder: Path, rounds: int) -> None:
-    """Return the seconds from the command to the job id, for held jobs."""
+    """Measure the seconds from the command to the job id, for held jobs."""
     (folder / "mine.yaml").write_text(CONFIG)
     script = folder / "plain.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --hold\n#SBATCH --output=/dev/null\ntrue\n")
@@ -117,13 +120,13 @@ def submissions(folder: Path, rounds: int) -> None:
 
 
 def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str) -> None:
-    """Return the seconds from the start of the batch script to the first step."""
+    """Measure the seconds from the start of the batch script to the first step."""
     times_s: dict[str, list[float]] = {"by hand": [], "trainkit": []}
     shape = ["--nodes", str(nodes), "--gpus-per-node", str(per_node)]
     for number in range(rounds):
         ours, theirs = folder / f"ours-{number}", folder / f"theirs-{number}"
         for run in (ours, theirs):
-            # Both scripts get a line that records their start.
+            # Both scripts contain a line that records the start time.
             mark = f"launch.setup=['date +%s.%N > {run}/began']"
             answer = call(
                 trainkit(
@@ -155,7 +158,8 @@ def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str)
 
 
 def main() -> None:
-    # With this variable, Python would compile a checkout at each start, unlike an installed package.
+    # If PYTHONDONTWRITEBYTECODE were set, Python would compile a checkout at each start, unlike an installed
+    # package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,7 +169,7 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--interface", default="eth0", help="of the nodes, for the hand-written script")
     args = parser.parse_args()
-    # The folder is below the working directory, because all nodes must see it.
+    # The folder is in the working directory, because all nodes must be able to access it.
     with tempfile.TemporaryDirectory(dir=".", prefix="bench-") as name:
         folder = Path(name).absolute()
         submissions(folder, 2 * args.rounds)

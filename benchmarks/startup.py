@@ -1,10 +1,10 @@
-"""Measure the start-up time of frequently used commands, as whole processes.
+"""Measure the startup time of frequently used commands, including the start of the process.
 
     python benchmarks/startup.py
 
-Prints medians of 20 runs; the commands alternate. `torchrun --help` from the same environment is a reference
-for the current speed of this machine. Modules are compiled once, as after an installation, even if
-`PYTHONDONTWRITEBYTECODE` is set.
+The benchmark prints medians of 20 runs; the commands alternate. `torchrun --help` in the same environment is
+a reference for the current speed of this machine. Modules are compiled in advance, as after an installation,
+even if `PYTHONDONTWRITEBYTECODE` is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
 
 def command(name: str) -> str:
-    """Return the path of a console script of this environment."""
+    """Return the path of a console script in this environment."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
 
 
@@ -36,7 +36,8 @@ COMMANDS = {
 
 PASS_MS = 35
 BUDGETS_MS = {"trainkit --help": 100, "trainkit submit --dry-run": 300}
-"""Budgets on a machine where `python -c pass` takes `PASS_MS`, scaled by its duration on this machine."""
+"""Time budgets for a machine on which `python -c pass` takes `PASS_MS`; on other machines, the budgets are
+scaled by its duration."""
 
 
 def main() -> None:

@@ -1,15 +1,16 @@
-"""Count the requests of a starting job's tasks to the file server and to the rendezvous store.
+"""Count the requests that the tasks of a starting job send to the file server and to the rendezvous store.
 
     python -m benchmarks.startup_scale --tasks 8 --tasks 8000
     python -m benchmarks.startup_scale --gloo 64
 
-Runs trainkit's own waiting loops for every task on a simulated clock. The tasks start within 10 s, and task 0
+Each task runs trainkit's own waiting loops with a simulated clock. The tasks start within 10 s, and task 0
 publishes the port 2 s after its start. Rank 0 listens 20 s later, after it has imported torch and found the
-data, and the other ranks need up to 10 s longer. Nothing else of a job runs, so the counts are exact for
-these assumptions, and no times are measured.
+data. The other ranks need up to 10 s longer than rank 0. No other part of a job runs, so the counts are exact
+under these assumptions, and no times are measured.
 
-With `--gloo N`, N real processes form the groups of the trainer and gather once. They connect either
-immediately or at their first exchange. The benchmark counts their sockets and their processor time.
+With `--gloo N`, N real processes create the process groups of the trainer and run one gather. The processes
+connect either immediately or at their first communication. The benchmark counts the sockets of the processes
+and measures their CPU time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TASKS_PER_NODE = 8
 
 
 class Clock:
-    """Simulated seconds, which sleeping advances."""
+    """A simulated clock, which is advanced by sleeping."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -49,7 +50,7 @@ class Clock:
 
 
 class Store:
-    """The connection of one rank to the store; `verdict_s` is the time when all ranks have arrived."""
+    """The connection of one rank to the store; `verdict_s` is the time at which all ranks have arrived."""
 
     def __init__(
         self, clock: Clock, counts: Counter[str], verdict_s: float, is_last: bool, size: int
@@ -73,7 +74,7 @@ class Store:
         return b"sealed go"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        pass  # a setting of the connection, not a request
+        pass  # changes a setting of the connection, and is not a request
 
     def compare_set(self, key: str, expected: str, value: str) -> None:
         self.counts["store requests"] += 1
@@ -82,7 +83,7 @@ class Store:
 
 @contextlib.contextmanager
 def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s: float) -> Iterator[None]:
-    """Replace clock, listings, reads and connections by counters."""
+    """Replace the clock, directory listings, reads and connections with simulations that count calls."""
 
     def list_folder(folder: Path) -> Iterator[Path]:
         counts["listings"] += 1
@@ -112,7 +113,7 @@ def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s:
 
 
 def count(num_tasks: int, seed: int) -> Counter[str]:
-    """Return the operations of all tasks together."""
+    """Return the number of operations of all tasks, by type."""
     from trainkit.job.rank_env import RankEnv
     from trainkit.job.signals import StopRequest
     from trainkit.run.files import wait_for_json
@@ -152,8 +153,7 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
 
 
 def connect_ranks(num_ranks: int, *, lazy: bool) -> tuple[int, float, float]:
-    """Return sockets and processor seconds of all ranks, and the seconds until the slowest rank has its
-    groups."""
+    """Return the sockets and CPU seconds of all ranks, and the seconds until all ranks have their groups."""
     from trainkit.job.node.rendezvous import choose_port
     from trainkit.trainer.distributed import dist
 
@@ -167,7 +167,7 @@ def connect_ranks(num_ranks: int, *, lazy: bool) -> tuple[int, float, float]:
     ]
     for rank in ranks:
         rank.start()
-    # The import follows the forks, because the module starts threads.
+    # Import the module after the forks, because it starts threads.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     found = [results.get() for _ in ranks]
     done.set()

@@ -1,16 +1,17 @@
-"""Count the cost of a step without a GPU: bytes and kernels of its operations, collectives of each layout.
+"""Compute the cost of a step without a GPU: bytes and kernels of operations, collectives of layouts.
 
     python -m benchmarks.step_costs [--only block | masks | parts | collectives]
 
-The block is a block of Llama 3 8B with 4,096 tokens, forward and backward, on tensors that have shapes but no
-values. Every operation that is not a view counts as one kernel, which reads its inputs and writes its outputs
-once, as in a block that is not compiled. RMSNorm counts with the several kernels that a CPU has for it.
-``autocast`` computes in bf16 from float32 weights, as `torch.autocast` does; ``cast weights`` is trainkit.
-The benchmark counts the update and the loss in the same way. A compiled update reads and writes each of its
-tensors once, and its kernels are the kernels that the compiler makes for a CPU.
+The measured block is a transformer block of Llama 3 8B with 4,096 tokens, forward and backward, with tensors
+that have shapes but no values. Every operation that is not a view is counted as one kernel, which reads its
+inputs and writes its outputs once, as in a block that is not compiled. RMSNorm is counted as the several
+kernels that implement it on CPUs. In the output, ``autocast`` stands for float32 weights under
+`torch.autocast`, and ``cast weights`` for trainkit. The weight update and the loss are counted in the same
+way. A compiled update reads and writes each of its tensors once, and its kernels are those that the compiler
+generates for a CPU.
 
-The collectives are the collectives of one rank in a step of two passes, counted with torch's fake process
-group. For blocks in float8 (emulated), the benchmark also counts the gathered bytes.
+The collectives are counted for one rank in a step of two microbatches, with torch's fake process group. For
+blocks in emulated float8, the benchmark also counts the gathered bytes.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::empty")
-"""Operations that are not views by name, but move no bytes."""
+"""Operations that move no bytes although they are not marked as views."""
 
 
 class CountKernels(TorchDispatchMode):
-    """Adds up the kernels of all operations, and the bytes that they read and write."""
+    """Counts the kernels of all operations, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,18 +125,18 @@ def show_block() -> None:
 
 
 PARAM = (4096, 4096)
-"""The matrix whose update is counted."""
+"""Size of the weight matrix whose update is counted."""
 
 
 def weight_of() -> Weight:
-    """Return the matrix with its gradient, cast to bf16."""
+    """Return the weight matrix with its gradient and a copy that is cast to bf16."""
     param = nn.Parameter(torch.zeros(PARAM))
     param.grad = torch.zeros(PARAM)
     return Weight("matrix", param, cast=nn.Parameter(param.detach().bfloat16()))
 
 
 def count_update(optimizer: OptimizerConfig) -> tuple[CountKernels, int, float]:
-    """Return the kernels and bytes per parameter of an update without and with compilation."""
+    """Return the uncompiled and the compiled kernels, and the bytes per parameter, of an update."""
     numbers = torch.ones(()), torch.zeros(())
     with FakeTensorMode():
         sharded = ShardedAdamW([weight_of()], optimizer)
@@ -155,7 +156,7 @@ def count_update(optimizer: OptimizerConfig) -> tuple[CountKernels, int, float]:
 
 @torch.library.custom_op("benchmarks::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Represent a GPU's multiplication that adds to `total`; only its shapes are needed."""
+    """Stand in for a GPU's matrix product that accumulates into `total`; only the shapes matter."""
 
 
 @add_product.register_fake
@@ -163,7 +164,7 @@ def _(total: Tensor, left: Tensor, right: Tensor) -> None: ...
 
 
 def count_loss() -> CountKernels:
-    """Count the loss of 16,384 tokens of 1b in chunks, and its gradients."""
+    """Count the loss of 16,384 tokens of 1b, computed in chunks, and its gradients."""
     shape, tokens = resolve_model_shape(ModelConfig(preset="1b"), 1), 4 * TOKENS
     with FakeTensorMode():
         x, head = (torch.empty(size, shape.dim, dtype=torch.bfloat16) for size in (tokens, shape.vocab_size))
@@ -176,7 +177,7 @@ def count_loss() -> CountKernels:
 
 
 def show_masks() -> None:
-    """Print the cost of a sample's mask of documents, in memory or computed by attention."""
+    """Print the cost of a sample's document mask, either stored in memory or computed by attention."""
     end = 0
     print("| mask of 4,096 tokens | documents of | MB in memory | blocks of scores | partly masked |")
     print("|---|---|---|---|---|")
@@ -208,7 +209,7 @@ def show_parts() -> None:
 
 
 def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Yield the layout, recomputation and collectives of a step for every layout."""
+    """Yield each layout with its recomputation mode and the collectives of a step."""
     for name, degrees in LAYOUTS.items():
         for mode in MODES if degrees.get("tp", 1) * degrees.get("cp", 1) > 1 else MODES[:1]:
             loaded, plan = planned(degrees, {"parallel.activation_checkpointing": mode})
@@ -216,7 +217,7 @@ def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def planned(degrees: dict[str, int], options: dict[str, object]) -> tuple[LoadedConfig, LaunchPlan]:
-    """Return the config and the plan of some blocks of 8b on a layout, with two passes per step."""
+    """Return the config and the plan for some blocks of 8b in a layout, with two microbatches per step."""
     values = {
         "model.preset": "8b",
         "model.vocab_size": 128_256,
@@ -235,7 +236,7 @@ def planned(degrees: dict[str, int], options: dict[str, object]) -> tuple[Loaded
 
 
 class CountTalk(TorchDispatchMode):
-    """Counts collectives by kind, and the bytes that the gathers fill."""
+    """Counts collectives by type, and the bytes that the gathers return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +251,7 @@ class CountTalk(TorchDispatchMode):
 
 
 def count_float8(float8: str) -> CountTalk:
-    """Count the collectives of a step whose blocks multiply in an emulated float8."""
+    """Count the collectives of a step whose blocks compute matrix products in emulated float8."""
     loaded, plan = planned(LAYOUTS["shard 8"], {"precision.float8": float8})
     config, task = loaded.config, build.build_task(loaded.config)
     emulated = partial(build.apply_float8, emulate=True)
@@ -275,7 +276,7 @@ def count_float8(float8: str) -> CountTalk:
 
 
 def show_float8() -> None:
-    """Print the gathered bytes of blocks that multiply in float8."""
+    """Print the gathered bytes of blocks that compute matrix products in float8."""
     print(f"| shard 8, {LAYERS} blocks of 8b, 2 passes | GB gathered | all_gather | all_reduce |")
     print("|---|---|---|---|")
     for float8 in ("true", "gather"):

@@ -1,16 +1,16 @@
-"""Check which disturbances a run survives on a Slurm cluster, for every way to start a run.
+"""Check which disturbances a run survives on a Slurm cluster, for every way of starting a run.
 
     python -m benchmarks.survival
     python -m benchmarks.survival --only preempted crash
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and disturbs runs of two
-hosts, with both backends, with one task per GPU and one task per node. The disturbances are:
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), and disturbs runs on two
+hosts, with both backends, and with one task per GPU or per node. The disturbances are:
 
-- five preemptions (with a grace time of 10 s and of none, requeued and cancelled by Slurm);
+- five preemptions, with and without a grace time of 10 s, after which Slurm requeues or cancels the job;
 - four time limits, and scancel;
 - a killed rank, and a dead host;
-- a bug at step 37, a loss that is not finite, and a failing import;
-- twenty seeded runs that get 1 to 4 nodes of a range at each start.
+- an exception at step 37, a non-finite loss, and a failing import;
+- a different number of nodes at each start, from 1 to 4, in twenty seeded runs.
 
 Prints one row per case. The exit code is 0 if all cases pass.
 """
@@ -48,7 +48,7 @@ COLUMNS = ("what", "backend", "per", "restarts", "steps twice", "curve", "second
 
 
 class Table:
-    """The rows of the table, which are printed as they are added."""
+    """The rows of the result table; each row is printed when it is added."""
 
     def __init__(self, login: Login, expected: Curve) -> None:
         self.login = login
@@ -81,24 +81,24 @@ class Table:
         print(f"| {' | '.join(words)} |", flush=True)
 
     def finish(self, run: RunDir) -> bool:
-        """Return whether a run finishes without help."""
+        """Return whether a run finishes without intervention."""
         return bool(wait_until_over(self.login, run, END_S)["state"] == "finished")
 
 
 def first_steps(run: RunDir) -> list[float]:
-    """Return the times at which each attempt completed its first step."""
+    """Return the time at which each attempt completed its first step."""
     return [survival.time_of(event) for event in survival.events_of(run, "first_step")]
 
 
 def comeback_s(run: RunDir) -> str:
-    """Return the median seconds from the end of an attempt to the first step of the next attempt."""
+    """Return the median time from the end of an attempt to the first step of the next attempt, in seconds."""
     ends = [survival.time_of(event) for event in survival.events_of(run, "stopped")]
     waits = [first - end for end, first in zip(ends, first_steps(run)[1:], strict=False)]
     return f"back in {statistics.median(waits):.1f}" if waits else "-"
 
 
 def cold_start_s(run: RunDir) -> float:
-    """Return the seconds from the start of the step in the batch script to the first training step."""
+    """Return the seconds from the start of the Slurm step in the batch script to the first training step."""
     return first_steps(run)[0] - survival.time_of(survival.events_of(run, "started")[0])
 
 
@@ -120,7 +120,8 @@ def preempted(table: Table) -> None:
 
 
 def time_limit(table: Table) -> None:
-    # Run two at a time, because the one-minute limit is too short for some of them if all start together.
+    # Start two runs at a time, because if all runs start together, the one-minute limit is too short for some
+    # of them.
     for backend in BACKENDS:
         runs = table.submit(
             "limit",
@@ -128,7 +129,8 @@ def time_limit(table: Table) -> None:
             kinds=[kind for kind in KINDS if kind[0] == backend],
         )
         for number in range(1, NUM_LIMITS + 1):
-            # After a slow start, the run reaches its time limit anyway, without waiting for steps.
+            # A run that started too slowly reaches its time limit without computing steps, so do not wait for
+            # it.
             paused = [run for run in runs if has_begun(run, number)]
             for run in paused:
                 survival.pause(survival.ranks_of(run).values())
@@ -140,14 +142,14 @@ def time_limit(table: Table) -> None:
 
 
 def survived_limits(table: Table, run: RunDir) -> bool:
-    """Return whether a run finishes after its time limits without computing a step twice."""
+    """Return whether a run finishes after several time limits without computing any step twice."""
     finished = table.finish(run)
     causes = [event["cause"] for event in survival.events_of(run, "requeue_decision")]
     return finished and not survival.computed_twice(run) and causes[:NUM_LIMITS] == ["timeout"] * NUM_LIMITS
 
 
 def has_begun(run: RunDir, attempt: int) -> bool:
-    """Wait until an attempt has done some steps; return False if the attempt ends before."""
+    """Wait until an attempt has computed some steps; return False if the attempt ends before that."""
 
     def steps_or_over() -> bool:
         return len(survival.steps_of(run, attempt)) >= 5 or is_over()
@@ -160,7 +162,7 @@ def has_begun(run: RunDir, attempt: int) -> bool:
 
 
 def await_signal(run: RunDir, count: int) -> None:
-    """Wait until a run has received its `count`-th stop signal."""
+    """Wait until a run has received its stop signal number `count`."""
     wait_for(lambda: len(survival.events_of(run, "signal")) >= count, "the signal", RESTART_S)
 
 
@@ -193,7 +195,7 @@ def host_death(table: Table) -> None:
     for kind in KINDS:
         (run,) = table.submit("host", *settings("resources.spare_nodes=1"), kinds=[kind])
         wait_for_steps(run, 1, 25)
-        # The host is the second host of this run, because the job excludes a host that died before.
+        # Use the second host of this run, because the job excludes a host that died earlier.
         cluster = table.login.cluster
         victim = cluster.hosts.index(read_json(run.attempt(1).rendezvous_file)["hosts"][1]) + 1
         cluster.kill_host(victim)
@@ -224,7 +226,7 @@ def bugs(table: Table) -> None:
 
 
 def sizes(table: Table) -> None:
-    """Check runs that get another number of nodes at each start, requested in one of many ways."""
+    """Check runs that get a different number of nodes at each start, requested in several ways."""
     folder = table.login.folder
     config = survival.range_config(folder)
     expected = survival.losses_on_one(Path(tempfile.mkdtemp(dir=folder)), config)

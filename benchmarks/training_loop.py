@@ -1,15 +1,15 @@
-"""Measure the speed of the trainer against a hand-written loop with the same model and batch.
+"""Compare the speed of the trainer with a hand-written loop that has the same model and batch.
 
     python benchmarks/training_loop.py
 
 Both loops run in the same processes, with alternating steps, so that changes in machine speed affect both
-alike. The hand-written loop keeps its batch in memory and has no logging, schedule or signal handling. With
-several processes it uses DistributedDataParallel, and the trainer uses `replicate`. Prints the median step
-times and their ratio for three cases:
+loops equally. The hand-written loop keeps its batch in memory and has no logging, schedule or signal
+handling. With several processes, the hand-written loop uses DistributedDataParallel, and the trainer uses
+`replicate`. The benchmark prints the median step times and their ratio for three cases:
 
 - the model `tiny` with 32 samples per step;
 - a step with 4 samples per process, where communication matters more;
-- a tiny model, for which the `fixed cost`, the difference of the medians, is the relevant number.
+- a tiny model; the relevant number is the `fixed cost`, which is the difference of the medians.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = {
 
 
 def make_attempt(folder: Path, overrides: list[str], num_procs: int):
-    """Return a run folder with one attempt, as `trainkit submit` would write it."""
+    """Return a run folder with one attempt, like one that `trainkit submit` would write."""
     from trainkit.cluster.machine import detect_machine
     from trainkit.config import dump_effective, load_config
     from trainkit.plan.facts import Facts
@@ -73,7 +73,7 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
 
 
 def hand_written_step(trainer, task, num_procs: int, dtype_name: str):
-    """Run one step of a careful hand-written loop: forward, backward, clip, step."""
+    """Run one step of an optimized hand-written loop: forward, backward, clipping, optimizer step."""
     import torch
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
@@ -102,7 +102,7 @@ def hand_written_step(trainer, task, num_procs: int, dtype_name: str):
 
 
 def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None:
-    """Time both loops as one rank; rank 0 prints the medians in seconds."""
+    """Time both loops in one rank; rank 0 prints the medians in seconds."""
     import gc
 
     import torch.distributed as dist

@@ -1,14 +1,14 @@
-"""Count the calls of Slurm's commands while 12 programs wait for one run.
+"""Count the calls of Slurm commands while 12 programs wait for one run.
 
     python -m benchmarks.waiting_programs                       # 10 minutes with a minimum interval of 120 s
     python -m benchmarks.waiting_programs --min-poll-s 0        # without a minimum interval
     python -m benchmarks.waiting_programs --minutes 0.5 --min-poll-s 10
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits a run. The job
-is held for the first half of the time, and runs for the second half. The programs are the examples of
+is held for the first half of the time, and runs for the second half. The programs are the examples in
 docs/programs.md, four of each: the shell loop, the command of the Snakemake rule, and the poller, which is
-called every 10 seconds. Exits with 1 if Slurm is called more often than once per interval, or if a program
-does not see that the run has finished.
+called every 10 seconds. The exit code is 1 if Slurm is called more often than once per interval, or if a
+program does not detect that the run has finished.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ COMMANDS = ("squeue", "sacct", "scontrol", "sinfo", "sacctmgr", "sdiag", "sprio"
 EACH = 4
 POLL_S = 10.0
 END_TIMEOUT_S = 300.0
-"""Limit for the programs to exit after the run has finished: two intervals and a margin."""
+"""Maximum time within which the programs must exit after the run has finished, in seconds: two intervals and
+a margin."""
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def count(login: Login, seconds: float, min_poll_s: float) -> tuple[list[int], Counter[str]]:
-    """Return the exit codes of all programs, and the calls of Slurm within `seconds`."""
+    """Return the exit codes of all programs, and how often each Slurm command was called in `seconds`."""
     (login.folder / "train.py").write_text(f"import time; time.sleep({seconds / 2})")
     run = login.submit("--gpus-per-node", "1", *HOLD, "--", "python", "train.py")
     path, log = recording_path(login)
@@ -84,9 +85,9 @@ def count(login: Login, seconds: float, min_poll_s: float) -> tuple[list[int], C
 
 
 def recording_path(login: Login) -> tuple[str, Path]:
-    """Return a PATH whose Slurm commands record each call, and the file of the records.
+    """Return a PATH on which the Slurm commands record each call, and the file with the records.
 
-    `trainkit` is on this PATH too.
+    The PATH also contains `trainkit`.
     """
     folder, log = login.folder / "recording", login.folder / "calls"
     folder.mkdir()
@@ -99,7 +100,7 @@ def recording_path(login: Login) -> tuple[str, Path]:
 
 
 def command_lines(run: RunDir) -> list[list[str]]:
-    """Return the command lines of the page's three examples for `run`."""
+    """Return the command lines of the three examples in docs/programs.md, for `run`."""
     page = PAGE.read_text()
     blocks = dict(
         reversed(re.findall(r"^```(bash|snakemake|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

@@ -1,10 +1,10 @@
-"""Measure the share of one core that `trainkit watch` uses while a large run writes metrics and samples.
+"""Measure the fraction of a core that `trainkit watch` uses while a large run writes metrics and samples.
 
     python -m benchmarks.watch_cost                                   # 1,024 ranks on 128 nodes, and on 256
     python -m benchmarks.watch_cost --nodes 16 --seconds 10 --records 1000
 
-Starts the command in a terminal of 200 x 50 characters and reads its CPU time from /proc after the first
-screen. Exits with 1 if the command uses more than 5 % of a core.
+The benchmark starts the command in a terminal of 200 x 50 characters, and reads its CPU time from /proc after
+the first screen. The exit code is 1 if the command uses more than 5 % of a core.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def make_run(folder: Path, nodes: int, num_records: int) -> RunDir:
-    """Make a folder of a run of `NUM_RANKS` ranks that seems to run: this process is its supervisor."""
+    """Create the folder of a run that appears to be running, because this process is its supervisor."""
     run = RunDir(folder)
     folder.mkdir()
     run.attempt(1).create()
@@ -123,7 +123,7 @@ def record(step: int, time_of: datetime) -> dict[str, Any]:
 
 
 def sample(node: int, nodes: int, time_of: datetime) -> dict[str, Any]:
-    """Return a sample of a node with its GPUs."""
+    """Return a sample of the resource usage of a node with its GPUs."""
     gpus = [
         {
             "index": index,
@@ -145,7 +145,7 @@ def sample(node: int, nodes: int, time_of: datetime) -> dict[str, Any]:
 
 
 def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
-    """Append a record for each step, and the sample of each node in turn."""
+    """Append a record for each step, and a sample of one node after another."""
     samples_per_step = nodes * STEP_S / SAMPLE_EVERY_S
     due, node = 0.0, 0
     while not ended.wait(STEP_S):
@@ -159,7 +159,7 @@ def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
 
 
 def measure(run: RunDir, nodes: int, step: int, seconds: float) -> tuple[float, float]:
-    """Return the result of `watched` for a run that grows meanwhile."""
+    """Return the result of `watched` for a run whose files grow during the measurement."""
     ended = threading.Event()
     writer = threading.Thread(target=write, args=(run, nodes, step, ended))
     writer.start()
@@ -171,7 +171,7 @@ def measure(run: RunDir, nodes: int, step: int, seconds: float) -> tuple[float, 
 
 
 def watched(run: RunDir, environ: Mapping[str, str], seconds: float) -> tuple[float, float]:
-    """Return the seconds until the first screen, and the CPU seconds of `watch` in the `seconds` after it."""
+    """Return the seconds until the first screen, and the CPU seconds of `watch` in the next `seconds`."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     argv = [sys.executable, "-m", "trainkit", "watch", str(run.path)]
@@ -206,11 +206,11 @@ def read(terminal: int, timeout_s: float) -> bytes:
     try:
         return os.read(terminal, 65_536)
     except OSError:
-        return b""  # the program has ended
+        return b""  # the program has exited
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process so far."""
+    """Return the CPU time that a process has used so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     ticks: int = os.sysconf("SC_CLK_TCK")
     return (int(fields[11]) + int(fields[12])) / ticks

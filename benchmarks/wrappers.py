@@ -1,16 +1,17 @@
-"""Count the lost steps and the signals of a training below a shell, a pipe, a launcher or another wrapper.
+"""Count the lost steps and the signals of a script that runs in a shell, a launcher or another wrapper.
 
     python -m benchmarks.wrappers [--slurm 24.11] [--nodes 1] [--cases tee ...] [--asks cancel ...] [--keep]
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), and submits each wrapper
-with two ranks on one host or two, up to eight runs at once. Each stop request comes when all ranks have
-passed step 20 of their attempt, for all runs at once. The next request disturbs the following attempt. The
-script below the wrapper (`wrapper_cases/train.py`) records its steps, its signals and its saves.
+with two ranks on one or two hosts, up to eight runs at a time. A stop request is sent to all runs at the same
+time, after all ranks have passed step 20 of their attempt. The next stop request is sent to the following
+attempt. The script in the wrapper (`wrapper_cases/train.py`) records its steps, signals and saves.
 
-Prints a table of "signals of a rank / steps lost". A step is lost if the next attempt computes it again. The
-exit code is 0 if no rank has lost a step or received a second signal. `conda run` and `apptainer exec` are
-stand-ins (`wrapper_cases/starts.py`). `poetry run` replaces itself by the command, as `env` does. The
-benchmark omits programs that are not installed: numactl, GNU time, uv (or `--uv PATH`).
+The benchmark prints a table of "signals of a rank / steps lost". A step is considered lost if the next
+attempt computes it again. The exit code is 0 if no rank has lost a step or received a second signal. `conda
+run` and `apptainer exec` are replaced by stand-ins (`wrapper_cases/starts.py`). `poetry run` replaces itself
+with the command, as `env` does. Programs that are not installed are omitted: numactl, GNU time, and uv
+(unless given as `--uv PATH`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "train.py"
     ),
 }
-"""Maps a wrapper to the typed command."""
+"""Maps a wrapper to the command that is submitted."""
 
 
 def submit(login: Login, name: str, nodes: int, more: Sequence[str]) -> RunDir:
@@ -112,7 +113,7 @@ def are_training(run: RunDir, attempt: int, num_steps: int = MIN_STEPS) -> bool:
 
 
 def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
-    """Let a run continue after a stop request in an attempt, and return the losses of its ranks."""
+    """Wait until a run continues after a stop request in an attempt; return the effect on its ranks."""
     if not wait_or_note(run.attempt(attempt).end_file.exists, f"the end of attempt {attempt} of {name}"):
         return Cell("?", None, ["never ended"])
     end = read_json(run.attempt(attempt).end_file)
@@ -132,7 +133,7 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
 
 
 def disturb(login: Login, names: list[str], asks: Sequence[str], nodes: int) -> dict[tuple[str, str], Cell]:
-    """Submit wrappers and stop them in one way after another; a time limit uses separate runs."""
+    """Submit wrappers, and stop them in the given ways in turn; a time limit uses separate runs."""
     found: dict[tuple[str, str], Cell] = {}
     others = [what for what in asks if what != "limit"]
     for series, more in ((others, ()), (["limit"] if "limit" in asks else [], LIMIT)):
@@ -157,7 +158,7 @@ def disturb(login: Login, names: list[str], asks: Sequence[str], nodes: int) -> 
 
 
 def prepare(folder: Path, uv: str | None) -> list[str]:
-    """Write the scripts into a folder; return the wrappers that this machine has."""
+    """Write the scripts into a folder; return the wrappers that are available on this machine."""
     for part in PARTS.glob("*.py"):
         shutil.copy(part, folder)
     (folder / "run.sh").write_text(

@@ -3,9 +3,9 @@
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- accelerate_train.py --steps 200
     trainkit submit --nodes 2 --launcher accelerate --set precision.dtype=bf16 -- accelerate_train.py
 
-trainkit passes hosts, ranks, address and port to `accelerate launch`, and writes the values that the config
-sets, such as the precision, into a file. `accelerate config` is not needed. The script saves every 20 steps
-and on the stop signal. On the signal, all ranks save the same step and exit with code 75.
+trainkit passes the hosts, ranks, address and port to `accelerate launch`, and writes config values such as
+the precision to a file. `accelerate config` is not needed. The script saves every 20 steps and on the stop
+signal. After the stop signal, all ranks save the same step and exit with code 75.
 """
 
 import argparse
@@ -27,13 +27,13 @@ asked_to_stop = False
 
 
 def note_signal(number, frame) -> None:
-    """Set only a flag, because in the middle of a step there is no consistent state to save."""
+    """Only set a flag, because the state is not consistent in the middle of a step."""
     global asked_to_stop
     asked_to_stop = True
 
 
 def save(accelerator: Accelerator, folder: Path, step: int) -> None:
-    """Save under another name first, because a rename is atomic even if the process is killed."""
+    """Save under a temporary name first, because the rename is atomic even if the process is killed."""
     part, done = folder / "part", folder / f"step-{step:08d}"
     if accelerator.is_main_process:
         shutil.rmtree(part, ignore_errors=True)
@@ -56,7 +56,7 @@ def main() -> int:
     accelerator = Accelerator()
     torch.manual_seed(0)
 
-    # A linear map with a little noise.
+    # The targets are a linear map of the inputs plus a little noise.
     inputs = torch.randn(4096, 16)
     targets = inputs @ torch.randn(16, 1) + 0.01 * torch.randn(4096, 1)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=32, shuffle=True)
@@ -65,7 +65,7 @@ def main() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "accelerate"  # the same folder at every start
+    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "accelerate"  # all attempts use the same folder
     last = max(saved.glob("step-*"), default=None)
     step = 0
     if last is not None:
@@ -79,8 +79,8 @@ def main() -> int:
             accelerator.backward(loss)
             optimizer.step()
             step += 1
-            # The sum over the ranks makes all ranks stop together, although the signal may reach one rank a
-            # step later.
+            # The sum over all ranks makes all ranks stop after the same step, although some may receive the
+            # signal a step later.
             stop = (
                 accelerator.reduce(torch.tensor(float(asked_to_stop), device=accelerator.device)).item() > 0
             )
@@ -101,6 +101,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, Python may abort with SIGABRT.
     gc.collect()
     sys.exit(code)

@@ -2,9 +2,9 @@
 
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher torchrun -- examples/ddp_torchrun.py --steps 200
 
-`-- python examples/ddp_torchrun.py` without --launcher sets the same variables without torchrun. The script
-imports nothing from trainkit. The script saves every 20 steps and on the stop signal. On the signal, all
-ranks agree on a step and exit with code 75.
+`-- python examples/ddp_torchrun.py` without --launcher sets the same environment variables without torchrun.
+The script imports nothing from trainkit. The script saves every 20 steps and on the stop signal. After the
+stop signal, all ranks save the same step and exit with code 75.
 """
 
 import argparse
@@ -27,13 +27,13 @@ asked_to_stop = False
 
 
 def note_signal(number, frame) -> None:
-    """Set only a flag, because in the middle of a step there is no consistent state to save."""
+    """Only set a flag, because the state is not consistent in the middle of a step."""
     global asked_to_stop
     asked_to_stop = True
 
 
 def save(path: Path, state: dict) -> None:
-    """Write under another name first, because a rename is atomic even if the process is killed."""
+    """Write under a temporary name first, because the rename is atomic even if the process is killed."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
@@ -53,7 +53,7 @@ def main() -> int:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
 
-    # A linear map with a little noise.
+    # The targets are a linear map of the inputs plus a little noise.
     inputs = torch.randn(4096, 16)
     targets = inputs @ torch.randn(16, 1) + 0.01 * torch.randn(4096, 1)
     data = TensorDataset(inputs, targets)
@@ -62,7 +62,7 @@ def main() -> int:
 
     model = DistributedDataParallel(nn.Linear(16, 1).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "state.pt"  # the same file at every start
+    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "state.pt"  # all attempts use the same file
     first = 1
     if saved.exists():
         state = torch.load(saved, map_location=device)
@@ -72,20 +72,20 @@ def main() -> int:
     if rank == 0:
         print(f"from step {first} to {args.steps}", flush=True)
 
-    step = (first - 1) // len(loader) * len(loader)  # the start of the epoch of the first step
+    step = (first - 1) // len(loader) * len(loader)  # number of steps before the current epoch
     while step < args.steps:
         sampler.set_epoch(step // len(loader))
         for x, y in loader:
             step += 1
             if step < first:
-                continue  # computed by an earlier attempt
+                continue  # an earlier attempt has already computed this step
             loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
-            # The ranks agree in a collective of every step, because the signal may not have reached every
-            # rank yet.
+            # All ranks exchange the flag at every step, because the signal may not have reached every rank
+            # yet.
             sums = torch.stack([loss.detach(), torch.tensor(float(asked_to_stop), device=device)])
             dist.all_reduce(sums)
             stops = sums[1].item() > 0 and step < args.steps
@@ -95,7 +95,7 @@ def main() -> int:
                 state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save(saved, state)
             if stops:
-                dist.barrier()  # no rank leaves before rank 0 has saved
+                dist.barrier()  # no rank exits before rank 0 has saved
                 dist.destroy_process_group()
                 return EXIT_SAVED
             if step == args.steps:
@@ -110,6 +110,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, Python may abort with SIGABRT.
     gc.collect()
     sys.exit(code)

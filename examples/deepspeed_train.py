@@ -3,8 +3,8 @@
     trainkit submit --nodes 2 --launcher deepspeed --set parallel.zero=2 --set train.device_batch_size=16 \
         --set optimizer.lr=1e-3 -- examples/deepspeed_train.py --deepspeed_config {ds_config}
 
-`--dry-run` shows the file that {ds_config} stands for. The script saves every 20 steps, and when it is asked
-to stop: all ranks then save the same step and exit with code 75.
+`--dry-run` shows the file that {ds_config} stands for. The script saves every 20 steps and on the stop
+signal. After the stop signal, all ranks save the same step and exit with code 75.
 """
 
 import argparse
@@ -25,7 +25,7 @@ asked_to_stop = False
 
 
 def note_signal(number, frame) -> None:
-    """Set only a flag, because in the middle of a step there is no consistent state to save."""
+    """Only set a flag, because the state is not consistent in the middle of a step."""
     global asked_to_stop
     asked_to_stop = True
 
@@ -35,7 +35,7 @@ def main() -> int:
         signal.signal(number, note_signal)
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--local_rank", type=int, default=0)  # DeepSpeed's launcher adds this option
+    parser.add_argument("--local_rank", type=int, default=0)  # DeepSpeed's launcher passes this option
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
 
@@ -47,7 +47,7 @@ def main() -> int:
     rank, device = engine.global_rank, engine.device
     print(f"rank {rank} of {engine.world_size}, ZeRO stage {engine.zero_optimization_stage()}", flush=True)
 
-    saved = str(Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "deepspeed")  # the same folder at every start
+    saved = str(Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "deepspeed")  # all attempts use the same folder
     first = 1
     if Path(saved, "latest").exists():
         _, state = engine.load_checkpoint(saved)
@@ -62,7 +62,7 @@ def main() -> int:
             loss = nn.functional.mse_loss(engine(x), x @ truth.to(device))
             engine.backward(loss)
             engine.step()
-        dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # the signal may reach one rank a step later
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # some ranks may receive the signal a step later
         must_stop = bool(stop.item()) and step < args.steps
         if rank == 0 and (step % 10 == 0 or step == args.steps):
             print(f"step {step} loss {loss.item():.6f}", flush=True)
@@ -78,6 +78,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, Python may abort with SIGABRT.
     gc.collect()
     sys.exit(code)

@@ -1,10 +1,11 @@
-"""A Lightning script that resumes after any interruption; trainkit's config has the Trainer's arguments.
+"""A Lightning script that resumes after any interruption, with Trainer arguments from trainkit's config.
 
     trainkit submit --nodes 2 --gpus-per-node 2 --launcher lightning --set train.steps=2000 -- \
         examples/lightning_train.py --num-nodes {num_nodes} --devices {devices} --max-steps {max_steps}
 
 Lightning takes its ranks from the variables that trainkit sets, as if torchrun had started it. The script
-saves every 20 steps, and when it is asked to stop: all ranks then save the same step and exit with code 75.
+saves every 20 steps and on the stop signal. After the stop signal, all ranks save the same step and exit with
+code 75.
 """
 
 import argparse
@@ -26,8 +27,8 @@ EXIT_SAVED = 75
 class SaveOnSignal(Callback):
     """Save after the step during which a rank received the stop signal.
 
-    Lightning's handler joins a broadcast immediately, in the middle of a step. Ranks at different points of
-    the step then wait for each other forever, and nothing is saved.
+    Lightning's own handler starts a broadcast immediately, even in the middle of a step. If the ranks are at
+    different stages of the step, they wait for each other forever, and nothing is saved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +43,7 @@ class SaveOnSignal(Callback):
         signal.signal(signal.SIGTERM, self.note_signal)  # replaces Lightning's handler
 
     def on_train_batch_end(self, trainer, model, outputs, batch, index) -> None:
-        # The ranks agree, because the signal may not have reached every rank yet.
+        # The ranks decide together, because the signal may not have reached every rank yet.
         if trainer.strategy.reduce_boolean_decision(self.asked_to_stop, all=False):
             trainer.save_checkpoint(self.path)
             trainer.should_stop = self.has_saved = True
@@ -58,8 +59,8 @@ class Model(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1))
 
     def training_step(self, batch, index):
-        # The data depend on the step, because Lightning restarts the epoch's data after a resume within the
-        # epoch.
+        # The data depend on the step, because Lightning reads an epoch's data from the beginning if it
+        # resumes within the epoch.
         seed = self.global_step * self.trainer.world_size + self.global_rank
         x = torch.randn(BATCH_SIZE, 64, generator=torch.Generator().manual_seed(seed)).to(self.device)
         loss = nn.functional.mse_loss(self.net(x), x @ self.truth)
@@ -80,7 +81,7 @@ def main() -> int:
     parser.add_argument("--accelerator", default="auto")
     args = parser.parse_args()
 
-    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "lightning"  # the same folder at every start
+    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "lightning"  # all attempts use the same folder
     last = saved / "last.ckpt"
     stopper = SaveOnSignal(last)
     lightning.seed_everything(0)
@@ -95,8 +96,8 @@ def main() -> int:
         enable_progress_bar=False,
         callbacks=[
             stopper,
-            # Without versions, the newest checkpoint is always last.ckpt, whichever attempt wrote the
-            # previous one.
+            # Disable versions, so that the newest checkpoint is always named last.ckpt, even if an earlier
+            # attempt wrote the previous checkpoint.
             ModelCheckpoint(
                 dirpath=saved, save_last=True, every_n_train_steps=20, enable_version_counter=False
             ),

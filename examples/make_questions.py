@@ -1,9 +1,9 @@
-"""Write the built-in rows of the task ``multimodal_lm`` as files, in the format of your own data.
+"""Write the built-in rows of the task ``multimodal_lm`` to files, in the format for your own data.
 
     python examples/make_questions.py DATA
 
-DATA/images/train.jsonl and val.jsonl contain a picture, a question and an answer in every line. The files in
-DATA/curves/ contain a curve instead of the picture. The script needs Pillow.
+Each line of DATA/images/train.jsonl and val.jsonl contains an image, a question and an answer. The files in
+DATA/curves/ contain a curve instead of the image. The script needs Pillow.
 """
 
 from __future__ import annotations

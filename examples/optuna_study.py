@@ -1,6 +1,6 @@
-"""Run an Optuna study whose trials are runs, several at once.
+"""Run an Optuna study: each trial is a run, and several runs train at the same time.
 
-If the study is killed and started again, it continues with its running trials.
+If the study is killed and started again, it continues with the trials that have not finished.
 
     python optuna_study.py --trials 20 --at-once 4
 """
@@ -19,7 +19,7 @@ STUDY = "examples-lr"
 
 
 def objective(lr: float, width: int) -> float:
-    """Return the loss of a small model after a few steps; the function runs in a run and may use its GPUs."""
+    """Return the loss of a small model after a few steps; each call is a run and may use the run's GPUs."""
     import torch
 
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def main() -> None:
             continue
         live[trial.number] = trainkit.Run(trial.user_attrs["run"])
         if live[trial.number].status.state in ("died", "stopped", "cancelled"):
-            live[trial.number].resume()  # the machine was restarted, or a person cancelled the run
+            live[trial.number].resume()  # the machine was rebooted, or a user cancelled the run
     while True:
         done = len(study.get_trials(states=[TrialState.COMPLETE]))
         while len(live) < args.at_once and done + len(live) < args.trials:

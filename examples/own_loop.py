@@ -1,7 +1,7 @@
-"""Train your own DDP loop with `trainkit.loop`, and resume after any interruption.
+"""Train with your own DDP loop and `trainkit.loop`, and resume after any interruption.
 
-trainkit submit --nodes 2 -- python examples/own_loop.py --steps 2000
-trainkit drill --nodes 2 -- python examples/own_loop.py --steps 200
+trainkit submit --nodes 2 -- python examples/own_loop.py --steps 2000 trainkit drill --nodes 2 -- python
+examples/own_loop.py --steps 200
 """
 
 import argparse

@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainkitLauncherConf:
-    """Options of `trainkit.map_array`; None keeps the default of an option."""
+    """Options of `trainkit.map_array`; None means the default value of an option."""
 
     _target_: str = "hydra_plugins.trainkit_launcher.TrainkitLauncher"
     name: str = "${hydra.job.name}"
     nodes: int | None = None
     gpus_per_node: int | None = None
     limit: int | None = None
-    """Maximum number of jobs that run at once."""
+    """Maximum number of jobs that run at the same time."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -50,7 +50,7 @@ ConfigStore.instance().store(
 
 @dataclass(frozen=True)
 class HydraJob:
-    """One job of a multirun, which implements `trainkit.run.trial.Trial`."""
+    """One job of a multirun, which implements `trainkit.run.trial.SweeperTrial`."""
 
     number: int
     params: dict[str, object]
@@ -61,7 +61,7 @@ class HydraJob:
 
 
 def run(job: HydraJob) -> JobReturn:
-    """Run a job as Hydra does, as a rank of its run, which fails if the task of the job fails."""
+    """Run a job as Hydra does, as a rank of the job's run; the run fails if the job's task fails."""
     Singleton.set_state(job.singletons)
     setup_globals()
     is_first = os.environ["RANK"] == "0"
@@ -82,7 +82,7 @@ def run(job: HydraJob) -> JobReturn:
 
 
 class TrainkitLauncher(Launcher):
-    """The launcher of a multirun, whose sweeper calls `launch` once or, like Optuna's, many times."""
+    """The launcher of a multirun; the sweeper calls `launch` once or, like the Optuna sweeper, many times."""
 
     def __init__(self, overrides: DictConfig, **options: Any) -> None:
         self.options = {name: value for name, value in options.items() if value is not None}
@@ -103,7 +103,7 @@ class TrainkitLauncher(Launcher):
         return [_returned(one, job) for one, job in zip(group, jobs, strict=True)]
 
     def _job(self, overrides: list[str], number: int) -> HydraJob:
-        """Return a job with its current config, because files may change until the job starts."""
+        """Return a job with its current config, because config files may change before the job starts."""
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.sweep.dir = str(Path(str(config.hydra.sweep.dir)).absolute())
@@ -112,9 +112,9 @@ class TrainkitLauncher(Launcher):
 
 
 def _params(overrides: list[str]) -> dict[str, object]:
-    """Return the values that the overrides of a job set, by key.
+    """Map each key that the overrides of a job set to its value.
 
-    A number is text as it is written, and a deleted key has the value null.
+    A number is kept as the text that the user wrote, and the value of a deleted key is None.
     """
     from trainkit.run.trial import as_number
 
@@ -132,6 +132,6 @@ def _params(overrides: list[str]) -> dict[str, object]:
 def _returned(one: "Run", job: HydraJob) -> JobReturn:
     try:
         return one.result()  # type: ignore[no-any-return]
-    except Exception as error:  # Hydra raises the error when the value is read.
+    except Exception as error:  # Hydra itself raises the error when the value is read.
         overrides = list(job.config.hydra.overrides.task)
         return JobReturn(cfg=job.config, overrides=overrides, status=JobStatus.FAILED, _return_value=error)

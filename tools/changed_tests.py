@@ -1,12 +1,12 @@
-"""Run the unit tests that import changed files: ``python -m tools.changed_tests [BASE] [-- PYTEST_ARGS]``.
+"""Run the unit tests that depend on changed files: ``python -m tools.changed_tests [BASE] [-- PYTEST_ARGS]``.
 
-A file counts as changed if it differs from the last commit that the branch shares with BASE, including
-uncommitted and untracked files. BASE is by default the upstream of the branch, else ``main``.
+A file is considered changed if it differs from the merge base of the branch and BASE; uncommitted and
+untracked files are included. BASE defaults to the upstream of the branch or, if there is none, to ``main``.
 
-A test imports a file directly, through other files of tests/ and tools/, or through files of the same package
-of trainkit. For example, a change of plan/batch.py selects the tests of plan/make_plan.py, but not the tests
-of every command. A file that is no Python module selects the tests whose text quotes the file's name or the
-name of its top folder. `make test` runs all unit tests.
+A test depends on the files that it imports directly, through other files of tests/ and tools/, or through
+files of the same package in trainkit. For example, a change to plan/batch.py selects the tests of
+plan/make_plan.py, but not the tests of every command. A changed file that is not a Python module selects the
+tests whose source contains the name of the file or of its top-level folder. `make test` runs all unit tests.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ NO_TESTS = 5
 
 
 def imports_of(source: str) -> set[str]:
-    """Return the dotted names that a module imports, also inside functions; ``from a import b`` also gives
-    a.b."""
+    """Return the dotted names that a module imports, even in functions; ``from a import b`` also adds a.b."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -37,7 +36,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def select_tests(changed: Iterable[str], sources: dict[str, str], python_path: Sequence[str]) -> list[str]:
-    """Return the test files that a change of some files can break; `sources` maps every path to its text."""
+    """Return the test files that the changed files can break; `sources` maps every path to its content."""
     modules = {}
     for path in sources:
         for folder in python_path:
@@ -72,30 +71,29 @@ def is_test(path: str) -> bool:
 
 
 def _conftests(test: str) -> list[str]:
-    # The conftest.py of all tests is omitted, because every test would then depend on the imports of its
-    # plugins.
+    # Omit the top-level conftest.py, because every test would otherwise depend on the imports of its plugins.
     return [f"{folder}/conftest.py" for folder in PurePath(test).parents if str(folder) not in (".", "tests")]
 
 
 def _follows(path: str, other: str) -> bool:
-    """Return whether the imports of a file also count as imports of the tests that import the file."""
+    """Return whether the imports of a file are added to the imports of the tests that import the file."""
     return not path.startswith("trainkit/") or path.split("/")[:2] == other.split("/")[:2]
 
 
 def _git(*args: str) -> list[str]:
-    """Return the entries that a git command prints, separated by NUL or lines; none if the command fails."""
+    """Return the entries in the output of a git command, separated by NUL or newlines; [] if it fails."""
     done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
     return [line for line in re.split("[\0\n]", done.stdout) if line] if done.returncode == 0 else []
 
 
 def _sources(untracked: Sequence[str] = ()) -> dict[str, str]:
-    """Return the text of each Python file of the checkout by its path."""
+    """Map the path of each Python file in the checkout to its text."""
     paths = [path for path in (*_git("ls-files", "-z"), *untracked) if path.endswith(".py")]
     return {path: (ROOT / path).read_text(errors="replace") for path in paths if (ROOT / path).exists()}
 
 
 def _python_path() -> Sequence[str]:
-    """Return the folders that pytest adds to the path of modules."""
+    """Return the folders that pytest adds to ``sys.path``."""
     found = re.search(r"^pythonpath = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found is not None
     folders: Sequence[str] = ast.literal_eval(found[1])
@@ -103,7 +101,7 @@ def _python_path() -> Sequence[str]:
 
 
 def tests_of(path: str) -> list[str]:
-    """Return the test files that a change of a file can break, first files in the folder of the same name."""
+    """Return the test files that a change to a file can break; the tests with the file's name come first."""
     folder = f"tests/{PurePath(path).parent.relative_to('trainkit')}/"
     selected = select_tests([path], _sources(), _python_path())
     return sorted(selected, key=lambda test: (not test.startswith(folder), test))

@@ -1,6 +1,6 @@
-"""`make demo`: train the quickstart, kill a second run of it, resume that run, and compare the losses.
+"""`make demo`: run the quickstart twice, kill and resume the second run, and compare the losses of both.
 
-Runs the commands that a user would type, and prints each one.
+The demo runs the commands that a user would type, and prints each command.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Next steps:
 
 
 def main() -> None:
-    """Run the demo; exit with 1 if the losses differ."""
+    """Run the demo; exit with code 1 if the losses differ."""
     print_heading("Train a small model as two processes on this machine.")
     uninterrupted = submit("--follow")
 
@@ -93,12 +93,12 @@ def wait_for_checkpoint(run: Path) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics records of a run so far, in the order of the file."""
+    """Return the metrics records that a run has written so far, in the order of the file."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> dict[int, str]:
-    """Return the loss of each step as JSON text; a step that was computed twice has its last loss."""
+    """Map each step to its loss as JSON text; if a step was computed twice, use its last loss."""
     return {record["step"]: json.dumps(record["loss"]) for record in metrics(run)}
 
 

@@ -1,7 +1,8 @@
 """`make dist`: build the source distribution, the wheel and the SBOM of a release into dist/, and check them.
 
-The same commit gives the same bytes on every machine with the same Python. Start it with the Python of
-.venv-dist. The variable TRAINKIT_REPOSITORY_URL sets where the links in the metadata lead.
+Builds are reproducible: the same commit yields identical files on every machine with the same Python version.
+Run this script with the Python interpreter of .venv-dist. The environment variable TRAINKIT_REPOSITORY_URL
+sets the base URL of the links in the metadata.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(?=\))")
 
 
 def main() -> None:
-    """Build into a temporary folder, check the files, and move them to the folder `--out`."""
+    """Build into a temporary folder, check the files, and move them to the folder given by `--out`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the three files")
     out = parser.parse_args().out.resolve()
     os.umask(0o022)
     epoch = int(output("git", "log", "-1", "--format=%ct"))
-    # Wheels and SBOMs contain this time.
+    # Wheels and SBOMs contain this timestamp.
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch)
     with tempfile.TemporaryDirectory() as temporary:
         source, built = Path(temporary, "source"), Path(temporary, "built")
@@ -68,9 +69,9 @@ def main() -> None:
 
 
 def copy_source(folder: Path) -> str:
-    """Copy the tracked files with equal modes, and add absolute links to them; return the version."""
+    """Copy the tracked files with uniform modes, and make their links absolute; return the version."""
     for name in output("git", "ls-files", "-z").split("\0"):
-        # A deleted file is listed until the deletion is committed.
+        # git lists a deleted file until the deletion is committed.
         if name and (ROOT / name).is_file():
             copy = folder / name
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ def url(path: str) -> str:
 
 
 def with_absolute_links(markdown: str, tag: str) -> str:
-    """Let relative links and images lead to the files of a tag in the repository."""
+    """Make relative links and images point to the files of a tag in the repository."""
 
     def absolute(kind: str, match: re.Match[str]) -> str:
         before, target = match.groups()
@@ -102,20 +103,20 @@ def with_absolute_links(markdown: str, tag: str) -> str:
             sys.exit(f"error: README.md links to {target}, which does not exist")
         return before + url(f"{kind}/{tag}/{target}")
 
-    # Only `raw` has the picture itself; `blob` is a page about it.
+    # A `raw` URL returns the image itself; a `blob` URL returns a page that shows the image.
     with_images = _IMAGE.sub(partial(absolute, "raw"), markdown)
     return _LINK.sub(partial(absolute, "blob"), with_images)
 
 
 def normalize(sdist: Path, epoch: int) -> None:
-    """Rewrite a source distribution without what depends on the machine: times, owners, modes and order."""
+    """Rewrite a source distribution so that times, owners, modes and order are the same on any machine."""
     with tarfile.open(sdist) as archive:
         members = sorted(archive.getmembers(), key=lambda member: member.name)
         contents = [archive.extractfile(member) if member.isfile() else None for member in members]
         packed = sdist.with_suffix(".new")
         with (
             packed.open("wb") as raw,
-            # Empty, because gzip would write the name of the temporary file.
+            # Leave the file name empty, because gzip would otherwise store the name of the temporary file.
             gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=epoch) as compressed,
             tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as new,
         ):
@@ -129,10 +130,10 @@ def normalize(sdist: Path, epoch: int) -> None:
 
 def write_sbom(path: Path, version: str) -> None:
     """Write the SBOM of the packages in requirements-lock.txt, and validate it."""
-    # cyclonedx-py reads the name and the version from this form only.
+    # cyclonedx-py reads the name and the version only from a pyproject.toml.
     project = path.with_name("pyproject.toml")
     project.write_text(f'[project]\nname = "{NAME}"\nversion = "{version}"\nlicense = "Apache-2.0"\n')
-    # Validated below, with the edges.
+    # Validate the SBOM below, after its dependencies have been added.
     options = ("--no-validate", "--output-reproducible", "--spec-version", "1.6", "--mc-type", "library")
     files = ("--output-file", path, "--pyproject", project, ROOT / "requirements-lock.txt")
     run("cyclonedx-py", "requirements", *options, *files, cwd=path.parent, quiet=True)
@@ -140,7 +141,8 @@ def write_sbom(path: Path, version: str) -> None:
     root = sbom["metadata"]["component"]
     root["purl"] = f"pkg:pypi/{NAME}@{version}"
     refs = {canonicalize_name(part["name"]): part["bom-ref"] for part in sbom["components"]}
-    # The lock file does not say what its packages require, so only the edges from trainkit are known.
+    # The lock file does not list the dependencies of its packages, so only trainkit's own dependencies are
+    # known.
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     required = [Requirement(line) for line in config["options"]["install_requires"].split("\n") if line]
@@ -154,7 +156,7 @@ def write_sbom(path: Path, version: str) -> None:
 
 
 def output(*argv: str) -> str:
-    """Return the output of a command in the checkout."""
+    """Run a command in the checkout, and return its output."""
     return subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -1,7 +1,8 @@
-"""Write requirements-lock.txt, which lists every package of the tests' environment with its hash.
+"""Write requirements-lock.txt, which lists every package in the test environment with its hashes.
 
-Start it with ``python -m tools.lock`` or `make lock`. The hashes belong to the files that pip would install
-for this platform and this version of Python. The list includes the extras `tensorboard` and `watch`.
+To run this script, use ``python -m tools.lock`` or `make lock`. The hashes are computed from the files that
+pip would install for this platform and Python version. The list includes the extras `tensorboard` and
+`watch`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEAD = """\
 
 
 def main() -> int:
-    """Resolve the requirements of setup.cfg to the installed packages, and write their hashes."""
+    """Resolve the requirements in setup.cfg to installed versions, and write the packages' hashes."""
     installed = {item.metadata["Name"]: item.version for item in distributions()}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.writelines(f"{name}=={version}\n" for name, version in sorted(installed.items()))

@@ -20,7 +20,7 @@ from trainkit.cli.main import COMMANDS, cli
 
 
 def main() -> None:
-    """Write the pages into the folder that the command line names."""
+    """Write the pages to the folder given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder for the pages, such as share/man/man1")
     folder: Path = parser.parse_args().folder
@@ -83,7 +83,7 @@ def _summary(command: click.Command, context: click.Context) -> str:
 
 
 def _text(text: str) -> Iterator[str]:
-    r"""Yield paragraphs; the lines of a paragraph that begins with ``\b`` are kept, under a heading."""
+    r"""Yield paragraphs; a paragraph that begins with ``\b`` gets a heading and keeps its line breaks."""
     for block in re.split(r"\n\s*\n", text):
         if block.startswith("\b\n"):
             heading, *lines = block.splitlines()[1:]
@@ -94,7 +94,7 @@ def _text(text: str) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """Return a text of one line in ASCII, without special meaning in a man page."""
+    """Return one line of text in ASCII, escaped for a man page."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     text = "".join(letter if letter.isascii() else f"\\[u{ord(letter):04X}]" for letter in text)
     return f"\\&{text}" if text.startswith((".", "'")) else text

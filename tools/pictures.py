@@ -1,10 +1,10 @@
-"""Make the pictures of the docs from a run: the screen of `trainkit watch` and the report.
+"""Generate the images in the docs from runs: the `trainkit watch` screen, reports, and a figure.
 
-python -m tools.pictures watch RUN      # docs/images/watch.svg
-python -m tools.pictures report RUN     # docs/images/report.png, drawn by Chromium
-python -m tools.pictures figure GROUP   # docs/images/figure.png, of `trainkit compare GROUP --plot`
-python -m tools.pictures metrics RUN    # docs/images/metrics.png, the curves of its report and below
-python -m tools.pictures optimizers RUN # docs/images/optimizers.png, the same part of another report
+python -m tools.pictures watch RUN      # docs/images/watch.svg python -m tools.pictures report RUN     #
+docs/images/report.png, drawn by Chromium python -m tools.pictures figure GROUP   # docs/images/figure.png, of
+`trainkit compare GROUP --plot` python -m tools.pictures metrics RUN    # docs/images/metrics.png, the curves
+of its report and below python -m tools.pictures optimizers RUN # docs/images/optimizers.png, the same part of
+another report
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ TRIM = """(() => {
     }
     return document.body.offsetHeight
 })()"""
-"""Leaves only the curves and images of a report, without the charts that every run has."""
+"""JavaScript that removes everything from a report except the curves and images that the user logged."""
 CHARTS_WIDTH = 1240
 DRAWN = "--virtual-time-budget=5000"
-"""Tells Chromium to take the picture after the page is completely drawn."""
+"""Makes Chromium take the screenshot after the page is completely rendered."""
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def watch_screen(name: str) -> str:
-    """Return the screen of a run as SVG without references to outside files."""
+    """Return the screen of a run as SVG without references to external files."""
     app = WatchApp(find_run(name), 0.5)
     async with app.run_test(size=SCREEN_SIZE) as pilot:
 
@@ -95,7 +95,7 @@ def draw_report(name: str, file: Path) -> None:
 
 
 def written_report(name: str) -> Path:
-    """Write the report of a run."""
+    """Write the report of a run, and return its path."""
     argv = [sys.executable, "-m", "trainkit", "report", name]
     return Path(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip())
 

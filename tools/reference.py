@@ -1,7 +1,7 @@
 """Generates docs/config.md, docs/commands.md and docs/api.md from the schema, help texts and docstrings.
 
-docs/schemas/ contains the JSON Schema of each command's JSON output. A schema that would break programs is
-not written until its version is increased.
+docs/schemas/ contains the JSON Schema of each command's JSON output. A schema with a breaking change is not
+written until its version is increased.
 
 The table of causes in docs/troubleshooting.md is generated from the signatures of `trainkit diagnose`. The
 options that trainkit/__init__.pyi lists for editors and type checkers are generated from the command line and
@@ -158,9 +158,9 @@ MORE = {
     "data": ("data.md", "replay.md#the-samples-of-a-step"),
     "schema": ("programs.md#read-the-output-of-a-command",),
 }
-"""Maps a command to headings in the docs under which it is explained in detail."""
+"""Maps a command to the headings of the docs sections that explain it in detail."""
 SHARED_BY = 7
-"""An option that at least this many commands have is explained only once, at the end of the page."""
+"""An option shared by at least this many commands is explained only once, at the end of the page."""
 
 
 def config_text() -> str:
@@ -314,7 +314,7 @@ def _options(command: click.Command) -> Iterator[tuple[str, str]]:
 
 
 def _options_text(command: click.Command, shared: dict[str, str]) -> str:
-    """Return a sentence that lists a command's own options and links to shared ones; empty if it has none."""
+    """Return a sentence that lists a command's own options and links to shared ones; "" without options."""
     names = [name for name, _ in _options(command)]
     listed = [f"`{name}`" for name in names if name not in shared]
     if any(name in shared for name in names):
@@ -415,7 +415,7 @@ def _documented(node: ast.AST, owner: str = "") -> Iterator[str]:
 
 
 def _signature(name: str, node: ast.FunctionDef) -> str:
-    """Return the signature of a function, on one line if it is short, else with one line per parameter."""
+    """Return the signature of a function: one line if it is short, otherwise one line per parameter."""
     node.args.args = [item for item in node.args.args if item.arg != "self"]
     source = f"{name}({ast.unparse(node.args)})"
     if node.returns is not None:
@@ -446,7 +446,7 @@ TYPES = {
 
 
 def stub_text() -> str:
-    """Return the package's type stub, with the origin of each name and the types of all `**options`."""
+    """Return the package's type stub, with each name's source module and the types of all `**options`."""
     schema = RunConfig.model_json_schema()
     keys = {name: (name,) for name in schema["properties"] if name not in ("extends", "config_version")}
     keys |= {name: tuple(key.split(".")) for name, key in FLAGS.items()}
@@ -517,9 +517,9 @@ def schema_text(name: str) -> str:
 
 
 def breaking_change(before: Any, after: Any) -> str | None:
-    """Return where a schema no longer describes values that it described before; None if it still does.
+    """Return the location of the first breaking change between two versions of a schema, or None.
 
-    Additional keys and other descriptions break no program that reads the values.
+    Additional keys and changed descriptions do not break programs that read the values.
     """
     old, new = ({"": schema, **schema.get("$defs", {})} for schema in (before, after))
     for name, record in old.items():
@@ -536,13 +536,13 @@ def breaking_change(before: Any, after: Any) -> str | None:
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema without descriptions and keys."""
+    """Return a schema without its descriptions and without the schemas of its keys."""
     left_out = ("description", "properties", "required", "$defs", "$id", "title", "version")
     return {key: value for key, value in schema.items() if key not in left_out}
 
 
 def frozen_schemas() -> Iterator[str]:
-    """Yield a sentence for each schema in docs/schemas/ that changes without a new version."""
+    """Yield a sentence for each schema in docs/schemas/ that has a breaking change but no new version."""
     for name, output in outputs().items():
         file = DOCS / schema_page(name)
         before = json.loads(_read(file) or '{"version": 0}')

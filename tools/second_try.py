@@ -1,7 +1,8 @@
 """Pytest plugin for ``--second-try``: run a failed slow test once more, alone, after all other tests.
 
-A test that passes the second time is flaky, so a slow moment of the machine neither fails the run nor stays
-hidden. The plugin prints names and first tracebacks. More than MAX_FLAKY flaky tests fail the run.
+A test that passes on the second try is reported as flaky, so a temporary slowdown of the machine does not
+fail the session, but remains visible. The plugin prints the names and the first tracebacks of flaky tests.
+The session fails if more than MAX_FLAKY tests are flaky.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pytest
 
 MAX_FLAKY = 2
 MAX_TRIES = 10
-"""If more tests fail, a slow moment is not the reason, and a second try would take long."""
+"""Maximum number of failed tests that are retried. If more tests fail, a temporary slowdown is not the cause,
+and retries would take long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,9 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after the worker processes and their clusters have ended
+@pytest.hookimpl(trylast=True)  # run after the worker processes and their clusters have been shut down
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Run the failed slow tests once more, and count tests that pass as flaky instead of failed."""
+    """Run the failed slow tests once more, and report tests that pass as flaky instead of failed."""
     config = session.config
     is_asked = config.getoption("--second-try") and not hasattr(config, "workerinput")
     if not is_asked or exitstatus != pytest.ExitCode.TESTS_FAILED:

@@ -1,6 +1,6 @@
-"""Hooks of MkDocs: the README is the first page, and links to files outside docs/ lead to the repository.
+"""MkDocs hooks: the README becomes the first page, and links to files outside docs/ point to the repository.
 
-The site also has each page as Markdown, and `llms.txt`, which lists the pages for language models.
+The site also contains each page as Markdown, and `llms.txt`, which lists the pages for language models.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    """Keep the order of the pages for `on_post_build`."""
+    """Store the order of the pages for `on_post_build`."""
     _navigation[:] = nav.pages
     return nav
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files outside docs/ lead to the repository, and keep the text for `on_post_build`."""
+    """Point links to files outside docs/ to the repository, and store the text for `on_post_build`."""
     folder = ROOT if page.file.src_uri == "index.md" else ROOT / "docs"
     repository = str(config.repo_url).rstrip("/")
 
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[1]
         path = (folder / target).resolve().relative_to(ROOT)
         if not (ROOT / path).exists():
-            return match[1]  # MkDocs reports the link
+            return match[1]  # MkDocs reports this broken link
         return f"{repository}/blob/main/{path}{hash_}{anchor}"
 
     text = _CONSOLE.sub("```console", _LINK.sub(absolute, markdown))

@@ -1,7 +1,7 @@
-"""Control groups of hosts, for clusters whose Slurm confines jobs with proctrack/cgroup and task/cgroup.
+"""Manages the control groups of hosts, for clusters that confine jobs with proctrack/cgroup and task/cgroup.
 
-Each host has a group below the group of the process that starts the host, and sees it as the root of the
-hierarchy.
+Each host has a group below the group of the process that starts the host. Inside the host, this group is the
+root of the hierarchy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CONTROLLERS = ("cpuset", "memory", "freezer")
 ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs" || exit; shift; done; shift; exec "$@"'
 REMOVE_TIMEOUT_S = 10.0
 CPU_PERIOD_US = 50_000
-"""Shorter than a training step, so that a limited process is slow rather than interrupted."""
+"""Period of the CPU limit in microseconds, shorter than a training step, so that a limited process runs
+slowly instead of being interrupted."""
 
 
 def require() -> None:
@@ -47,12 +48,12 @@ def create(state: State, index: int) -> list[Path]:
 
 
 def inside(groups: list[Path], argv: list[str]) -> list[str]:
-    """Return the argv that runs a command in these groups."""
+    """Return the argv that runs a command in the given groups."""
     return ["sh", "-c", ENTER, "sh", *map(str, groups), "--", *argv]
 
 
 def remove(state: State, index: int) -> None:
-    """Remove the groups of a host whose processes were killed, if they exist. Raises OSError."""
+    """Remove the groups of a host whose processes were killed; raise OSError if that fails."""
     deadline_s = time.monotonic() + REMOVE_TIMEOUT_S
     for controller in CONTROLLERS:
         for group in (ROOT / controller).rglob(state.host(index)):
@@ -65,7 +66,7 @@ def _remove_folder(group: Path, deadline_s: float) -> None:
         try:
             group.rmdir()
         except OSError:
-            # A group stays busy until the last of its killed processes has been reaped.
+            # A group remains busy until the last of its killed processes has been reaped.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
@@ -73,9 +74,10 @@ def _remove_folder(group: Path, deadline_s: float) -> None:
 
 @contextmanager
 def cpu_limited(host: str, pids: Callable[[], list[int]], cpus: float) -> Iterator[None]:
-    """Limit all processes of a host together to the time of `cpus` CPUs until the block ends.
+    """Limit the total CPU time of all processes of a host to `cpus` CPUs while the block runs.
 
-    `pids` lists the processes. Raises NotPossible without the controller ``cpu`` of cgroup v1.
+    `pids` returns the process ids of the host. Raises NotPossible if the ``cpu`` controller of cgroup v1 is
+    not available.
     """
     own = _own_group("cpu") if (ROOT / "cpu/cgroup.procs").exists() else None
     if own is None or not (own / "cpu.cfs_quota_us").exists():
@@ -86,7 +88,7 @@ def cpu_limited(host: str, pids: Callable[[], list[int]], cpus: float) -> Iterat
         (group / "cpu.cfs_period_us").write_text(f"{CPU_PERIOD_US}")
         (group / "cpu.cfs_quota_us").write_text(f"{round(cpus * CPU_PERIOD_US)}")
         while outside := set(pids()) - set(map(int, (group / "cgroup.procs").read_text().split())):
-            _move(outside, group)  # processes started in the meantime are moved in the next round
+            _move(outside, group)  # processes started in the meantime are moved in the next iteration
         yield
     finally:
         while inside := (group / "cgroup.procs").read_text().split():

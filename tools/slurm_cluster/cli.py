@@ -1,4 +1,4 @@
-"""Command line with up, down, status, env, run, host, daemon, shell and install."""
+"""Implements the subcommands of `python -m tools.slurm_cluster`, such as up, run and down."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def _shell(options: argparse.Namespace) -> int:
 
 
 def _install(options: argparse.Namespace) -> int:
-    """Install missing packages; return 1 after a failure in CI only, because the tests otherwise report a
-    skip."""
+    """Install missing packages; on failure, return 1 only in CI, because tests are otherwise skipped."""
     try:
         releases.install(options.slurm)
     except packages.NotPossible as error:
@@ -135,7 +134,10 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _choose(folder: Path | None, must_exist: bool = True) -> Any:
-    """Return the cluster in the folder, the cluster of this shell, or the only cluster; None if optional."""
+    """Return the cluster in the folder, this shell's cluster, or the only cluster.
+
+    If there is none, returns None, or raises RuntimeError if `must_exist` is true.
+    """
     named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
     states = [state for state in all_states() if named is None or state.path == named.absolute()]
     if len(states) > 1:

@@ -19,15 +19,16 @@ from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_HOSTS = 4
 COMPLETING_S = 15.0
-"""Longer than KillWait: a job that is still completing after this time was on a host without power.
+"""A job that is still completing after this many seconds was on a powered-off host, because the time exceeds
+KillWait.
 
-slurmctld would query that host again only after a minute.
+slurmctld queries a powered-off host again only after a minute.
 """
 BIN = Path(__file__).resolve().parents[2] / ".venv/bin"
 
 
 class Cluster:
-    """A running cluster. This machine is its login node and its disks are shared; the user is root.
+    """A running cluster. The login node is this machine, whose disks are shared; the user is root.
 
     Hosts are numbered from 1. The state is read from a file on each access, so that several processes can use
     the cluster concurrently.
@@ -38,7 +39,7 @@ class Cluster:
 
     @property
     def state(self) -> State:
-        """Current state of the cluster; the last known state after the cluster is removed."""
+        """The current state of the cluster or, after the cluster has been removed, its last known state."""
         if self._last.file.exists():
             current = State.load(self._last.file)
             if current.folder == self._last.folder:
@@ -55,18 +56,18 @@ class Cluster:
 
     @property
     def hosts(self) -> list[str]:
-        """Names of the hosts, in order."""
+        """The names of the hosts, in order."""
         return [self.state.host(index) for index in self.state.hosts()]
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that a shell needs to use this cluster."""
+        """The environment variables that a shell needs to use this cluster."""
         variables = daemons.environ(self.state)
         return {**variables, "PATH": f"{BIN}:{variables['PATH']}", "TEST_CLUSTER": str(self.folder)}
 
     @property
     def environ(self) -> dict[str, str]:
-        """Complete environment of a command on the login node."""
+        """The complete environment of a command on the login node."""
         return {**os.environ, **self.variables}
 
     def address(self, index: int) -> str:
@@ -94,7 +95,8 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node or on a host; `env` extends the cluster's environment.
 
-        Raises subprocess.TimeoutExpired, and with `check` RuntimeError with the output if the command fails.
+        Raises subprocess.TimeoutExpired after `timeout_s` and, with `check`, RuntimeError with the output if
+        the command fails.
         """
         words = [os.fspath(word) for word in argv]
         done = subprocess.run(
@@ -127,9 +129,10 @@ class Cluster:
         return file.read_bytes()
 
     def wait_for_job(self, job_id: str, states: str | Sequence[str], timeout_s: float = 60) -> dict[str, str]:
-        """Wait until a job has one of these states, and return its `job()`. Raises TimeoutError.
+        """Wait until a job is in one of the given states, and return the job's fields (see `job`).
 
-        Raises AssertionError immediately if the job has ended in another state.
+        Raises TimeoutError after `timeout_s` seconds, and AssertionError immediately if the job ends in
+        another state.
         """
         wanted = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout_s
@@ -158,9 +161,9 @@ class Cluster:
         return self.wait_for_nodes([index], state, timeout_s)[self.state.host(index)]
 
     def wait_for_nodes(self, indices: Sequence[int], state: str, timeout_s: float = 60) -> dict[str, str]:
-        """Wait until the states of these hosts match a regex; return the states of all hosts.
+        """Wait until the states of the given hosts match a regex; return the states of all hosts.
 
-        Raises TimeoutError.
+        Raises TimeoutError after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -172,20 +175,20 @@ class Cluster:
             time.sleep(0.05)
 
     def kill_host(self, index: int) -> None:
-        """Power off a host without a signal to its processes."""
+        """Power off a host without sending a signal to its processes."""
         hosts.power_off(self.state, index)
 
     def revive_host(self, index: int) -> None:
-        """Power a host on again; wait for it with `wait_for_node`."""
+        """Power on a host again; to wait until the host is ready, use `wait_for_node`."""
         hosts.power_on(self.state, index)
 
     def limit_cpu(self, index: int, cpus: float) -> AbstractContextManager[None]:
-        """Slow a host down until the block ends: all its processes together get the time of `cpus` CPUs."""
+        """Slow down a host while the block runs: limit the CPU time of all its processes to `cpus` CPUs."""
         state = self.state
         return cgroups.cpu_limited(state.host(index), partial(hosts.processes, state, index), cpus)
 
     def kill_slurmd(self, index: int) -> None:
-        """Kill only the slurmd of a host: its jobs keep running."""
+        """Kill only the slurmd of a host; the jobs on the host keep running."""
         if not hosts.signal_slurmd(self.state, index, signal.SIGKILL):
             raise RuntimeError(f"slurmd of {self.state.host(index)} is not running")
 
@@ -202,7 +205,7 @@ class Cluster:
         network.set_cable(self.state, index, up=True)
 
     def stop_slurmctld(self, force: bool = False) -> None:
-        """Stop slurmctld, with SIGKILL if `force`; jobs keep running."""
+        """Stop slurmctld, with SIGKILL if `force` is true; jobs keep running."""
         daemons.stop(self.state, "slurmctld", force)
 
     def start_slurmctld(self) -> None:
@@ -215,7 +218,7 @@ class Cluster:
         self.start_slurmctld()
 
     def stop_accounting(self) -> None:
-        """Stop slurmdbd: sacct fails, but jobs keep running."""
+        """Stop slurmdbd, so that sacct fails; jobs keep running."""
         daemons.stop(self.state, "slurmdbd")
 
     def start_accounting(self) -> None:
@@ -239,7 +242,7 @@ class Cluster:
         self.wait_for_nodes(list(self.state.hosts()), "idle", timeout_s)
 
     def restore(self, timeout_s: float = 60) -> None:
-        """Restore everything that was stopped, killed, disconnected or drained, and cancel all jobs."""
+        """Undo all stops, kills, disconnections and drains, and cancel all jobs."""
         state = self.state
         if state.accounting and not daemons.is_running(state, "slurmdbd"):
             self.start_accounting()
@@ -264,7 +267,7 @@ class Cluster:
         self.run(argv, timeout_s=30, check=True)
 
     def down(self) -> None:
-        """Remove the cluster; does nothing if it is already removed."""
+        """Remove the cluster; do nothing if it has already been removed."""
         lifecycle.take_down(self.state)
 
 
@@ -281,14 +284,14 @@ def up(
     """Start a cluster and wait until its hosts are idle, after removing abandoned clusters.
 
     - `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``.
-    - `owner` is a process; the cluster counts as abandoned after this process has died.
-    - `slurm` is a version such as ``24.11``; None is the installed version.
+    - `owner` is a process; the cluster is considered abandoned after this process has died.
+    - `slurm` is a version such as ``24.11``; None means the installed version.
     - `with_cgroups` confines jobs to the CPUs and the memory that they request, with the CPUs of this
       machine.
     - `accounting_of` is a cluster whose slurmdbd also serves this cluster, so that ``--clusters`` reaches
       both.
 
-    Raises RuntimeError if a daemon does not start, and NotPossible for an unavailable version.
+    Raises RuntimeError if a daemon does not start, and NotPossible if the version is not available.
     """
     release = releases.find(slurm)
     if with_cgroups:
@@ -311,7 +314,7 @@ def up(
 
 @contextmanager
 def running(slurm: str | None = None, **options: Any) -> Iterator[Cluster]:
-    """Start a cluster of this process and remove it after the block; the options are the options of `up`."""
+    """Start a cluster that this process owns, and remove it after the block; takes the options of `up`."""
     made = up(owner=Pid.of(os.getpid()), slurm=slurm, **options)
     try:
         yield made
@@ -320,6 +323,5 @@ def running(slurm: str | None = None, **options: Any) -> Iterator[Cluster]:
 
 
 def attach(folder: Path) -> Cluster:
-    """Return the cluster in a folder, which another process started; raise FileNotFoundError without a
-    cluster."""
+    """Return the cluster in a folder, started by any process; raise FileNotFoundError if there is none."""
     return Cluster(State.load(folder / STATE_LINK))

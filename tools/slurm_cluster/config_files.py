@@ -1,4 +1,4 @@
-"""Texts of a cluster's configuration files, as pure functions of the cluster's state."""
+"""Generates the configuration files of a cluster from the cluster's state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.slurm_cluster.network import MACHINE_INDEX
 from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_CPUS = 8
-"""CPUs of each host, unless jobs are confined to the real CPUs of this machine."""
+"""Number of CPUs of each host if jobs are not confined to the real CPUs of this machine."""
 NUM_GPUS = 4
 MEM_MB = 64_000
 CONFINED = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/affinity,task/cgroup"}
@@ -39,8 +39,8 @@ def slurm_conf(state: State) -> str:
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
-        # A requeued job starts only after the old credentials have expired, by default after 120 s. Slurm
-        # refuses fewer than 5 s.
+        # A requeued job starts only after its old credentials have expired, which takes 120 s by default.
+        # Slurm rejects expiry times below 5 s.
         "AuthInfo": f"socket={folder}/munge/socket,cred_expire=5",
         "StateSaveLocation": f"{folder}/slurmctld",
         "SlurmdSpoolDir": f"{folder}/hosts/%n/spool",
@@ -55,8 +55,8 @@ def slurm_conf(state: State) -> str:
         # Use the configured CPUs and memory instead of the machine's.
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",
-        # slurmctld marks a dead host down after 12 to 18 s, and commands fail 5 s after slurmctld has
-        # stopped.
+        # With this timeout, slurmctld marks a dead host as down after 12 to 18 s, and commands fail 5 s after
+        # slurmctld has stopped.
         "MessageTimeout": "5",
         "SlurmdTimeout": "10",
         "SlurmctldTimeout": "10",
@@ -92,12 +92,12 @@ def slurm_conf(state: State) -> str:
 
 
 def gres_conf(state: State) -> str:
-    """Return the text of gres.conf; the GPUs are character devices because Slurm refuses a mere count."""
+    """Return the text of gres.conf; the GPUs are character devices, because Slurm requires device files."""
     return f"Name=gpu Type=h100 File={state.path}/dev/gpu[0-{NUM_GPUS - 1}]\n"
 
 
 def slurmdbd_conf(state: State) -> str:
-    """Return the text of slurmdbd.conf; slurmdbd accepts the file only if its owner alone can read it."""
+    """Return the text of slurmdbd.conf; slurmdbd rejects the file if other users can read it."""
     folder = state.path
     values = {
         "AuthType": "auth/munge",

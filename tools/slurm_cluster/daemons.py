@@ -17,7 +17,7 @@ SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
 NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
-"""Daemons in the order they are stopped."""
+"""The daemons, in the order they are stopped."""
 
 
 def path_with_sbin() -> str:
@@ -68,11 +68,11 @@ def start_database(state: State) -> None:
         "--innodb-log-file-size=16M",
         "--innodb-buffer-pool-size=64M",
     ]
-    # A starting server removes the temporary tables of other servers in the same tmpdir.
+    # A starting MariaDB server removes the temporary tables of other servers in the same tmpdir.
     folders = [f"--datadir={folder}/data", f"--tmpdir={folder}"]
     common = ["--no-defaults", "--user=root", *folders, *fast]
     folder.mkdir(mode=0o700)
-    # --force skips name lookups of this machine, which fail while another cluster writes /etc/hosts.
+    # --force skips lookups of this machine's name, which fail while another cluster writes /etc/hosts.
     new = ["--force", "--skip-test-db", "--auth-root-authentication-method=normal"]
     call(state, "mariadb-install-db", *common, *new)
     server = ["--skip-networking", "--skip-log-bin", "--innodb-lock-wait-timeout=900"]
@@ -82,14 +82,14 @@ def start_database(state: State) -> None:
 
 
 def start_slurmdbd(state: State) -> None:
-    """Start slurmdbd, which reads slurmdbd.conf from the folder of slurm.conf."""
+    """Start slurmdbd, which reads slurmdbd.conf from the folder that contains slurm.conf."""
     env = {"MYSQL_UNIX_PORT": f"{state.path}/mariadb/socket"}
     ask = ["sacctmgr", "--noheader", "list", "cluster"]
     _start(state, "slurmdbd", ["slurmdbd", "-D"], lambda: succeeds(state, *ask), env)
 
 
 def add_accounts(state: State) -> None:
-    """Add two accounts for root, one of them as the default, and a second QOS."""
+    """Add a default account and another account for root, and a second QOS."""
     for change in (
         f"add cluster {state.name}",
         f"add account {ACCOUNT} {OTHER_ACCOUNT} Organization=trainkit",
@@ -107,7 +107,7 @@ def start_slurmctld(state: State) -> None:
 
 
 def stop(state: State, name: str, force: bool = False) -> None:
-    """Stop a daemon, with SIGKILL if `force`, and wait for its exit; do nothing if it is not running."""
+    """Stop a running daemon, with SIGKILL if `force` is true, and wait until it has exited."""
     pid = state.processes.get(name)
     if pid is not None:
         if force:
@@ -118,7 +118,7 @@ def stop(state: State, name: str, force: bool = False) -> None:
 
 
 def record(state: State, name: str, pid: Pid) -> None:
-    """Record a process in the state file, so that any later process can end the recorded process."""
+    """Record a process in the state file, so that other processes can terminate it later."""
     state.processes[name] = pid
     state.save()
 

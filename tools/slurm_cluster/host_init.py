@@ -1,8 +1,8 @@
 """Init process of a host: set up the host, start slurmd, and reap orphaned processes.
 
-The process runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library. Its
-only argument is a JSON object. Killing the process powers the host off, because the kernel then kills the
-rest of the namespace.
+The process runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library. The
+only argument of the process is a JSON object. Killing this process powers off the host, because the kernel
+kills all other processes in its PID namespace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def make_host(host: dict[str, Any]) -> None:
     run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     run("mount", "--bind", host["hosts_file"], "/etc/hosts")
     if Path("/etc/resolv.conf").exists():
-        # No name server is reachable from the host; without a configured one, lookups fail immediately.
+        # No name server is reachable from the host. If no name server is configured, lookups fail
+        # immediately.
         run("mount", "--bind", "/dev/null", "/etc/resolv.conf")
 
 

@@ -43,7 +43,8 @@ def power_on(state: State, index: int) -> None:
     argv = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
     argv += [sys.executable, "-I", "-S", str(INIT), json.dumps(host)]
     if state.cgroups:
-        # A cgroup namespace begins at the groups of its first process.
+        # The root of a cgroup namespace is the cgroup of its first process, so enter the host's groups before
+        # `unshare`.
         argv = cgroups.inside(cgroups.create(state, index), ["unshare", "--cgroup", *argv[1:]])
     log = state.path / "log" / f"{state.host(index)}.out"
     outer = start_daemon(argv, log, environ(state))
@@ -54,7 +55,7 @@ def power_on(state: State, index: int) -> None:
 
 
 def power_off(state: State, index: int) -> None:
-    """Power a host off without a signal to its processes or the network; do nothing if the host is off."""
+    """Power off a host without informing its processes or the network; do nothing if the host is off."""
     network.unplug(state, index)
     for name in (_inner(index), _outer(index)):
         pid = state.processes.pop(name, None)
@@ -73,12 +74,12 @@ def is_on(state: State, index: int) -> bool:
 
 
 def processes(state: State, index: int) -> list[int]:
-    """Return the pids, on this machine, of all processes of a host that is on."""
+    """Return the pids of all processes of a running host, as seen from this machine."""
     namespace = Path(f"/proc/{state.processes[_inner(index)].pid}/ns/pid").readlink()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # the process has ended
+            with suppress(OSError):  # the process has exited
                 if (entry / "ns/pid").readlink() == namespace:
                     found.append(int(entry.name))
     return found

@@ -25,7 +25,8 @@ from tools.slurm_cluster.state import (
 
 FIRST_PORT = 21_000
 MARK = ".trainkit-cluster"
-"""Name of a file that marks a folder as a cluster's; such a folder is deleted with the cluster."""
+"""Name of the file that marks a folder as created for a cluster; such a folder is deleted with the
+cluster."""
 
 
 def claim(
@@ -96,7 +97,7 @@ def start(state: State) -> None:
 
 
 def take_down(state: State) -> None:
-    """End all processes of a cluster, and remove its network, host names, folder and state if they exist."""
+    """Kill all processes of a cluster, and remove its network, host names, folder and state if they exist."""
     if state.boot_id != boot_id():
         state.processes = {}
     for index in state.hosts():
@@ -112,7 +113,7 @@ def take_down(state: State) -> None:
 
 
 def clean_up() -> None:
-    """Remove abandoned clusters: clusters with a dead owner and clusters from before a reboot."""
+    """Remove each cluster whose owner has died or that was started before a reboot."""
     with registry_lock("cleaning"):
         for state in all_states():
             if state.abandoned:
@@ -120,13 +121,13 @@ def clean_up() -> None:
 
 
 def _make_folder(folder: Path | None) -> Path:
-    # Socket paths are limited to 107 bytes, so a long TMPDIR is not used.
+    # Socket paths are limited to 107 bytes, so do not use TMPDIR, which may be long.
     path = Path(tempfile.mkdtemp(prefix="tk-", dir="/tmp")) if folder is None else folder.absolute()
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise RuntimeError(f"{path} is not empty: a cluster needs an empty folder")
-    # The folder is in memory, because the database and slurmctld wait for the disk at every change, which
-    # takes seconds on a busy machine.
+    # Keep the folder in memory, because the database and slurmctld sync each change to disk, which takes
+    # seconds on a busy machine.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", str(path)], check=True)
     (path / MARK).touch()
     for name in ("log", "etc", "hosts", "slurmctld", "dev"):

@@ -15,14 +15,14 @@ MACHINE_INDEX = 1022
 """Index of this machine's address, which is the last address of the cluster's network."""
 NEIGHBOURS = Path("/proc/sys/net/ipv4/neigh/default")
 NEIGHBOURS_PER_HOST = 32
-"""Number of other hosts that a host talks to; the kernel keeps one neighbour table for all hosts, by default
-with 1,024 entries."""
+"""Number of entries per host in the neighbour table. The kernel has one neighbour table for all hosts, by
+default with 1,024 entries."""
 INSIDE = "eth0"
 """Name of the interface inside a host."""
 
 
 def ip(*args: str, check: bool = True) -> str:
-    """Run `ip` and return its stdout; raise RuntimeError if it fails and `check` is set."""
+    """Run `ip` and return its stdout; raise RuntimeError if it fails and `check` is true."""
     done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=60)
     if check and done.returncode:
         raise RuntimeError(f"`ip {' '.join(args)}` failed: {done.stderr.strip()}")
@@ -48,7 +48,8 @@ def is_free(number: int, port: int) -> bool:
 def make_bridge(state: State) -> None:
     """Create the bridge that connects all hosts and this machine."""
     prefix = network_of(state.number).prefixlen
-    for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):  # remains until the machine is restarted
+    # The limits remain in effect until the machine is rebooted.
+    for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):
         limit, needed = NEIGHBOURS / name, NEIGHBOURS_PER_HOST * state.num_hosts
         if int(limit.read_text()) < needed:
             limit.write_text(f"{needed}")
@@ -61,7 +62,8 @@ def make_bridge(state: State) -> None:
         state.name,
     )
     ip("link", "set", state.name, "up")
-    # slurmdbd sends each message in two packets, and would otherwise wait 40 ms for the answer to the first.
+    # slurmdbd sends each message in two packets, and would otherwise wait 40 ms for the acknowledgement of
+    # the first packet.
     route = ("local", state.address(MACHINE_INDEX), "dev", state.name, "table", "local", "proto", "kernel")
     ip("route", "change", *route, "scope", "host", "src", state.address(MACHINE_INDEX), "quickack", "1")
 
@@ -74,7 +76,7 @@ def remove_bridge(state: State) -> None:
 
 
 def cable(state: State, index: int) -> str:
-    """Return the name of a host's interface on the machine's side."""
+    """Return the name of a host's interface on this machine."""
     return state.host(index).replace("-node", "h")
 
 
@@ -102,7 +104,7 @@ def names(state: State) -> str:
 
 
 def hosts_file_inside(state: State) -> str:
-    """Return the complete /etc/hosts of a host, where the machine has the address of the bridge.
+    """Return the complete /etc/hosts of a host, which maps this machine to the address of the bridge.
 
     A failed lookup takes seconds, after which Slurm reports "credential expired".
     """
@@ -114,7 +116,8 @@ def hosts_file_inside(state: State) -> str:
 
 def add_names(state: State) -> None:
     """Add the names of the hosts, and of this machine as the login node, to the machine's /etc/hosts."""
-    # Newer versions of slurmctld look up the name of every client, which takes seconds with a name server.
+    # Newer versions of slurmctld look up the name of every client, which takes seconds if a name server is
+    # used.
     new = f"{names(state)}{state.address(MACHINE_INDEX)} {state.name}-login\n"
     try:
         socket.gethostbyname(state.machine)

@@ -22,13 +22,13 @@ PROGRAMS = {
     "iproute2": ("ip",),
     "util-linux": ("unshare", "nsenter", "mount"),
 }
-"""Maps a package to the programs that a cluster needs from it; programs from another source also count."""
+"""Maps a package to the programs that a cluster needs from it; the programs may come from another source."""
 POLICY = Path("/usr/sbin/policy-rc.d")
 INSTALL_TIMEOUT_S = 600
 
 
 class NotPossible(Exception):
-    """Raised if a cluster cannot run on this machine; `hint` names a remedy."""
+    """Raised if a cluster cannot run on this machine; `hint` suggests a solution."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
@@ -36,7 +36,7 @@ class NotPossible(Exception):
 
 
 def missing(with_slurm: bool = True) -> list[str]:
-    """Return the packages with missing programs, in the order of PROGRAMS; Slurm's only `with_slurm`."""
+    """Return the packages of missing programs, in `PROGRAMS` order; include Slurm's if `with_slurm`."""
     path = path_with_sbin()
     return [
         package
@@ -47,7 +47,7 @@ def missing(with_slurm: bool = True) -> list[str]:
 
 
 def require(with_slurm: bool = True) -> None:
-    """Raise NotPossible unless a cluster can be started now."""
+    """Raise NotPossible if a cluster cannot be started now."""
     if os.geteuid() != 0:
         raise NotPossible("only root can create the namespaces of its hosts", "run this as root")
     if packages := missing(with_slurm):
@@ -70,7 +70,8 @@ def install_missing(with_slurm: bool = True) -> None:
         return
     print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
     with no_daemons_started():
-        # The package lists of a fresh image are empty, and the lists of an old image are outdated.
+        # The package lists of a fresh image are empty and the lists of an old image are outdated, so update
+        # them after a failure.
         for args in (("install", *packages), ("update",), ("install", *packages)):
             failure = _apt_get(*args)
             if args[0] == "install" and not failure:
@@ -85,7 +86,7 @@ def install_missing(with_slurm: bool = True) -> None:
 
 @contextlib.contextmanager
 def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
-    """Prevent Debian from starting daemons at package installation, with a policy-rc.d file."""
+    """Use a policy-rc.d file to prevent Debian from starting daemons when packages are installed."""
     if policy.exists():
         yield
         return
@@ -98,8 +99,7 @@ def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
 
 
 def _namespaces_denied() -> str:
-    """Return an error message if this machine does not allow namespaces, mounts or bridges, else an empty
-    one."""
+    """Return an error message if this machine does not allow namespaces, mounts or bridges, otherwise ""."""
     bridge = f"tk-{os.getpid()}"
     for command in (
         ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"],
@@ -114,7 +114,7 @@ def _namespaces_denied() -> str:
 
 
 def _apt_get(*args: str) -> str:
-    """Run apt-get; return its output if it failed, else an empty string."""
+    """Run apt-get; return its output if it fails, otherwise ""."""
     options = (
         "--yes",
         "--quiet",

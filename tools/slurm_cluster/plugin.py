@@ -1,4 +1,4 @@
-"""Pytest plugin with the fixture `cluster`, and a prominent report if no cluster can run."""
+"""Pytest plugin with the fixture `cluster`, and a prominent message if no cluster can run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def slurm_version(pytestconfig: pytest.Config) -> str | None:
-    """Return the version of Slurm that the clusters run; None is the installed version."""
+    """Return the version of Slurm that the clusters run; None means the installed version."""
     version: str | None = pytestconfig.getoption("--slurm")
     return version
 
 
 @pytest.fixture(scope="session")
 def clusters_possible(slurm_version: str | None) -> None:
-    """Skip the test if no cluster can run on this machine; fail it instead if CI=true."""
+    """Skip the test if no cluster can run on this machine, or fail the test if CI=true."""
     require_cluster(slurm_version)
 
 
 def require_cluster(version: str | None) -> None:
-    """Skip the current test if no cluster with this version can run; fail it instead if CI=true."""
+    """Skip the current test if no cluster with this version can run, or fail the test if CI=true."""
     try:
         releases.require(version)
     except packages.NotPossible as error:
@@ -75,7 +75,7 @@ def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that uses a cluster, before `-m` selects."""
+    """Mark every test that uses a cluster, before pytest applies `-m`."""
     for item in items:
         if _has_cluster(item):
             item.add_marker("cluster")
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give all skips for lack of a cluster the same location, so that the summary merges them."""
+    """Give all skips caused by a missing cluster the same location, so that the summary merges them."""
     report = yield
     if report.skipped and _has_cluster(item) and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2]
@@ -94,7 +94,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a prominent line if the tests on Slurm were skipped."""
+    """Print a prominent line if the tests that need Slurm were skipped."""
     for report in terminalreporter.stats.get("skipped", []):
         if tuple(report.longrepr[:2]) == PLACE_OF_SKIPS:
             reason = report.longrepr[2].partition("no Slurm cluster: ")[2]

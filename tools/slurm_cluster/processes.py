@@ -1,4 +1,4 @@
-"""Start daemons that outlive their parent, and end daemons only by pid and start time."""
+"""Start daemons that outlive their parent, and kill daemons only if both pid and start time match."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class Pid:
 
     @classmethod
     def of(cls, pid: int) -> Pid:
-        """Return the process that currently has this pid; raise ProcessLookupError without one."""
+        """Return the process that currently has the given pid; raise ProcessLookupError if there is none."""
         fields = _stat(pid)
         if fields is None:
             raise ProcessLookupError(f"no process {pid}")
         return cls(pid, int(fields[19]))
 
     def alive(self) -> bool:
-        """Return whether the process is still running; zombies do not count."""
+        """Return whether the process is still running and is not a zombie."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         fields = _stat(self.pid)
         return fields is not None and fields[0] not in "ZX" and int(fields[19]) == self.start_ticks
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signal, unless the process has exited."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal and wait for the process to end; send SIGKILL after `timeout_s`."""
+        """Send a signal and wait until the process exits; send SIGKILL after `timeout_s`."""
         self.kill(number)
         if not self.wait(timeout_s):
             self.kill()
             self.wait(10)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the process to end; return whether it has ended."""
+        """Wait until the process exits; return whether it has exited within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.alive():
             if time.monotonic() > deadline:
@@ -60,7 +60,7 @@ class Pid:
 
 
 def start_daemon(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Pid:
-    """Start a process in a new session, with its output in `log`; it outlives this process."""
+    """Start a process in a new session, so that it outlives this process, with its output in `log`."""
     with log.open("ab") as stream:
         process = subprocess.Popen(
             argv,
@@ -78,10 +78,10 @@ def start_daemon(argv: Sequence[str], log: Path, env: Mapping[str, str] | None =
 
 
 def child_of(parent: Pid, timeout_s: float) -> Pid:
-    """Wait for the first child of a process; raise TimeoutError if none starts."""
+    """Wait until a process starts a child, and return the child; raise TimeoutError if none starts."""
     deadline = time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):  # the process has exited
             children = (PROC / f"{parent.pid}/task/{parent.pid}/children").read_text().split()
             if children:
                 return Pid.of(int(children[0]))
@@ -91,7 +91,7 @@ def child_of(parent: Pid, timeout_s: float) -> Pid:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the process name; None if there is no such process."""
+    """Return the fields of /proc/PID/stat after the process name, or None if there is no such process."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

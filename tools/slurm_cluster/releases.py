@@ -1,7 +1,7 @@
-"""Other versions of Slurm than the installed one: packages of another Debian release in a folder.
+"""Provides other versions of Slurm than the installed one, from packages of other Debian releases.
 
-Nothing is installed. The programs get the dynamic linker and the libraries of their own release, so that the
-programs and their jobs run in the file system of this machine.
+The packages are unpacked into a folder, and are not installed. The programs use the dynamic linker and the
+libraries of their own release, so that the programs and their jobs run in the file system of this machine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from tools.slurm_cluster.packages import NotPossible
 
 CACHE = Path("/var/cache/trainkit-cluster")
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
-"""Maps a Slurm version to the Debian release that has it."""
+"""Maps a Slurm version to the Debian release that contains this version."""
 PACKAGES = ("slurmctld", "slurmd", "slurmdbd", "slurm-client")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 MIRROR = "this needs apt-get with a Debian mirror in its package sources; run `apt-get update`"
 TIMEOUT_S = 300.0
-"""Limit of each of the two downloads: the package lists, and the packages of together about 40 MB."""
+"""Time limit in seconds for each of two downloads: the package lists, and the packages, about 40 MB in
+total."""
 
 
 def require(version: str | None) -> None:
-    """Raise NotPossible unless a cluster with this version can start now; None is the installed version."""
+    """Raise NotPossible if a cluster with this version cannot start now; None means the installed version."""
     own = is_installed(version)
     packages.require(with_slurm=own)
     if not own:
@@ -46,7 +47,7 @@ def install(version: str | None) -> None:
 
 
 def is_installed(version: str | None) -> bool:
-    """Return whether this version is installed on the machine; True for None."""
+    """Return whether a version is installed on the machine; None means the installed version."""
     program = shutil.which("slurmctld", path=path_with_sbin())
     if version is None or program is None:
         return version is None
@@ -55,10 +56,10 @@ def is_installed(version: str | None) -> bool:
 
 
 def find(version: str | None) -> Path | None:
-    """Return the folder of a version, which is downloaded at the first use; None for the installed version.
+    """Return the folder of a version, downloading the version if necessary; None for the installed version.
 
-    The folder `programs` in it contains the commands and daemons, and `plugins` is Slurm's PluginDir. Raises
-    NotPossible.
+    The subfolder `programs` contains the commands and daemons, and the subfolder `plugins` is Slurm's
+    PluginDir. Raises NotPossible if the version cannot be downloaded or run.
     """
     if version is None or is_installed(version):
         return None
@@ -84,7 +85,7 @@ def find(version: str | None) -> Path | None:
 
 
 def _unpack(release: str, work: Path, to: Path) -> None:
-    """Unpack the packages of Slurm with all their dependencies, including libc."""
+    """Unpack Slurm's packages with all their dependencies, including libc."""
     work.chmod(0o755)
     for name in ("state/lists/partial", "cache/archives/partial"):
         (work / name).mkdir(parents=True)
@@ -112,13 +113,13 @@ def _unpack(release: str, work: Path, to: Path) -> None:
 
 
 def _make_runnable(made: Path, path: Path) -> None:
-    """Point programs and plugins to the linker and the libraries below `path`, their later place."""
+    """Make programs and plugins use the linker and the libraries below `path`, their final location."""
     [libraries] = (linker.parent for linker in made.glob("usr/lib/*/ld-linux-*"))
     linker = next(libraries.glob("ld-linux-*"))
     plugins = libraries / "slurm-wlm"
     inside = [str(path / folder.relative_to(made)) for folder in (plugins, libraries)]
     patchelf = [str(linker), "--library-path", str(libraries), str(made / "usr/bin/patchelf")]
-    # The search path of a program also applies to the libraries that it loads; a runpath does not.
+    # Set an rpath, because it also applies to the libraries that a program loads; a runpath does not.
     set_path = [*patchelf, "--force-rpath", "--set-rpath", ":".join(inside)]
     (made / "plugins").symlink_to(plugins.relative_to(made))
     (made / "programs").mkdir()
@@ -130,7 +131,7 @@ def _make_runnable(made: Path, path: Path) -> None:
 
 
 def _programs(made: Path) -> list[Path]:
-    """Return the programs of the packages of Slurm."""
+    """Return the programs in Slurm's packages."""
     files = sorted([*made.glob("usr/bin/s*"), *made.glob("usr/sbin/s*")])
     return [file for file in files if not file.is_symlink() and b"\0libslurmfull.so\0" in file.read_bytes()]
 

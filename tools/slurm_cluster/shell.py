@@ -59,9 +59,10 @@ def _run_shell(cluster: Cluster) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *ENDING))
 
-    # Ctrl-C is for the programs in the shell.
+    # Ignore Ctrl-C, which is meant for the programs in the shell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A signal between fork and the assignment to `shell` would leave the shell running.
+    # Block signals, because a signal between the fork and the assignment to `shell` would leave the shell
+    # running.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     environ = {**cluster.environ, "PS1": f"({cluster.name}) $ "}
     shell = subprocess.Popen(_command(cluster), env=environ, preexec_fn=child)
@@ -80,7 +81,7 @@ def _command(cluster: Cluster) -> list[str]:
         return [program]
     rc = cluster.folder / "etc/bashrc"
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in cluster.variables.items())
-    # These lines follow ~/.bashrc, because it may set PATH and the prompt itself.
+    # The variables are set after ~/.bashrc, because ~/.bashrc may set PATH and the prompt.
     rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
     return [program, "--rcfile", str(rc)]
 

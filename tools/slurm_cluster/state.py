@@ -1,4 +1,4 @@
-"""State of each cluster, shared between processes as one JSON file per cluster."""
+"""Stores the state of each cluster in a JSON file that all processes share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from pathlib import Path
 from tools.slurm_cluster.processes import Pid
 
 REGISTRY = Path("/run/trainkit-cluster")
-"""Folder outside of the clusters' folders, so that a cluster with a deleted folder can still be removed."""
+"""Folder with the state files, outside the folders of the clusters, so that a cluster whose folder was
+deleted can still be removed."""
 MAX_NUMBER = 99
 STATE_LINK = "cluster.json"
-"""Name of the symlink in a cluster's folder to the cluster's file in the registry."""
+"""Name of the symlink in a cluster's folder that points to the cluster's file in the registry."""
 
 
 @dataclass
 class State:
-    """Configuration of a cluster and every process that was started for it."""
+    """The configuration of a cluster, and all processes that were started for it."""
 
     number: int
     folder: str
@@ -32,10 +33,10 @@ class State:
     num_hosts: int
     port: int
     slurm: str = ""
-    """Folder of a Slurm version other than the installed one."""
+    """Folder of a Slurm version that is not the installed one; empty for the installed version."""
     cgroups: bool = False
     accounting_of: str = ""
-    """Folder of the cluster whose slurmdbd and munge also serve this cluster."""
+    """Folder of another cluster whose slurmdbd and munge also serve this cluster; empty if there is none."""
     up_s: float = 0
     owner: Pid | None = None
     options: dict[str, str] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """Name of the bridge and the Slurm cluster, and the prefix of host names."""
+        """The name of the bridge and of the Slurm cluster, and the prefix of the host names."""
         return f"tk{self.number}"
 
     @property
@@ -61,7 +62,7 @@ class State:
         return self.boot_id != boot_id() or (self.owner is not None and not self.owner.alive())
 
     def host(self, index: int) -> str:
-        """Return the name of a host; hosts are numbered from 1. Raise ValueError if there is no such host."""
+        """Return the name of a host, numbered from 1; raise ValueError if there is no such host."""
         if index not in self.hosts():
             raise ValueError(f"there is no host {index}; hosts are 1 to {self.num_hosts}")
         return f"{self.name}-node{index}"
@@ -84,13 +85,13 @@ class State:
         data = json.loads(file.read_text())
         data["owner"] = Pid(**data["owner"]) if data["owner"] else None
         data["processes"] = {name: Pid(**pid) for name, pid in data["processes"].items()}
-        # Another checkout of this code may have started the cluster and stored more fields.
+        # Another checkout of this code may have started the cluster and stored additional fields.
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def network_of(number: int) -> ipaddress.IPv4Network:
-    """Return the network of the cluster with this number, with 1,021 hosts and this machine."""
+    """Return the network of the cluster with this number, which has addresses for 1,021 hosts."""
     return ipaddress.IPv4Network((int(ipaddress.IPv4Address("10.214.0.0")) + 1024 * number, 22))
 
 

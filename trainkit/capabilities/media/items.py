@@ -55,8 +55,8 @@ def read_items(run: RunDir) -> list[Item]:
     """Return the items of a run, sorted by step; skip damaged lines of the index file.
 
     If a newer attempt resumed from an earlier step, its items replace the items that older attempts logged
-    after that step. For each name, the replacement starts at the first step at which the newer attempt logged
-    that name.
+    after that step. For each name, items of older attempts are replaced from the first step at which the
+    newer attempt logged that name.
     """
     found: dict[str, dict[int, Item]] = {}
     attempts: dict[str, int | None] = {}
@@ -77,7 +77,7 @@ def items_of(records: Iterable[dict[str, object]]) -> Iterable[Item]:
 
 
 def read_image(run: RunDir, item: Item) -> bytes | None:
-    """Read the PNG file of an image, or return None unless it is a regular PNG file in the media folder."""
+    """Return the contents of an image's PNG file, or None if it is not a regular file in the media folder."""
     file = image_file(run, item)
     if file is None:
         return None
@@ -92,7 +92,7 @@ def read_image(run: RunDir, item: Item) -> bytes | None:
 def image_file(run: RunDir, item: Item) -> Path | None:
     """Return the file of an image, or None if it is missing or outside the media folder.
 
-    The index file may come from another user, who could list any path in it.
+    The index file may have been written by another user, so it can contain any path.
     """
     name = item.text("file") or ""
     file = media_dir(run) / name
@@ -109,7 +109,7 @@ def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def summary(items: Sequence[Item]) -> list[dict[str, object]]:
-    """Return the kind, the steps, and the newest item's file or values for each name."""
+    """For each name, return the kind, the steps, and the file or the values of the newest item."""
     return [
         {
             "name": name,

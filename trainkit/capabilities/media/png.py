@@ -11,7 +11,7 @@ COLOR_TYPES = {1: 0, 3: 2, 4: 6}
 
 
 def encode_png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
-    """Encode pixels, bytes [height x width x channels], as PNG; `channels` is a key of `COLOR_TYPES`."""
+    """Encode `pixels`, which contains height x width x channels bytes, as PNG."""
     length = width * channels
     rows = b"".join(b"\0" + pixels[start : start + length] for start in range(0, len(pixels), length))
     header = struct.pack(">IIBBBBB", width, height, 8, COLOR_TYPES[channels], 0, 0, 0)

@@ -25,11 +25,11 @@ from trainkit.trainer.progress import Progress
 log = getLogger(__name__)
 
 MAX_ITEMS, MAX_BYTES = 10_000, 2**30
-"""Maximum number of items per run, and maximum total size of a run's images and texts in bytes."""
+"""Limits per run: the number of items, and the total size of images and texts in bytes."""
 MAX_NAME, MAX_CAPTION, MAX_TEXT = 128, 1_000, 65_536
-"""Maximum lengths in characters; longer captions and texts are truncated."""
+"""Maximum lengths of names, captions and texts in characters; longer captions and texts are truncated."""
 MAX_PENDING = 32
-"""Maximum number of items waiting to be written; if this many are waiting, logging another item blocks."""
+"""Maximum number of items in the write queue; if the queue is full, logging another item blocks."""
 _NOT_IN_A_FILE_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 
 
@@ -51,8 +51,8 @@ class MediaRecorder(Recorder):
         self._num_bytes = 0
         self._is_full = self._has_failed = False
         self._newest: Future[None] | None = None
-        """The most recently submitted item; earlier items are written before it, because the pool has only
-        one thread."""
+        """The future of the most recently submitted item. When the future is done, all earlier items have
+        been written, because the pool has only one thread."""
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
         place = self._place(name, step)
@@ -94,7 +94,7 @@ class MediaRecorder(Recorder):
         self._pool.shutdown()
 
     def _place(self, name: str, step: int | None) -> tuple[str, int] | None:
-        """Return an item's name and step, or None to drop the item; raise UsageError for invalid values."""
+        """Return an item's name and step, or None to drop the item; raise UsageError if they are invalid."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise UsageError(
                 f"invalid name for an image, histogram or text: {str(name)[:MAX_NAME]!r}",
@@ -116,7 +116,7 @@ class MediaRecorder(Recorder):
         return name, step
 
     def _has_room(self, step: int) -> bool:
-        """Count one more item and return True, or return False if the run has reached a media limit."""
+        """Count an item and return True, or return False if the run has reached a media limit."""
         if self._num_items is None:
             before = [Record(record) for record in read_jsonl(index_file(self._attempt.run))]
             self._num_items = len(before)
@@ -142,7 +142,7 @@ class MediaRecorder(Recorder):
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # no code reads the future's result, and training must continue
+        except Exception as error:  # log the exception here, because no code reads the future's result
             if not self._has_failed:
                 self._has_failed = True
                 log.error(f"cannot write images, histograms and texts ({error})")

@@ -14,7 +14,7 @@ NUM_LAST = 4
 """Number of newest items to show for each name."""
 MAX_NAMES = 32
 MAX_INLINE_BYTES = 2**24
-"""Maximum total size of embedded images in bytes; further images are listed by file name."""
+"""Maximum total size of embedded images in bytes; images beyond this limit are listed by file name."""
 MAX_STEPS = 40
 WIDTH, HEIGHT, SMALL = 256, 96, 128
 _BLOCK = "display:inline-block;vertical-align:top;margin:0 16px 16px 0;max-width:100%"

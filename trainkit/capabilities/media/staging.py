@@ -45,10 +45,10 @@ def _stage(tensor: Tensor) -> Staged:
 def stage_image(what: str, image: object) -> Staged:
     """Convert an image to uint8 [height, width, channels], and start copying it to host memory.
 
-    `image` is a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
-    [height, width, channels], or a PIL image. Floats must be between 0 and 1, and integers between 0 and 255;
-    values outside this range are clipped. Error messages refer to the image as `what`. Raises UsageError if
-    `image` is any other object.
+    `image` is a tensor of shape [height, width] or [channels, height, width], a NumPy array of shape [height,
+    width] or [height, width, channels], or a PIL image. Floats are expected between 0 and 1, and integers
+    between 0 and 255; other values are clipped. Error messages refer to the image as `what`. Raises
+    UsageError if `image` has another type or shape.
     """
     pixels = _pixels(what, image)
     height, width, _ = pixels.shape
@@ -63,7 +63,7 @@ def stage_image(what: str, image: object) -> Staged:
     elif pixels.dtype == torch.bool:
         pixels = pixels * 255
     elif pixels.dtype != torch.uint8:
-        pixels = pixels.to(torch.int64).clamp(0, 255)  # torch has no clamp for uint16 and uint32
+        pixels = pixels.to(torch.int64).clamp(0, 255)  # `clamp` does not support uint16 and uint32
     return _stage(pixels.to(torch.uint8).clone(memory_format=torch.contiguous_format))
 
 
@@ -119,7 +119,7 @@ def _local(what: str, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def stage_histogram(what: str, values: object) -> Staged:
-    """Compute a histogram, float64 [5 + NUM_BINS], and start copying it to host memory.
+    """Compute a histogram as a float64 tensor of shape [5 + NUM_BINS], and start copying it to host memory.
 
     The result consists of the minimum, maximum, sum, sum of squares and number of non-finite values, followed
     by the counts of equal-width bins. Error messages refer to the histogram as `what`. Raises UsageError if

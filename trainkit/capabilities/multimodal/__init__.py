@@ -19,7 +19,9 @@ Medium = Literal["image", "curve"]
 
 
 def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
-    """Parse a line of rows; raise ValueError, without naming file and line, if the task cannot train on it.
+    """Parse one line of a data file; raise ValueError if the task cannot train on it.
+
+    The error message names neither the file nor the line.
 
     The image file must exist in `folder`, but is not opened.
     """
@@ -66,7 +68,7 @@ def row_texts(row: Mapping[str, object]) -> list[bytes]:
 
 
 DEMO = "demo"
-"""Value that a config can give instead of a file name to use the built-in rows."""
+"""Config value that selects the built-in rows instead of a file."""
 NUM_ROWS = {"train": 2000, "val": 200}
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle")
@@ -77,7 +79,7 @@ Split = Literal["train", "val"]
 
 
 def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
-    """Generate `count` rows (default: 2,000 for training, 200 for validation), the same in every call.
+    """Generate `count` rows (default: 2,000 for training, 200 for validation), identical in each call.
 
     A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` with
     64 (time, value) pairs.
@@ -101,7 +103,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
     right, down = (
         (x - left) / size,
         (y - top) / size,
-    )  # from 0 to 1 inside the shape's bounding box
+    )  # coordinates from 0 to 1 within the shape's bounding box
     inside = (right >= 0) & (right <= 1) & (down >= 0) & (down <= 1)
     if shape == "circle":
         inside = (right - 0.5) ** 2 + (down - 0.5) ** 2 <= 0.25

@@ -4,8 +4,8 @@ An encoder maps the image or curve to vectors. An aligner maps these vectors to 
 placed before the embeddings of the question. Only the answer's tokens contribute to the loss. The module uses
 only the API of `trainkit.task`, so it also serves as an example for user-defined tasks.
 
-Letters in shapes: B samples, N patches, M embeddings per image or curve, T text tokens, D width of the
-language model.
+Dimensions in tensor shapes: B samples, N patches, M embeddings per image or curve, T text tokens, D width of
+the language model.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class MediumFormat:
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
         except (
             Exception
-        ) as error:  # image decoders raise many types of exceptions, some without the file name
+        ) as error:  # image decoders raise many types of exceptions, and some messages lack the file name
             raise ValueError(f"the image {file} cannot be opened: {type(error).__name__}: {error}") from error
         return self.cut(pixels)
 
     def cut(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """Scale pixels, uint8 [height, width, 3], to `size`, and cut the result into patches."""
+        """Resize an image (uint8 [height, width, 3]) to `size`, and cut it into patches."""
         values = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1.0)
         if len(values) != self.size:
             scaled = F.interpolate(values.permute(2, 0, 1)[None], (self.size, self.size), mode="bilinear")
@@ -96,10 +96,12 @@ class MediumFormat:
         return blocks.transpose(1, 2).reshape(self.num_patches, self.num_features)
 
     def read_curve(self, points: Sequence[Any]) -> Tensor:
-        """Cut a curve into patches of values and Fourier features of their times, float32 [N, features].
+        """Cut a curve into patches, float32 [N, features].
 
-        `points` are numbers at equal time intervals, or (time, number) pairs. The curve is
-        interpolated to `size` points.
+        The features are the values of the curve and the Fourier features of their times.
+
+            `points` are numbers at equal time intervals, or (time, number) pairs. The curve is
+            interpolated to `size` points.
         """
         values = np.asarray(points, dtype=np.float64)
         times = np.linspace(0.0, 1.0, len(values)) if values.ndim == 1 else values[:, 0]
@@ -165,7 +167,7 @@ class MediumSamples:
 
 
 def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, object]]]:
-    """Return bytes that identify a file's content, and its lines; built-in rows are already parsed."""
+    """Return bytes that identify the data, and the rows: lines of a file, or parsed built-in rows."""
     if str(file) == DEMO:
         return f"{DEMO} {split}".encode(), demo_rows(kind, split)
     try:
@@ -233,7 +235,7 @@ class Aligner(nn.Module):
 
 
 class OwnLM(nn.Module):
-    """trainkit's decoder, which maps embeddings [B, T, D] to logits [B, T, vocab]."""
+    """trainkit's decoder model, which maps embeddings [B, T, D] to logits [B, T, vocab]."""
 
     def __init__(self, config: RunConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
 from trainkit.capability import Capability, Planned, Watch
 from trainkit.errors import KeyProblem
 
-if TYPE_CHECKING:  # `trainkit status` imports this module, but not the slow config modules
+if TYPE_CHECKING:  # `trainkit status` imports this module, and importing the config modules is slow
     from trainkit.capabilities.notifications.notifier import Notifier
     from trainkit.capability import Hosts
     from trainkit.config.loaded import LoadedConfig
@@ -28,7 +28,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Notifications(Capability):
-    """The notifications capability, which has a part in every plan."""
+    """Implements notifications, and adds a `NotifyPolicy` to every plan."""
 
     name = "notifications"
     quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} sends no notifications")
@@ -90,7 +90,7 @@ class Notifications(Capability):
     def _notifier(self) -> Notifier:
         from trainkit.capabilities.notifications.notifier import (
             Notifier,
-        )  # imported here, because most runs have no webhook
+        )  # imported here to keep the start fast, because most runs have no webhook
 
         return Notifier()
 

@@ -35,9 +35,9 @@ from trainkit.shipped import restart_cause
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
-"""Seconds within which the webhook endpoint must respond."""
+"""Timeout for the response of the webhook endpoint, in seconds."""
 END_TIMEOUT_S = 6.0
-"""Seconds for which a job delays its exit to wait for notifications that are being sent."""
+"""Maximum time that an exiting job waits for notifications that are being sent, in seconds."""
 LAST_EVENTS = ("finished", "failed")
 """Events that are exempt from the rate limit, because they are the last events of a run."""
 
@@ -82,7 +82,7 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
         if end.cause is not None and restart_cause(end.cause).in_place:
-            text = reason  # for example "restarts without HOST: …"
+            text = reason  # `reason` is a complete phrase, such as "restarts without HOST: …"
         return Notification("requeued", f"{text}{first}", "status", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):
         return Notification("failed", f"{state}: {reason}{first}", "diagnose", *fields)
@@ -160,7 +160,7 @@ def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -
     since_s = (now - then).total_seconds()
     return (
         not 0.0 <= since_s < min_interval_s
-    )  # a `last` in the future comes from a host with a different clock
+    )  # a time in the future was recorded by a host with a different clock
 
 
 _MENTION = re.compile(r"<(?=[!@#])|@(?=(?:everyone|channel|here)\b)")
@@ -169,7 +169,7 @@ them."""
 
 
 def _outside(text: str) -> str:
-    """Remove secrets and mentions from a text before it is sent to another machine."""
+    """Remove secrets and channel mentions from a text before it is sent to another machine."""
     return _MENTION.sub(r"\g<0> ", mask_secrets(text))
 
 

@@ -1,4 +1,4 @@
-"""Defines the part of the plan with the notification settings."""
+"""Defines the part of the launch plan that contains the notification settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotifyPolicy(Part):
     stalled_after_s: float = 1800.0
 
     def sends(self, *events: str) -> bool:
-        """Return whether this process would report at least one of the given events."""
+        """Return whether the webhook's variable is set and at least one of the given events is reported."""
         return bool(os.environ.get(self.webhook or "")) and any(event in self.on for event in events)
 
 

@@ -1,4 +1,4 @@
-"""Reports to the webhook if an attempt stalls, slows down or cannot save."""
+"""Notifies the webhook if an attempt stalls, slows down or cannot save a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainkit.run.history import Attempt
 from trainkit.run.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
-"""A run is considered stalled if it is silent for at least this multiple of the longest interval between its
-records."""
+"""A run is considered stalled if it writes nothing for at least this multiple of the longest interval between
+its records."""
 WATCHED_EVENTS = ("slow_rank", "silent", *SAVE_EVENTS)
 
 

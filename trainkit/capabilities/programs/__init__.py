@@ -1,1 +1,1 @@
-"""Implements the interface for programs: `trainkit wait`, and the JSON Schemas of each `--json` output."""
+"""Implements the interface for other programs: `trainkit wait`, and the JSON Schemas of `--json` outputs."""

@@ -21,8 +21,8 @@ def schema(output: str | None) -> None:
     yaml-language-server: $schema=trainkit.schema.json".
 
     With --output, print the JSON Schema of the value that a command prints with --json. NAME is the command,
-    with a dash for each space, or `error` for the value that a failed command prints. The version in the
-    schema increases if a key is removed or changes its meaning; new keys may appear in any version.
+    with a dash for each space, or `error` for the value that a failed command prints. The schema's version
+    increases if a key is removed or its meaning changes; new keys may be added in any version.
     """
     if output is not None:
         from trainkit.capabilities.programs.outputs import output_named

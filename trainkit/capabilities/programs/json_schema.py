@@ -1,4 +1,4 @@
-"""Derives the JSON Schema of a value that a command prints from the type of the value."""
+"""Derives the JSON Schema of a command's output from the Python type of the printed value."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _PLAIN = {
 def schema_of(*kinds: object) -> Schema:
     """Return the schema of a value that has one of the given types.
 
-    A type may contain dataclasses, as `to_json` writes them, and TypedDicts. Both allow additional keys,
-    because a later version of trainkit may add keys.
+    A type may contain TypedDicts and dataclasses; a dataclass is described as `to_json` writes it. The
+    schemas of TypedDicts and dataclasses allow additional keys, because a later version of trainkit may add
+    keys.
     """
     records: dict[str, tuple[object, Schema]] = {}
     schema = _any_of([_schema(kind, records) for kind in kinds])
@@ -68,7 +69,7 @@ def _schema(hint: object, records: dict[str, tuple[object, Schema]]) -> Schema:
 
 
 def _any_of(schemas: Sequence[Schema]) -> Schema:
-    """Return a schema that allows the values of all `schemas`; plain types are combined into one."""
+    """Return a schema that allows the values of all `schemas`; plain types are combined into one schema."""
     plain = [schema["type"] for schema in schemas if schema.keys() == {"type"}]
     others = [schema for schema in schemas if schema.keys() != {"type"}]
     if plain:
@@ -77,7 +78,7 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
 
 
 def _reference(kind: type, records: dict[str, tuple[object, Schema]]) -> Schema:
-    """Return a reference to the schema of a dataclass or TypedDict, which is added to `records`."""
+    """Return a reference to the schema of a dataclass or TypedDict, and add the schema to `records`."""
     name = kind.__name__
     if name not in records:
         schema: Schema = {}
@@ -116,7 +117,7 @@ def _descriptions(kind: type) -> dict[str, str]:
     [node] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     found: dict[str, str] = {}
-    for name in map(ast.unparse, node.bases):  # A TypedDict does not know its base classes.
+    for name in map(ast.unparse, node.bases):  # A TypedDict class does not record its base classes.
         base = vars(sys.modules[kind.__module__]).get(name)
         if is_dataclass(base) or is_typeddict(base):
             found |= _descriptions(cast(type, base))
@@ -129,10 +130,10 @@ def _descriptions(kind: type) -> dict[str, str]:
 def _first_sentence(kind: type) -> str:
     """Return the first paragraph of a class's docstring, or an empty string if the class has none."""
     text = (vars(kind).get("__doc__") or "").partition("\n\n")[0]
-    # A dataclass without a docstring gets its signature as one.
+    # If a dataclass has no docstring, Python generates one that consists of its signature.
     return "" if text.startswith(f"{kind.__name__}(") else _as_json(text)
 
 
 def _as_json(text: str) -> str:
-    """Return a docstring on one line, with JSON's name for None."""
+    """Return a docstring as one line, with `null` instead of `None`."""
     return re.sub(r"\bNone\b", "null", " ".join(text.split()).replace("``", "`"))

@@ -67,7 +67,7 @@ def _outputs_of(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[st
 
 
 def _added_to(record: str) -> Iterator[tuple[str, Schema]]:
-    """Yield the keys that built-in capabilities add to a record of the core."""
+    """Yield the keys that built-in capabilities add to a core record."""
     for name, shipped in SHIPPED.items():
         added = {
             **dict.fromkeys(STATUS, shipped.shown.get("status", {})),

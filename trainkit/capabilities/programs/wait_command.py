@@ -1,4 +1,4 @@
-"""Implements ``trainkit wait``, which waits for a state of a run and reports the verdict as its exit code."""
+"""Implements ``trainkit wait``, which waits for a state of a run and reports the result as its exit code."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ MAX_SLEEP_S = 3600.0
 NOT_SUBMITTED_S = 60.0
 """Seconds after which a run that no command is submitting is reported as never submitted."""
 HAVE_STARTED = ("starting", "running", "paused", "stopping", "restarting", "finished", "stopped", "failed")
-"""States of a run whose newest attempt has started. The job of a run that died may not have started it."""
+"""States of a run whose newest attempt has started. The state `died` is not included, because the job of such
+a run may have ended before the attempt started."""
 ENDED, STARTED, CHECKPOINT, STEP = "ended", "started", "checkpoint", "step"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal that a command waits for."""
+    """The goal that `trainkit wait` waits for."""
 
     kind: str
-    """`ENDED`, `STARTED`, `CHECKPOINT` or `STEP`."""
+    """One of `ENDED`, `STARTED`, `CHECKPOINT` and `STEP`."""
     step: int = 0
 
     def is_reached(self, run: RunStatus) -> bool:
-        """Return whether a run has reached the goal, possibly before the run ended."""
+        """Return whether a run has reached the goal, even if the run has ended since."""
         if self.kind == STARTED:
             return run.used.num_starts > 0 and run.state in (*HAVE_STARTED, "died")
         if self.kind == CHECKPOINT:
@@ -58,7 +59,7 @@ class Goal:
 
     @property
     def text(self) -> str:
-        """Return the goal as text that follows "before"."""
+        """Return the goal as a phrase that follows "before" in a message."""
         return {STEP: f"step {self.step:,}", CHECKPOINT: "its first checkpoint"}.get(self.kind, "it started")
 
 
@@ -121,12 +122,12 @@ class Seconds(click.FloatRange):
     show_default=True,
 )
 def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: float) -> int:
-    """Wait until RUN has reached a goal, and print its progress to stderr; the exit code is the verdict.
+    """Wait until RUN has reached a goal, and print its progress to stderr; the exit code reports the result.
 
     The exit code is 0 if RUN has reached the goal or, for the goal `ended`, if RUN has finished. The exit
     code is 75 if RUN was stopped before the goal and `trainkit resume` can continue RUN, and 1 if RUN failed,
-    was cancelled, or finished before the goal. A run that will restart automatically has not ended. The exit
-    code 124 means that the timeout is over; RUN is not affected.
+    was cancelled, or finished before the goal. A run that will restart automatically is not considered ended.
+    The exit code is 124 if the timeout expires; RUN is not affected.
 
     If RUN is a group, `started` means that any of its runs has started, and `ended` that all have ended.
     """
@@ -140,7 +141,7 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
             )
         poll = GroupPoll(found, goal)
         if found.record.process is None:
-            interval_s = max(interval_s, QUERY_INTERVAL_S)  # Each read of a group on Slurm queries Slurm.
+            interval_s = max(interval_s, QUERY_INTERVAL_S)  # Each poll of a group queries Slurm.
     else:
         poll = RunPoll(found, goal)
     deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -160,7 +161,7 @@ def command(run_name: str, goal: Goal, timeout_s: float | None, interval_s: floa
 
 
 def print_progress(text: str) -> None:
-    """Print a line to stderr; ignore errors, because the exit code is the verdict even without output."""
+    """Print a line to stderr; ignore errors, because the exit code reports the result even without output."""
     with suppress(OSError):
         click.echo(text, err=True)
 
@@ -169,13 +170,13 @@ _STEP = re.compile(r"step [\d,]+")
 
 
 class Progress:
-    """Prints the progress of a run to stderr: a change of its state immediately, and steps now and then."""
+    """Prints the progress of a run to stderr: state changes immediately, new steps every `SHOW_EVERY_S`."""
 
     def __init__(self, name: str) -> None:
         self._name, self._said, self._at_s = name, "", float("-inf")
 
     def show(self, text: str, *, is_last: bool) -> None:
-        """Print a text that begins with the state, unless the text is known or only its steps are new."""
+        """Print the status immediately if the state has changed, and every `SHOW_EVERY_S` otherwise."""
         is_new_state = _STEP.sub("", text) != _STEP.sub("", self._said)
         is_due = time.monotonic() - self._at_s >= SHOW_EVERY_S
         if text != self._said and (is_new_state or is_due or is_last):
@@ -184,7 +185,7 @@ class Progress:
 
 
 class RunPoll:
-    """Reads the state of a run; each call reads only what is new in the files of the run."""
+    """Reads the state of a run; each call reads only data added to the run's files since the last call."""
 
     def __init__(self, run: RunDir, goal: Goal) -> None:
         self._run, self._goal, self._history = run, goal, RunHistory(run)
@@ -192,7 +193,7 @@ class RunPoll:
         self._not_submitted_at_s: float | None = None
 
     def __call__(self) -> tuple[str, int | None]:
-        """Return the state as text, and the exit code or None while the command must wait.
+        """Return the state as text, and the exit code, or None if the command must keep waiting.
 
         Raises UsageError if the run folder no longer exists, or if the run was never submitted.
         """
@@ -220,7 +221,7 @@ class RunPoll:
         return is_wanted and self._history.events.attempt(status.attempt).started is None
 
     def _not_submitted(self) -> str:
-        """Return the state of a run that has no job yet, because it may be being submitted at this moment."""
+        """Return the state of a run that has no job yet, because another command may be submitting it."""
         now_s = time.monotonic()
         if is_being_changed(self._run) or self._not_submitted_at_s is None:
             self._not_submitted_at_s = now_s
@@ -231,7 +232,7 @@ class RunPoll:
 
     def _status(self) -> RunStatus:
         if not self._run.attempt_numbers() and group_of(self._run) is not None:
-            return look_at(self._run, warn)[1]  # The group knows the state of a trial that has not started.
+            return look_at(self._run, warn)[1]  # Only the group knows the state of an unstarted trial.
         record, job = read_job_status(self._run, self._slurm.jobs)
         return read_status(self._history, record, job.alive, datetime.now(timezone.utc), job.job)
 
@@ -243,10 +244,10 @@ class GroupPoll:
         self._group, self._goal, self._warn_once = group, goal, cache(warn)
 
     def __call__(self) -> tuple[str, int | None]:
-        """Return the states as text, and the exit code or None while the command must wait."""
+        """Return the states as text, and the exit code, or None if the command must keep waiting."""
         try:
             status = query_group(self._group, self._warn_once)
-        except SlurmError as error:  # It is unknown whether the jobs of the group were submitted.
+        except SlurmError as error:  # The jobs of the group may or may not have been submitted.
             return _with_reason("unknown", error.message), None
         states, text = [trial.state for trial in status.trials], state_counts(status.states)
         if self._goal.kind == STARTED and any(state in HAVE_STARTED for state in states):
@@ -260,7 +261,7 @@ def _with_reason(text: str, reason: str | None) -> str:
 
 
 def verdict(states: list[str], goal: Goal) -> int:
-    """Return the exit code for runs that have ended without a goal other than `ended`."""
+    """Return the exit code for runs that have all ended; a goal other than `ended` has not been reached."""
     counts = Counter(states)
     if goal.kind == ENDED and counts["finished"] == len(states):
         return EXIT_OK

@@ -29,9 +29,9 @@ class ReplayPart(Part):
 
 
 class Replay(Capability):
-    """The capability of `trainkit replay`.
+    """Implements `trainkit replay`.
 
-    Only `trainkit replay` adds a `ReplayPart` to the plan, which selects the replay worker.
+    A `ReplayPart` in the plan selects the replay worker; only `trainkit replay` adds this part.
     """
 
     name = "replay"

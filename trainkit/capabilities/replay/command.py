@@ -72,15 +72,17 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Recompute steps of RUN from the checkpoint before them, and compare the results with its metrics.
+    """Recompute steps of RUN from an earlier checkpoint, and compare the results with the recorded metrics.
 
     If the recomputed loss and gradient norm equal the recorded ones to the last digit, a spike in the loss is
-    due to the data or the optimization. The command then lists the samples of the steps with source file and
-    position, highest loss first. If the values differ, the hardware or a library is the cause, and the
-    command prints the rank and the host that caused the difference, if the records show them.
+    due to the data or the optimization. If the values are equal, the command lists the samples of the steps
+    with their source files and positions, highest loss first. If the values differ, the hardware or a library
+    is the cause, and the command prints the rank and the host that caused the difference, if the records show
+    them.
 
-    The steps are computed on this machine or, with --submit, in a job that has its own run folder; --follow
-    or --collect then compares the results. RUN itself is not changed. The exit code is 1 if any step differs.
+    The steps are computed on this machine or, with --submit, in a job that has its own run folder. For a
+    submitted job, --follow or --collect compares the results. RUN itself is not changed. The exit code is 1
+    if any step differs.
     """
     flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     from trainkit.run.registry import find_run
@@ -113,7 +115,7 @@ def command(
 
 
 def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None, flags: Flags) -> None:
-    """Raise UsageError if an option has no effect in combination with the others."""
+    """Raise UsageError if an option has no effect in combination with the other given options."""
     of_job = [origin for key, (origin, _) in flags.items() if key not in SHAPE_KEYS]
     of_job += ["--follow"] * follow + ["--run-dir"] * (run_dir is not None)
     if of_job and not submit:
@@ -321,7 +323,7 @@ def sample_fields(sample: StepSample) -> dict[str, object]:
 
 
 def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
-    """Yield a line that describes a sample, and a line for each of its first documents."""
+    """Yield a line that describes a sample, and one line for each of the first documents in the sample."""
     ranks = (
         f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
     )

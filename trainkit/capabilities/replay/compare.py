@@ -29,7 +29,7 @@ MAX_UNSEEN = 10
 """Number of steps during which accumulated rounding errors stay below the tolerance."""
 VALUES = ("loss", "grad_norm")
 FACTS = ("trainkit", "torch", "processor", "threads", "cudnn", "nccl", "triton", "driver")
-"""Recorded versions and hardware properties that affect results bit for bit."""
+"""Recorded versions and hardware properties that must be equal for bit-identical results."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class ComparedStep:
     """The largest relative difference between recorded and replayed values; None if the step was not
     recorded."""
     is_exact: bool
-    """True if run and replay round identically, so that their values must be equal to the last digit."""
+    """True if the run and the replay round identically, so that their values must be bit-identical."""
     is_equal: bool | None
-    """True if the values are equal, up to rounding unless `is_exact`; None if the step was not recorded."""
+    """True if the values are equal or, unless `is_exact` is true, within the tolerance; None if the step was
+    not recorded."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ class Comparison:
     verdict: str
     """``equal``, ``different`` or ``unknown``."""
     is_exact: bool
-    """True if each step is exact (see `ComparedStep.is_exact`) or has equal values."""
+    """True if the values of each step are equal or must be bit-identical (see `ComparedStep.is_exact`)."""
     tolerance: float
     """Largest relative difference at which steps that are not exact are considered equal."""
     rounding: tuple[str, ...]
-    """Differences between run and replay that affect rounding, such as the layout; one phrase each."""
+    """Differences between the run and the replay that affect rounding, such as the layout; one phrase
+    each."""
     start_step: int
     steps: tuple[ComparedStep, ...]
     """The compared steps in order; a step that several attempts recorded appears once per attempt."""
@@ -112,7 +114,7 @@ class ReplayedJson:
 
 
 ReplayedOrStarted = ReplayedJson | StartedJson
-"""With `--submit` and without `--follow`, `trainkit replay` prints the job that was started."""
+"""With `--submit` but not `--follow`, `trainkit replay` prints the submitted job instead of a result."""
 
 
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
@@ -191,7 +193,7 @@ def _recorded(
 def _rounding(
     what: ReplayPlan, config: RunConfig, plan: LaunchPlan, before: Start, start: Start
 ) -> Iterator[str]:
-    """Yield each difference between an attempt and the replay that affects rounding."""
+    """Yield the differences between an attempt and the replay that affect rounding, such as the layout."""
     now = what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
@@ -210,7 +212,7 @@ def _rounding(
 
 
 def _difference(recorded: float | None, replayed: float | None) -> float:
-    """Return the difference relative to the smaller value, or infinity if only one value is finite."""
+    """Return the difference divided by the smaller value, or infinity if only one of the values is finite."""
     if recorded == replayed:
         return 0.0
     if recorded is None or replayed is None or not recorded or not replayed:
@@ -221,7 +223,7 @@ def _difference(recorded: float | None, replayed: float | None) -> float:
 def _culprit(
     copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir, num_ranks: int
 ) -> Culprit:
-    """Find the ranks that differed first, comparing values recorded before and after gradient reduction."""
+    """Find the ranks that differed first, using values recorded before and after gradient reduction."""
     ranks = range(num_ranks)
     was = [rank_records(attempt, rank, bad.step) for rank in ranks]
     hosts = tuple(str(records[0].get("host", "")) if records else "" for records in was)
@@ -232,7 +234,7 @@ def _culprit(
         )
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
-    # A preempted replay job starts over, so use the newest attempt that computed the step.
+    # A preempted replay job starts from the beginning, so use the newest attempt that computed the step.
     newest = [copy.attempt(number) for number in reversed(copy.attempt_numbers())]
     now = [next(filter(None, (rank_records(one, rank, bad.step) for one in newest)), []) for rank in ranks]
     num_turns = len(was[0])
@@ -253,7 +255,7 @@ def _culprit(
         between = f"between steps {last_equal} and {bad.step}, but the steps in between were not recorded"
         return Culprit((), all_hosts, f"the weights began to differ {between}; see train.log_every")
     for turn in range(num_turns):
-        # An error in one optimizer turn changes the weights that all ranks use in the next turn.
+        # An error in the turn of one optimizer changes the weights that all ranks use in the next turn.
         optimizer = was[0][turn].get("optimizer")
         where = "" if optimizer is None else f", in optimizer turn {turn + 1} of {num_turns} ({optimizer})"
         for name, label in (
@@ -291,8 +293,8 @@ def worst_samples(
 ) -> list[tuple[int, float | None, StepSample]]:
     """Return (step, loss, sample) for all samples, highest loss first.
 
-    The loss is the mean over the tokens of the sample; it is infinity for a non-finite loss, and None for a
-    user's task.
+    The loss is the mean over the tokens of the sample: infinity if it is not finite, and None for a
+    user-defined task.
     """
     lines = (read_record(SampleLosses, record) for record in read_jsonl(copy.path / SAMPLES_FILE))
     losses: dict[int, list[float | str] | list[None]] = {line.step: line.losses for line in lines}

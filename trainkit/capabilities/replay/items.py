@@ -1,4 +1,4 @@
-"""Prints items of the training data for a run of a user's task.
+"""Prints items of the training data of a user-defined task.
 
 ``python -m trainkit.capabilities.replay.items`` reads a JSON object with the run, the attempt and the item
 positions from standard input.

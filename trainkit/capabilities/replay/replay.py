@@ -66,7 +66,7 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
-"""Config values that turn off everything that does not affect the recomputed steps; `quiet_keys` are also set
+"""Config values that disable everything that does not affect the recomputed steps; `quiet_keys` are also set
 to null."""
 IRRELEVANT = (
     "name:",
@@ -87,12 +87,13 @@ IRRELEVANT = (
     "data.num_workers",
     "device",
 )
-"""Config keys to ignore: they affect only rounding, or their effect is visible in the plan."""
+"""Config keys that `changed_values` ignores: they affect only rounding, or their effect is visible in the
+plan."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """The steps to replay, with the config and the plan that compute them."""
+    """The steps to replay, and the config and the plan for computing them."""
 
     run: RunDir
     first: int
@@ -106,7 +107,7 @@ class ReplayPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result of the replay, one sentence each."""
+        """Reasons why the result of the replay may be unreliable, one sentence each."""
         started = parse_time(self.at.began.time)
         if started is None or self.at.job.code:
             return ()  # The run has its own copy of the code, so later edits do not affect the replay.
@@ -123,7 +124,7 @@ class ReplayPlan:
 
     @property
     def cost(self) -> str:
-        """Describe which steps will be computed, and how long they took in the run."""
+        """Describe which steps will be computed, and how long they took in the original run."""
         count = self.last - self.start_step
         origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
         ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
@@ -151,7 +152,7 @@ def plan_replay(
     _refuse_later(run, at)
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
-    if layout == SAME and not flags and not submits:  # Run the same ranks on this machine.
+    if layout == SAME and not flags and not submits:  # Use the run's own layout on this machine.
         values = _flags({**_without_extras(at.config), "device": at.plan.device})
         config = load_config(at.attempt.config_file, flags=values, layers=False).config
         plan = replace(at.plan, slurm=None)
@@ -303,7 +304,7 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
 
 
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
-    """Compute the steps in an empty folder, and return the folder as a run with metrics for every step.
+    """Compute the steps in an empty folder, and return it as a run whose metrics include every computed step.
 
     The original run is not changed. If ranks fail, raises TrainkitError with the error of the rank that
     failed first.
@@ -328,7 +329,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link a checkpoint's files, so that the replay keeps them if the run deletes the checkpoint."""
+    """Hard-link a checkpoint's files, so that they remain available if the run deletes the checkpoint."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except OSError:
@@ -337,7 +338,7 @@ def _link_checkpoint(source: Path, target: Path) -> None:
 
 
 def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) -> tuple[RunDir, AttemptRecord]:
-    """Submit a job that computes the steps in a new run folder; return that run and its job record.
+    """Submit a job that computes the steps in a new run folder; return the new run and its job record.
 
     `folder` must be new or empty; the default is ``runs/NAME-replay``. The job uses the same code as the
     replayed run.
@@ -362,7 +363,7 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
 
 
 def replay_of(copy: RunDir) -> ReplayPlan:
-    """Return the replay plan stored in a folder that `submit_replay` created.
+    """Return the plan of the replay in a folder that `submit_replay` created.
 
     Raises UsageError if the folder is not a replay or the original run no longer exists, and TrainkitError if
     the job has not computed all steps.
@@ -415,7 +416,8 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir, code: CodeCopy | None) -> 
                     procs.append(start_child(argv, environ=environ, output=log, keeps_mask=False))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Stop after the first failure, because the other ranks would wait for the failed rank in collectives.
+        # Stop the other ranks after the first failure, because they would wait for the failed rank in
+        # collectives.
         if (failed := first_failed(procs)) is not None:
             record_silent_death(attempt, failed, 0, exit_code(procs[failed]))
             failure = first_rank_failure(attempt) or RankFailure()

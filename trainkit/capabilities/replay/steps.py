@@ -38,7 +38,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 @dataclass(frozen=True)
 class Start:
-    """The ``training`` event of an attempt: first data position, data, libraries and hardware."""
+    """The ``training`` event of an attempt, with its first data position, data, libraries and hardware."""
 
     time: str | None = None
     step: int = 0
@@ -65,13 +65,13 @@ class RunStep:
     step: int
     attempt: AttemptDir
     job: JobRecord
-    """The job.json of the run."""
+    """The contents of the run's job.json."""
     config: RunConfig
     plan: LaunchPlan
     start: int
     """The position of the step's first sample in the sequence of all samples."""
     stop: int
-    """The position after the step's last sample."""
+    """The position after the step's last sample in the sequence of all samples."""
     is_stream: bool
     """True if the samples come from a stream and therefore have no positions."""
     began: Start = field(default_factory=Start)
@@ -91,7 +91,7 @@ class StepSample:
     microbatch: int
     documents: tuple[Document, ...] = ()
     text: str = ""
-    """The shortened repr of the item; empty unless the run has a user's task."""
+    """The shortened repr of the item; empty unless the run trains a user-defined task."""
 
 
 class StepJson(TypedDict):
@@ -113,7 +113,7 @@ def attempt_starts(run: RunDir) -> dict[int, Start]:
 
 
 def find_step(run: RunDir, step: int) -> RunStep:
-    """Return a step as the newest attempt that reached it computed the step, or as it will be computed.
+    """Return a step as it was computed by the newest attempt that reached it, or as it will be computed.
 
     Raises UsageError if the step is beyond the last step of the run.
     """
@@ -157,7 +157,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
 
 
 def _refuse_other_runs(run: RunDir) -> None:
-    """Raise UsageError for a replay or a run of a COMMAND, because trainkit cannot recompute their steps."""
+    """Raise UsageError for a replay or a run of a COMMAND, because its steps cannot be recomputed."""
     refuse_replay(run)
     numbers = run.attempt_numbers()
     plan = read_plan(run.attempt(numbers[-1]) if numbers else run)
@@ -196,7 +196,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
 
 
 def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
-    """Raise UsageError if two fingerprints of the data differ; None is an unknown fingerprint."""
+    """Raise UsageError if two fingerprints of the data differ; None means that a fingerprint is unknown."""
     if before is not None and now is not None and before != now:
         raise UsageError(
             f"the training data has changed since attempt {attempt}, so the steps would contain "
@@ -206,7 +206,7 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks that read the sample at a position, and the number of the sample's microbatch."""
+    """Return the ranks that read the sample at a position, and the number of its microbatch."""
     layout = at.plan.layout
     microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
@@ -248,17 +248,18 @@ class Document:
     file: str
     """The source file, or the data shard if an older trainkit version prepared the dataset."""
     unit: str
-    """The unit of `position`: ``byte`` and ``token`` count from 0, ``line`` and ``row`` from 1."""
+    """The unit of `position`: a ``byte`` or ``token`` position counts from 0, a ``line`` or ``row`` from
+    1."""
     position: int
     skipped_tokens: int
     """Number of tokens of the document that precede the sample; 0 for a text file."""
     num_tokens: int
     text: str
-    """The text of this part."""
+    """The text of this part of the sample."""
 
     @property
     def where(self) -> str:
-        """The position as text, such as ``corpus.jsonl line 7``, with a shortened path."""
+        """The position as text, such as ``corpus.jsonl line 7``; long paths are shortened."""
         return f"{shown_path(self.file)} {self.unit} {self.position:,}"
 
 
@@ -327,7 +328,7 @@ class _Source:
         return Document(file, unit, position, skipped, stop - first, self._text(shard, first, stop))
 
     def _num_bytes(self, shard: Path, first: int, stop: int) -> int:
-        """Return the number of bytes encoded by some tokens; exact if decoding restores the original text."""
+        """Return the number of bytes that tokens encode; exact if decoding restores the original text."""
         if self._data.tokenizer.kind == BYTES:
             return stop - first
         return len(self._text(shard, first, stop).encode())
@@ -339,7 +340,7 @@ class _Source:
 
 
 def _read_places(file: Path) -> Any:
-    """Read the document positions of a shard, or None if an older trainkit version prepared the dataset."""
+    """Return the document positions of a shard, or None if an older trainkit version prepared the dataset."""
     return np.fromfile(file, dtype=PLACES) if file.is_file() else None
 
 
@@ -352,7 +353,7 @@ def _continues(place: Any, following: Any) -> bool:
 
 
 class _LineCounter:
-    """Counts the newlines before a position in a file; reads an uncompressed file about once in total."""
+    """Counts newlines before a position in a file; in total, an uncompressed file is read about once."""
 
     def __init__(self, file: str) -> None:
         self._file = file

@@ -1,6 +1,6 @@
 """The worker of `trainkit replay`, which recomputes steps of a run and the loss of each sample in them.
 
-The worker trains in a separate run folder, starting from the checkpoint in this folder. Rank 0 writes the
+The worker trains in a separate run folder, starting from the checkpoint in that folder. Rank 0 writes the
 losses of the samples to `SAMPLES_FILE`.
 """
 
@@ -63,7 +63,7 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
     """Compute the mean loss of each sample of a step, in the order of the global batch.
 
     A non-finite loss is returned as ``inf``. All ranks must call this function. The model receives each
-    microbatch once per sample, with labels for only this sample, so that tensor shapes and random numbers are
+    microbatch once per sample, with labels only for that sample, so that tensor shapes and random numbers are
     the same as in training.
     """
     world = trainer.world

@@ -2,7 +2,7 @@
 
 Chart labels are HTML elements, not SVG text, so that they stay readable when the SVG is stretched. The script
 `templates/charts.js` zooms the charts and shows values. The script redraws charts by the same rules as this
-module, so change a rule in both places.
+module, so change each rule in both files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from trainkit.formats import shown_value
 WIDTH, HEIGHT = 2000, 500
 """Width and height of each SVG's coordinate system, which the browser stretches to fit the page."""
 Point = tuple[float, float]
-"""A position on the horizontal axis and a value; non-finite values are nan or -inf."""
+"""A position on the horizontal axis and a value, which is nan or -inf if it is not finite."""
 TINY = 1e-300
-"""A value with a smaller magnitude is drawn as 0."""
+"""Values with a magnitude below this limit are drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
 EDGE = 0.08
-"""Margin on either side of a `dot_chart` that leaves room for half a label, as a fraction of the width."""
+"""Margin on each side of a `dot_chart`, as a fraction of its width, which leaves room for half a label."""
 DENSE = 400
 """A line with more points than this is drawn thinner, because its peaks would otherwise merge."""
 MAX_LABEL = 14
@@ -62,7 +62,7 @@ _PART = re.compile(r"(?:train|training|val|valid|validation|eval|evaluation|test
 
 
 class Color(NamedTuple):
-    """A colour, in one variant for the light theme and one for the dark theme."""
+    """A colour with one variant for the light theme and one for the dark theme."""
 
     light: str
     dark: str
@@ -149,7 +149,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Label:
-    """A text at a position on an axis, in percent of the axis length."""
+    """A text, and its position on an axis in percent of the axis length."""
 
     place: float
     text: str
@@ -171,11 +171,11 @@ class Chart:
     data: dict[str, object]
     """The chart data for the JavaScript in the page, embedded as JSON."""
     names: list[Drawn] = field(default_factory=list)
-    """The legend entries; `Drawn.line` is the name of a line."""
+    """The legend entries; the `line` of each entry is the name of a line."""
     crosses: list[Label] = field(default_factory=list)
     """Positions of crosses for values that are non-finite or outside the axis range."""
     marks: list[Label] = field(default_factory=list)
-    """The steps at which attempts began, marked on the horizontal axis."""
+    """The steps at which attempts began, as marks on the horizontal axis."""
 
     @property
     def alt(self) -> str:
@@ -184,7 +184,7 @@ class Chart:
 
 
 class Scale(NamedTuple):
-    """An axis: the values at both ends and at the ticks."""
+    """An axis, described by the values at its ends and at its ticks."""
 
     low: float
     high: float
@@ -314,14 +314,14 @@ def line_chart(
 
 
 def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
-    """Return the lower limit for bands on a logarithmic axis, or -inf if the axis is linear."""
+    """Return the lower limit for spread bands on a logarithmic axis, or -inf if the axis is linear."""
     if not is_wide(values):
         return -math.inf
     return band_floor(values[0], (value - size for line in lines for value, size in _spread(line)))
 
 
 def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> Iterator[float]:
-    """Yield values, in addition to `values`, that the axis must include so that all bands fit."""
+    """Yield the values that the axis must cover, in addition to `values`, so that all spread bands fit."""
     if floor > -math.inf:
         yield floor
         return
@@ -337,7 +337,7 @@ def _spread(line: Line) -> Iterator[tuple[float, float]]:
 
 
 def _outside(name: str, at: float, value: float) -> str:
-    """Return the tooltip of a cross: where the line leaves the axis range, and its value there."""
+    """Return the tooltip of a cross: where the line leaves the axis range, and the line's value there."""
     return (
         f"{name}: {value:.4g} at {at:,.0f}" if math.isfinite(value) else f"{name}: not finite from {at:,.0f}"
     )
@@ -357,7 +357,7 @@ def _kind(line: Line, y: Scale) -> str:
 def _pieces(
     points: Iterable[tuple[float, float, float]], y: Scale
 ) -> Iterator[list[tuple[float, float, float]]]:
-    """Yield each run of consecutive points whose values are within the axis range."""
+    """Yield each sequence of consecutive points whose values are within the axis range."""
     piece: list[tuple[float, float, float]] = []
     for point in points:
         if y.fits(point[1]):
@@ -376,7 +376,7 @@ def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
 
 
 def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
-    """Return the SVG path of a line's band, cut off below `floor`."""
+    """Return the SVG path of a line's spread band, cut off below `floor`."""
     if line.spread is None:
         return ""
     text = ""
@@ -390,12 +390,12 @@ def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
 
 
 def _within(value: float, y: Scale) -> float:
-    """Return the vertical position of a band's edge, clipped to the axis range."""
+    """Return the vertical position of an edge of a spread band, clipped to the axis range."""
     return y.place(min(max(value, y.low), y.high))
 
 
 def _drawn(places: Sequence[Point]) -> str:
-    """Return an SVG path through positions from 0 to 1.
+    """Return an SVG path through points whose coordinates are between 0 and 1.
 
     The path uses relative coordinates, which need fewer characters than absolute ones.
     """
@@ -415,7 +415,8 @@ def _data(line: Line) -> dict[str, object]:
     """Return a line's data for the JavaScript in the page.
 
     Each step is written, unrounded, as the difference from the previous step. Values are written with six
-    digits, or as null if they are non-finite. `low` lists the indices of the values that are -inf.
+    significant digits, or as null if they are non-finite. `low` lists the indices of the values that are
+    -inf.
     """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
@@ -452,10 +453,11 @@ class Dot:
 
 
 def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
-    """Return a chart of results over the values of a config key, or None if no run has a result.
+    """Return a chart that plots results against a config key, or None if no run has a result.
 
-    If the values are numbers, a line joins the medians. The best result is drawn in a different colour. A run
-    without a result, or with a result far from the others, is shown as a cross at the edge.
+    If the config values are numbers, a line connects the medians of the results. The best result is drawn in
+    a different colour. A run that has no result, or a result far from all others, is shown as a cross at the
+    edge.
     """
     results = [dot.result for dot in dots if dot.result is not None]
     if not results:
@@ -503,7 +505,7 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
 
 
 def _places(values: Sequence[object]) -> dict[str, float]:
-    """Map the text of each value to its position on the axis, from 0 to 1, at equal distances.
+    """Map the text of each value to its position on the axis, from 0 to 1; the positions are evenly spaced.
 
     Numbers come first, in ascending order, followed by other values.
     """
@@ -532,7 +534,7 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
 
 
 def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
-    """Return metrics in the order their charts are shown.
+    """Sort metrics in the order of their charts on the page.
 
     The order is: the metric `first`, losses, the user's metrics, speed, learning rate, gradient norm and
     memory.
@@ -559,7 +561,7 @@ def base_of(name: str) -> str:
 
 
 def title_of(name: str, counts_samples: bool) -> str:
-    """Return a chart's title; `counts_samples` means that ``tokens_per_s`` counts samples, not tokens."""
+    """Return a chart's title; with `counts_samples`, ``tokens_per_s`` counts samples instead of tokens."""
     title = TITLES.get(name, name)
     is_speed = counts_samples and name.startswith("tokens_per_s")
     return title.replace("Tokens", "Samples") if is_speed else title

@@ -32,8 +32,8 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     Repeat the command to update report.html.
 
     The page shows the run's timeline, its goodput and how the remaining time was spent, its curves, GPU
-    utilisation, requested and used resources, and how to repeat the run. The page can be viewed without
-    network access.
+    utilisation, requested and used resources, and the commands that repeat the run. The page can be viewed
+    without network access.
 
     For a group of runs or a bench, the page compares all of its runs. The page of a group has a table with
     failed runs first, the results for each swept key, and charts that show the curves of all runs together.
@@ -56,7 +56,8 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     if isinstance(found, RunDir):
         report = read_report(*look_at(found, warn)[:2], now)
         if metric is not None:
-            # `rank` raises UsageError with a list of the metrics that the run has logged.
+            # If the run has not logged the metric, `rank` raises UsageError with a list of the logged
+            # metrics.
             rank([found], metric, None)
         folder, page, value = found.path, render_report(report, metric), report.to_dict()
     else:

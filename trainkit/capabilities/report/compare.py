@@ -112,16 +112,16 @@ def command(
     """Compare the results of runs and the config keys that differ between the runs.
 
     The name of a group or bench stands for all of its runs that have started. The table of a single group is
-    ranked by results, and the best result is bold; --csv and --json keep the order of the trials. For runs
-    that differ only in their seeds, an additional table shows the mean and standard deviation of their
-    results.
+    ranked by results, and the best result is bold. The output of --csv and --json keeps the order of the
+    trials. For runs that differ only in their seeds, an additional table shows the mean and standard
+    deviation of their results.
 
     --curves and --plot compare the curves of the runs. The figure has one line per combination of values of
     the differing keys, with the mean and standard deviation over seeds. With --csv, --curves writes a table
     with one row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        # If `--csv` has no FILE, its argument is the first run name.
+        # FILE was omitted, so this value of `--csv` is the first run name.
         names, csv_file = (csv_file, *names), "-"
     table_file = None
     if csv_file is not None and csv_file != "-":
@@ -174,7 +174,7 @@ def command(
 def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None:
     """Print a note on stderr with the number of runs that lack data or have not ended.
 
-    `num_without` maps a description of the data to the number of started runs that lack them.
+    `num_without` maps a description of data to the number of started runs that lack the data.
     """
     progress = progress_of(names)
     total = plural(progress.num_runs, progress.noun)
@@ -309,18 +309,18 @@ class ComparedRunJson(TypedDict):
     total_steps: int | None
     loss: float | None
     diverged_since: int | None
-    """The step since which the loss is not finite; None if the run has not diverged."""
+    """The step at which the loss became non-finite; None if the run has not diverged."""
     val_loss: float | None
     best_val_loss: float | None
     best_step: int | None
     """The step of `best_val_loss`."""
     tokens_per_s: float | None
-    """The median over all records."""
+    """The median of the throughput over all records."""
     allocated_s: float
     worker_hours: float | None
     run_dir: str
     metric: str
-    """The metric of `result`."""
+    """The name of the metric in `result`."""
     result: float | None
     result_step: int | None
     values: Mapping[str, object]
@@ -395,7 +395,7 @@ def _repetitions(
 
 
 def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, object]:
-    """Return the CSV columns shared by all repetitions of a run; {} if no run is repeated."""
+    """Return the CSV columns shared by the runs of a repetition; {} if the run has no repetition."""
     if not repeated:
         return {}
     own = next((one for one in repeated if index in one.rows), None)

@@ -49,7 +49,7 @@ def _runs_of(name: str) -> list[RunDir]:
 
 
 def are_trials(names: Sequence[str]) -> bool:
-    """Return whether the names stand for the trials of one group, which are ranked by their results.
+    """Return whether the names stand for the trials of one group, so that they can be ranked by results.
 
     The runs of a bench are not ranked by results, because a bench measures speeds.
     """
@@ -65,7 +65,7 @@ def _named(name: str) -> list[RunDir]:
 
 @dataclass(frozen=True)
 class Progress:
-    """Numbers of named runs: in total, not started, and started but not ended."""
+    """Numbers of the runs to compare: in total, not started, and started but not ended."""
 
     noun: str
     """``trial`` if all of the runs are trials of groups, otherwise ``run``."""
@@ -76,7 +76,7 @@ class Progress:
 
 
 def progress_of(names: Iterable[str]) -> Progress:
-    """Count the named runs: in total, not started, and started but not ended."""
+    """Count the runs with the given names: in total, not started, and started but not ended."""
     runs = list({run.path.resolve(): run for name in names for run in _named(name)}.values())
     started = [run for run in runs if run.exists()]
     ends = [read_newest_end(run.path) for run in started]

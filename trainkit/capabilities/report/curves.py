@@ -36,7 +36,7 @@ COLUMNS = ("run", *AXES.values())
 """Columns present in every table. A table also has a column for each config key that differs between the
 runs, and for each metric."""
 LAST_STEP = 2**53
-"""Upper limit for step numbers, because a float cannot represent every integer above it."""
+"""Upper limit for step numbers, because a float cannot represent every integer above this limit."""
 SHOWN_ROWS = 10
 """Number of rows that a notebook displays."""
 
@@ -60,7 +60,8 @@ class Curves(dict[str, list[Any]]):
         self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
         """The config keys that differ between the runs, including keys that are not columns."""
         self.unreadable = tuple(one.name for one, _ in runs if not one.values)
-        """The names of the runs whose config cannot be read. The config keys of these runs are unknown."""
+        """The names of the runs whose config cannot be read. The config keys of runs with an unreadable
+        config are unknown."""
         shown = self.keys_that_differ if keys is None else keys
         taken = {*COLUMNS, *metrics}
         named = {key: f"config.{key}" if key in taken else key for key in shown}
@@ -87,7 +88,9 @@ class Curves(dict[str, list[Any]]):
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
     def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield each run's name and its points: pairs of a value in `column` and the metric's value.
+        """Yield each run's name and its points as ``(x, y)`` pairs.
+
+        x is the value of `column`, and y is the value of the metric.
 
         Steps without one of the two values are omitted.
         """
@@ -118,8 +121,8 @@ class Curves(dict[str, list[Any]]):
         values in an exponential moving average: at least 0 and less than 1. The values of the key `by`
         determine the line colours; by default, `by` is the first key that differs between the runs.
 
-        The label of a line, of its band and of its legend entry is the text in the legend. The figure's
-        `savefig` writes the same file as ``trainkit compare --plot``.
+        In the figure, a line, its band and its legend entry have the same matplotlib label: the legend text.
+        The figure's `savefig` writes the same file as ``trainkit compare --plot``.
 
         Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,
         or matplotlib is missing.
@@ -278,7 +281,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
-    """Return the seconds since the previous record or, without one, since the attempt began training."""
+    """Return the seconds since the previous record or, if there is none, since the attempt began training."""
     now = parse_time(record.time)
     if now is None:
         return 0.0

@@ -1,7 +1,7 @@
-"""Defines the figure that `Curves.plot` returns, whose style also applies to changes that a user makes.
+"""Defines the figure that `Curves.plot` returns, and applies its style to changes that a user makes.
 
-matplotlib reads most settings when an artist is created or when a figure is saved. A user does both outside
-the code that draws the curves, so these classes apply `STYLE` again.
+matplotlib reads most settings when an artist is created or when a figure is saved. Users create artists and
+save figures outside the code that draws the curves, so these classes apply `STYLE` again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ the same file."""
 
 
 def style() -> AbstractContextManager[None]:
-    """Return a context in which matplotlib uses `STYLE`."""
+    """Return a context manager that makes matplotlib use `STYLE`."""
     return rc_context(STYLE)  # type: ignore[arg-type]
 
 
 class CurveAxes(Axes):
-    """A chart whose title and legend have the font sizes of the figure."""
+    """Axes whose title and legend use the font sizes of the figure."""
 
     def set_title(self, *args: object, **kwargs: object) -> Text:
         """Set the title of the chart; see `matplotlib.axes.Axes.set_title`."""
@@ -65,7 +65,7 @@ class CurveAxes(Axes):
 
 
 class CurveFigure(Figure):
-    """A figure that is saved in its style, with the same result as ``trainkit compare --plot``."""
+    """A figure that `savefig` saves with `STYLE`, exactly as ``trainkit compare --plot`` does."""
 
     def suptitle(self, *args: object, **kwargs: object) -> Text:
         """Set the title of the figure; see `matplotlib.figure.Figure.suptitle`."""
@@ -91,7 +91,7 @@ class CurveFigure(Figure):
 
 
 def _lines_of(charts: Iterable[Axes]) -> list[Line2D]:
-    """Return the first line with each label, as the default entries of a legend.
+    """For each label, return the first line that has it; these lines are the default entries of a legend.
 
     The band and the crosses of a line have the same label as the line, so matplotlib's own default would
     repeat the label.

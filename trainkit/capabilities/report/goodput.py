@@ -72,7 +72,8 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
     curves, newest = Curves(spent, 0, 0), max(by_number, default=0)
     clocks: dict[int, tuple[float, int]] = {}
-    """Maps an attempt to the time and step up to which its allocated time has been assigned to categories."""
+    """Maps an attempt to the time and the step up to which its allocated time has already been
+    categorized."""
     for records, num_lines in _buckets(path):
         curves.num_records += num_lines
         for number, own in _by_attempt(records).items():
@@ -129,7 +130,7 @@ def _add_steps(
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
     """Return the category for the time between two records that was not spent on steps."""
     # A step's record is written after its evaluation and before its save. A save that has the same timestamp
-    # as the record is therefore placed after the record.
+    # as a step's record is therefore placed after the record.
     evaluated = bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
     saved = bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
     if evaluated and saved:
@@ -138,7 +139,7 @@ def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
 
 
 def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int] | None) -> None:
-    """Assign the time before the first and after the last record; without records, assign all of it."""
+    """Categorize the time before the first and after the last record; without records, the entire time."""
     if attempt.started is None or attempt.ended is None:
         return
     if clock is None:

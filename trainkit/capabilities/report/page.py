@@ -15,7 +15,7 @@ from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_val
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
-"""Placeholder for the script in the page. No value can contain this text, because `<` is escaped in
+"""Placeholder for the script in the page. No value can contain the placeholder, because `<` is escaped in
 values."""
 
 _DATA = re.compile(
@@ -24,17 +24,17 @@ _DATA = re.compile(
 )
 """Matches base64 image data and the numbers of a chart in a page.
 
-No value of a user can match, because quotes in values are escaped.
+No user-provided value can match, because quotes in values are escaped.
 """
 
 
 def _gib(amount: float | None) -> str:
-    """Return an amount of memory in GiB as text with a suitable unit."""
+    """Convert an amount of memory, in GiB, to text with a suitable unit."""
     return "unknown" if amount is None else size(amount * GIB)
 
 
 def result_figure(value: float | None) -> str:
-    """Return a result as text with five significant digits, but with all digits before the decimal point."""
+    """Return a result as text with five significant digits, but keep all digits before the decimal point."""
     if value is None:
         return "unknown"
     return f"{value:,.5g}" if abs(value) < 99_999.5 else number(value)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
 """Maps the name of a horizontal axis to the table column with its values."""
 SEED = "seed"
-"""The config key that distinguishes repetitions of a run. Runs that differ only in this key are drawn
-as one line."""
+"""The config key that distinguishes repetitions of a run. Runs that differ only in their seeds are drawn as
+one line."""
 Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
 """Figure width, height of each metric's chart, and height of a legend row, in inches."""
@@ -61,7 +61,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 """The Okabe-Ito palette, whose colours can be distinguished with any kind of colour vision."""
 DASHES: Sequence[Literal["-", "--", ":", "-."]] = ("-", "--", ":", "-.")
 LIGHT_END = 0.7
-"""The end of viridis on a white background; lighter greens would be hard to see, also in print."""
+"""Upper end of the viridis range used on a white background; lighter colours are hard to see, also in
+print."""
 LABELS = {
     "step": "step",
     "tokens": "tokens",
@@ -83,8 +84,8 @@ class DrawnRun:
     values: Mapping[str, object] | None
     """Values of the config keys that differ between the runs; None if the run's config cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Maps each metric to its points by step: the position on the axis, and the value (nan or -inf if
-    non-finite)."""
+    """Maps each metric to its points by step: the position on the horizontal axis, and the value (nan or -inf
+    if non-finite)."""
     typed: Mapping[str, object] = field(default_factory=dict)
     """Values of config keys as the user typed them, for example ``1e-3``, for the legend."""
 
@@ -124,7 +125,7 @@ class Series:
 
 
 def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
-    """Return the label of each series, numbering equal labels."""
+    """Return the label of each series; equal labels are numbered."""
     labels = [one.label(keys) for one in series]
     return [
         f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label
@@ -151,7 +152,7 @@ def draw(
     *,
     on_gpu: bool,
 ) -> Figure:
-    """Draw each metric in a separate chart; see `Curves.plot`."""
+    """Draw each metric in a separate chart; see `Curves.plot` for the arguments."""
     if not 0 <= smooth < 1:
         raise UsageError(f"smooth must be at least 0 and less than 1: {smooth}", hint="a common value is 0.9")
     keys = [key for key in keys_that_differ if key != SEED]
@@ -207,7 +208,7 @@ def draw(
 
 
 def _note(series: Sequence[Series], smooth: float) -> str | None:
-    """Return the text that explains the lines and bands, or None if there is nothing to explain."""
+    """Return a note that explains the lines and bands, or None if there is nothing to explain."""
     sizes = sorted({len(one.runs) for one in series})
     counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
     notes = [f"mean and standard deviation over {counts} runs"] if sizes[-1] > 1 else []
@@ -279,16 +280,17 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _number(value: object) -> float | None:
-    """Return a value as a float, or None if it is not a finite number of drawable size."""
+    """Return a value as a float, or None if it is not a finite number, or too large to draw."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
 def mean_line(series: Series, metric: str) -> Line:
-    """Return the mean line of the runs in a series, with the standard deviation.
+    """Return the line with the mean and the standard deviation of a metric over the runs in a series.
 
     A step is included in the mean only if it was logged by every run whose curve extends to that step. The
-    line ends where the first run diverged, because the mean of the remaining runs would hide the divergence.
+    mean line ends where the first run diverged, because the mean of the remaining runs would hide the
+    divergence.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]
     steps = sorted(set().union(*points))
@@ -342,7 +344,7 @@ def _styles(
 ) -> list[Style]:
     """Return the style of each series: the key `by` determines the colour, the other keys the dash pattern.
 
-    Numbers get viridis colours; other values get colours from the palette.
+    Lines for numbers get viridis colours; lines for other values get colours from the palette.
     """
     names = list(map(_verbatim, labels))
     if by is None or any(one.values is None for one in series):
@@ -375,10 +377,10 @@ def viridis() -> Colormap:
 
 
 def number_places(values: Sequence[object]) -> list[float] | None:
-    """Return the positions of numbers on a colormap, from 0 to 1, or None if a value is not a number.
+    """Return the position of each number on a colormap, from 0 to 1, or None if a value is not a number.
 
-    Up to `MAX_RANKED` different numbers have positions at equal distances. The positions of more numbers are
-    on a linear or, see `has_log_colors`, on a logarithmic scale.
+    Up to `MAX_RANKED` different numbers are evenly spaced. More than `MAX_RANKED` numbers are placed on a
+    linear scale or, if `has_log_colors` returns true, on a logarithmic scale.
     """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
@@ -392,7 +394,7 @@ def number_places(values: Sequence[object]) -> list[float] | None:
 
 
 def has_log_colors(numbers: Sequence[float]) -> bool:
-    """Return whether the colours of more than `MAX_RANKED` numbers are on a logarithmic scale."""
+    """Return whether more than `MAX_RANKED` numbers are coloured on a logarithmic scale."""
     return min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_COLORS_FROM
 
 
@@ -404,8 +406,9 @@ def is_wide(values: Sequence[float]) -> bool:
 def typical(values: Iterable[float]) -> list[float]:
     """Return the finite values in ascending order, excluding outliers that would flatten a curve.
 
-    An outlier is more than `FAR` times as far from the median as both the quartiles and zero. If all values
-    have the same sign, distances are measured in powers of ten: an outlier is more than `FAR_DECADES` times
+    The distance of an outlier from the median is more than `FAR` times the distance of the quartiles, and
+    more than `FAR` times the absolute value of the median. If all values have the same sign, distances are
+    measured in powers of ten. If all values have the same sign, an outlier is more than `FAR_DECADES` times
     as far from the median as the quartiles, and at least `FAR_DECADES` powers of ten away. Zero is never an
     outlier if distances are measured in powers of ten.
     """
@@ -424,7 +427,7 @@ def typical(values: Iterable[float]) -> list[float]:
 
 
 def band_floor(lowest: float, ends: Iterable[float]) -> float:
-    """Return the lower limit for bands on a logarithmic axis, where a band cannot reach 0.
+    """Return the lower limit for spread bands on a logarithmic axis, where a band cannot reach 0.
 
     The result is the minimum of `lowest` (the lowest value of the lines) and all lower band `ends` that are
     at least a tenth of `lowest`.
@@ -433,7 +436,7 @@ def band_floor(lowest: float, ends: Iterable[float]) -> float:
 
 
 def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
-    """Return the points at which a line leaves the range from `low` to `high`; each is drawn as a cross.
+    """Return the points at which a line leaves the range from `low` to `high`, which are drawn as crosses.
 
     Non-finite values are considered outside the range. If there are more than `MAX_CROSSES` points, only the
     first ones and the last one are returned.
@@ -450,9 +453,10 @@ def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> l
 def _draw_chart(
     axes: Axes, lines: Sequence[Line], styles: Sequence[Style], smooth: float, scale: float
 ) -> list[Line2D]:
-    """Draw the lines of a chart, and return one matplotlib line for each of them.
+    """Draw the lines of a chart, and return one matplotlib line for each line.
 
-    The band and the crosses of a line have the same label as the line, so that users find them together.
+    The band and the crosses of a line have the same label as the line, so that users can find them by this
+    label.
     """
     drawn: list[Line2D] = []
     shown = typical(y for line in lines for y in line.y)
@@ -494,7 +498,7 @@ def _draw_chart(
 def _dots(values: Sequence[float]) -> list[int]:
     """Return the indices of points to draw as dots: both points of a two-point line, and points between gaps.
 
-    Without a dot, a point between two gaps would be invisible, because matplotlib draws only lines between
+    A point between two gaps would be invisible without a dot, because matplotlib draws only lines between
     points.
     """
     if len(values) < 3:

@@ -1,4 +1,4 @@
-"""Creates the report of a run: its results, how it spent its time, and an HTML page."""
+"""Creates the report of a run: the results and the use of the allocated time, and an HTML page."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
-"""Factors by which the recommended request exceeds the measured time and the measured memory."""
+"""Ratio of the recommended time limit to the measured time, and of the recommended to the measured memory."""
 NOTHING, NOT_ASKED = "nothing", "nothing: only Slurm jobs request it"
 BY = {"cgroup": " of the job's control group", "processes": " of its processes"}
-"""Maps the method used to measure a job's memory to a description."""
+"""Maps a method of measuring a job's memory to a phrase that follows "peak sampled"."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The requested and the used amount of a resource, and the recommended request for the next run."""
+    """The requested and the used amount of a resource, and the amount to request for the next run."""
 
     resource: str
     asked: str
@@ -62,7 +62,8 @@ class Report:
     """Maps each time category to its percentage of `allocated_s`. The mapping is empty if no time was
     allocated."""
     goodput: float | None
-    """The fraction of allocated time spent on steps that were kept; None if it was not measured."""
+    """The fraction of allocated time spent on steps that were neither recomputed nor lost; None if it was not
+    measured."""
     world_size: int | None
     worker_hours: float | None
     num_records: int
@@ -94,7 +95,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     attempts = ended_attempts(events.attempts, now if status.is_active else _last_time(history))
     checkpoints = list_checkpoints(run)
     if attempts and not status.is_active and status.state != "finished" and not status.is_command:
-        # Steps after the newest published checkpoint are lost.
+        # Steps after the newest published checkpoint are considered lost.
         saved = [item.step or 0 for item in checkpoints if item.state == "published"]
         attempts[-1].kept_step = max(saved, default=0)
     curves = read_curves(run.metrics_file, attempts)
@@ -270,7 +271,7 @@ def _advice(
 
 
 def _last_time(history: RunHistory) -> float | None:
-    """Return the last time at which a run without a recorded end was known to be alive."""
+    """Return the last time at which a run was known to be alive, for a run whose end was not recorded."""
     times = [timestamp(event.time) for event in list(history.events.recent)[-1:]]
     file = history.run.metrics_file
     if file.exists():

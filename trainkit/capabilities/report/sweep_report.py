@@ -75,7 +75,7 @@ from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
-"""Maximum number of lines in a chart, because more lines would cover each other."""
+"""Maximum number of lines in a chart; more lines would overlap too much."""
 MAX_DRAWN = 400
 """Maximum number of runs whose curves are read. The maximum exceeds `MAX_LINES`, because a line can be the
 mean of several runs."""
@@ -85,13 +85,13 @@ MIN_BUCKETS = 64
 """Minimum number of buckets of a curve."""
 CURVE_BYTES = 2**29
 """Total number of bytes to read for all curves, which takes a few seconds. Files are read only in part if
-their total size exceeds this limit."""
+their total size exceeds `CURVE_BYTES`."""
 OPEN_ROWS = 100
 """Number of runs that the page shows without expanding the list."""
 MAX_ROWS = 2000
 """Maximum number of runs that the page lists."""
 MAX_AXIS_KEYS = 6
-"""Maximum number of config keys with a chart that plots the results over the key's values."""
+"""Maximum number of config keys for which a chart plots the results against the values of the key."""
 NUM_SAMPLES = 64
 """Number of evenly spaced records that are read from a long metrics file."""
 WHOLE_BYTES = 65_536
@@ -99,8 +99,8 @@ WHOLE_BYTES = 65_536
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
 REPETITIONS = (SEED, REPEAT)
-"""Config keys that distinguish repetitions of the same trial. Runs that differ only in these keys are drawn
-as one line."""
+"""Config keys that distinguish repetitions of the same trial. Repetitions of a trial are drawn as one
+line."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Objective:
 
 
 SPEED = Objective("tokens_per_s", "tokens per second", False)
-"""The objective of a bench."""
+"""The objective of a bench, which compares speeds."""
 
 
 def objective_of(ranking: Ranking) -> Objective:
@@ -132,15 +132,14 @@ class TrialReport(TrialStatus):
     age_s: float | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
-    """The run's value for the objective."""
+    """The value of the objective for this run."""
     tokens_per_s: float | None
     """Median of ``tokens_per_s`` over the records that were read."""
     worker_hours: float | None
     counts_samples: bool = field(default=False, metadata=LEFT_OUT)
     """True if ``tokens_per_s`` counts samples instead of tokens."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Maps each attempt to its last step that was kept. Later steps of the attempt were recomputed or
-    lost."""
+    """Maps each attempt to its last step that was neither recomputed nor lost."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class SweepReport:
     is_cuda: bool
     worker_hours: float | None
     curves: dict[int, Thinned] = field(metadata=LEFT_OUT)
-    """Maps the index of each trial drawn on the page to its curves."""
+    """Maps the index of a trial to its curves, for the trials that are drawn on the page."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
@@ -248,7 +247,7 @@ def read_sweep(
 
 
 def _order(trial: TrialReport, objective: Objective) -> tuple[bool, int, float, int]:
-    """Return the sort key of a trial: failed trials first, then trials by result, then trials without one."""
+    """Return the sort key of a trial, so that failed trials come first, and trials without a result last."""
     is_failed = trial.state in FAILED
     severity = ORDER.index(trial.state) if trial.state in ORDER else 0
     return (
@@ -307,7 +306,7 @@ def sample_records(path: Path) -> list[StepRecord]:
 def _repetitions(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> list[list[TrialReport]]:
-    """Group trials that are repetitions of each other, with the best group and its best trial first."""
+    """Group trials that are repetitions of each other; sort groups and the trials in each, best first."""
     own = [key for key in keys if key not in REPETITIONS]
     found: dict[str, list[TrialReport]] = {}
     for trial in sorted(trials, key=lambda trial: (_rank(trial, objective), trial.index)):
@@ -319,7 +318,7 @@ def _repetitions(
 def _read_curves(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> dict[int, Thinned]:
-    """Read the curves of the best trials; return them by trial index."""
+    """Read the curves of the best trials; return a mapping from trial index to curves."""
     started = [trial for trial in trials if trial.step is not None]
     lines = _repetitions(started, keys, objective)[:MAX_LINES]
     chosen = [trial for line in lines for trial in line][:MAX_DRAWN]
@@ -438,7 +437,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, 
 
 
 def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
-    """Return one chart per key that plots the results over the key's values, including diverged runs."""
+    """For each key, return a chart of the results against the key's values; diverged runs are included."""
     known = [trial for trial in report.trials if trial.result is not None or trial.diverged_since is not None]
     best = None if report.best is None else report.best.index
     label = report.objective.label.capitalize()

@@ -24,14 +24,14 @@ from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, opened, parse
 from trainkit.run.rundir import RunDir
 
 MAX_BUCKETS = 512
-"""Maximum number of buckets of a curve. If a curve would need more, the bucket width is doubled."""
+"""Maximum number of buckets of a curve. If a curve needs more buckets, the bucket width is doubled."""
 MAX_METRICS = 128
 """Maximum number of metrics per run. If a run logs more metrics, those logged first are kept."""
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
 """Numeric keys that give the position of a record in the training and are therefore not metrics."""
 NUMBERS = frozenset({int, float})
 CHUNK_BYTES = 2**17
-"""Number of bytes to read and parse at once, so few that the parsed records stay in the CPU's cache."""
+"""Number of bytes to read and parse at once, small enough for the parsed records to stay in the CPU cache."""
 NUM_CHUNKS = 512
 """Number of chunks to read from a file that is too large to be read completely."""
 Point = tuple[float, float]
@@ -46,7 +46,7 @@ class Bucket:
     high: Point
     total: float
     count: int
-    """Number of finite values in the bucket. If the number is 0, `low` and `high` have no meaning."""
+    """Number of finite values in the bucket. If `count` is 0, `low` and `high` are meaningless."""
     last: int
     """The last step in the bucket."""
     broken: Point | None
@@ -80,8 +80,8 @@ class Thinned:
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """Number of steps per bucket. The number is a power of two, so that buckets of different runs can be
-        aligned."""
+        """Number of steps per bucket. The bucket width is a power of two, so that buckets of different runs
+        can be aligned."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
         """Maps each metric to its buckets, keyed by ``step // width``."""
 
@@ -101,7 +101,7 @@ class Thinned:
     def _add(
         self, name: str, steps: Sequence[int], values: Sequence[object], parts: Iterable[tuple[int, slice]]
     ) -> None:
-        """Add one metric's values; `parts` are the numbers of their buckets and the indices of the values."""
+        """Add the values of a metric; `parts` are the number of each bucket and the slice of its values."""
         are_numbers = set(map(type, values)) <= NUMBERS
         for place, part in parts:
             found = _bucket(steps[part], values[part], are_numbers)
@@ -158,7 +158,7 @@ def _columns(
     if not records:
         return
     first, *others = map(tuple, records)
-    if all(keys == first for keys in others):  # Most runs log the same metrics at each step.
+    if all(keys == first for keys in others):  # Fast path: most runs log the same metrics at each step.
         columns = dict(zip(first, zip(*(record.values() for record in records), strict=True), strict=True))
         steps: Sequence[int] = columns["step"]
         yield from ((name, steps, values) for name, values in columns.items())
@@ -171,7 +171,7 @@ def _columns(
 def _parts(steps: Sequence[int], width: int) -> list[tuple[int, slice]]:
     """Divide consecutive steps into buckets; return the number of each bucket and the indices of its steps.
 
-    If buckets contain one step, a bucket has the index of the newest record of the step.
+    If the width is 1, the indices of a bucket select only the newest record of its step.
     """
     found, begin = list[tuple[int, slice]](), 0
     for place, own in groupby(steps if width == 1 else [step // width for step in steps]):
@@ -218,8 +218,7 @@ class Wanted:
 
     folder: str
     kept: Mapping[int, float]
-    """Maps each attempt to its last step that was kept. Later steps of the attempt were recomputed or
-    lost."""
+    """Maps each attempt to its last step that was neither recomputed nor lost."""
     most_buckets: int
     """Maximum number of buckets of a curve."""
     most_bytes: int
@@ -247,9 +246,9 @@ def read_thinned(wanted: Wanted) -> Thinned:
 
 
 def _first_width(first_step: object, run: RunDir, num_lines: int, most: int) -> int:
-    """Return the bucket width that a run will probably need, to avoid merging buckets later.
+    """Return the bucket width that a run will probably need, so that few buckets have to be merged later.
 
-    The number of steps is reduced by a fifth, because a width that is too large would lose detail.
+    The estimated number of steps is reduced by a fifth, because a width that is too large would lose detail.
     """
     last_step = next(read_jsonl_reversed(run.metrics_file), {}).get("step")
     if not isinstance(first_step, int) or not isinstance(last_step, int):
@@ -262,7 +261,8 @@ def _records(lines: bytes) -> Iterable[dict[str, object]]:
     """Parse lines as JSON objects, all at once for speed, or one by one if a line is damaged."""
     text = b"[%b]" % lines.rstrip(b"\n").replace(b"\n", b",")
     try:
-        # Search for one byte first, because a search for a word is much slower, and most files lack the byte.
+        # Search for one byte first, because most files do not contain the byte, and searching for a word is
+        # much slower.
         if (b"N" in text or b"I" in text) and (b"NaN" in text or b"Infinity" in text):
             found = json.loads(text, parse_constant=lambda name: None)
         elif b"\\" in text and b"\\ud" in text.lower():
@@ -277,7 +277,7 @@ def _records(lines: bytes) -> Iterable[dict[str, object]]:
 
 
 def _kept(records: Iterable[Mapping[str, object]], kept: Mapping[int, float]) -> list[Mapping[str, object]]:
-    """Return the records of steps that were kept; `kept` maps each attempt to its last such step."""
+    """Return the records of steps that were kept; `kept` maps each attempt to its last kept step."""
     limits = {attempt: step for attempt, step in kept.items() if step < LAST_STEP}
     found = []
     for record in records:

@@ -55,7 +55,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
-    """Return the shell's startup file: the user's own startup file, followed by a job's environment.
+    """Return the shell's startup file: the user's own startup file and the setup of a job's environment.
 
     The shell runs outside of any container, just like salloc and srun.
     """
@@ -114,7 +114,7 @@ def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
 
 
 def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
-    """Replace this process with a program that runs on a host of the job, attached to this terminal."""
+    """Replace this process with a program on a host of the job; the program uses this process's terminal."""
     argv = [
         "srun",
         *([f"--clusters={cluster}"] if cluster else []),

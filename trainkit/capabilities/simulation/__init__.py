@@ -14,7 +14,7 @@ class Simulation:
     peak_bytes: dict[str, int]
     """Maps a memory category, or ``total``, to its peak in bytes."""
     collectives: dict[str, int]
-    """Maps a type of collective to the number of its calls per step."""
+    """Maps a type of collective to the number of calls per step."""
     num_params: int
     """Number of parameters on the simulated rank."""
     seconds: float

@@ -23,7 +23,7 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import write_atomic
 
 GPUS_PER_NODE = 8
-"""Number of GPUs per node in a simulated job, unless the config sets the number."""
+"""Number of GPUs per node in a simulated job if the config does not set it."""
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:

@@ -61,7 +61,7 @@ class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
-    """Create the `World` of one rank on torch's fake backend, which needs no other ranks."""
+    """Create the `World` of one rank with torch's ``fake`` backend, which needs no other ranks."""
     join_fake_world(rank, plan.world_size)
     try:
         device = torch.device("cpu")
@@ -73,7 +73,7 @@ def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -
 
 
 def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
-    """Simulate two steps of a rank, and measure the second one."""
+    """Simulate two steps of a rank, and measure the second step."""
     began_s = time.monotonic()
     task = build_task(config)
     assert isinstance(task, CausalLM)

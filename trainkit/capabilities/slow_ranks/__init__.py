@@ -1,4 +1,4 @@
-"""Detects slow ranks, whose hosts can be excluded from the run, and commands that print nothing."""
+"""Detects slow ranks, so that their hosts can be excluded, and commands that print nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SlowRanks(Capability):
-    """The capability that detects slow ranks and silent commands; it has a part in every plan."""
+    """Detects slow ranks and silent commands, and adds a `SlowRanksPlan` to every plan."""
 
     name = "slow_ranks"
 
@@ -53,8 +53,8 @@ class SlowRanks(Capability):
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
         is_inspected = plan.workload.is_command and part.inspect_after_s is not None
-        # Without a spare node, the restarted job would wait in the queue, which may cost more time than the
-        # slow host.
+        # Without a spare node, the restarted job would wait in the queue, possibly for longer than the slow
+        # host would delay the run.
         leaves = part.slow_hosts == "restart" and has_spare
         if not (is_inspected or leaves):
             return None

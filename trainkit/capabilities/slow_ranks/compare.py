@@ -18,23 +18,23 @@ from trainkit.capability import NewEvent, RankObserver, TimedRanks
 log = getLogger(__name__)
 Phase = Literal["data", "compute"]
 WINDOWS = 2
-"""Number of consecutive windows after which a rank is considered slow, or no longer slow."""
+"""Number of consecutive windows after which a rank is considered slow or, if it was slow, no longer slow."""
 RATIO = 1.4
-"""A rank is slow if it takes more than this multiple of the time that other ranks take."""
+"""A rank is considered slow if its time exceeds the time of other ranks by more than this factor."""
 MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
 """Minimum time difference for a slow rank, in seconds and as a fraction of the step time.
 
 The minimum fraction applies only if the measured time includes the forward pass. For sharded ranks, the
-measured time covers little more than the optimizer update, which shows the speed of a rank but is a small
-fraction of the step.
+measured time covers little more than the optimizer update. The update shows the speed of a rank, but is a
+small fraction of the step.
 """
 MIN_SLOW_S = 3.0
-"""Minimum number of seconds for which a rank must be slow, because short steps vary in duration on busy
-hosts."""
+"""Minimum time for which a rank must be slow before it is reported, in seconds, because the durations of
+short steps vary on busy hosts."""
 FEW = 4
-"""In a group with fewer ranks than this, a rank is compared with only the other ranks, because it would
-affect the median of the group."""
+"""In a group with fewer ranks than this, a rank is compared only with the other ranks, because its own time
+would affect the median of the group."""
 
 
 def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -44,7 +44,7 @@ def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass
 class Slowdown:
-    """A rank that may be slow; `SlowRanks.compare` returns slowdowns that became certain or ended."""
+    """A rank that may be slow; `SlowRanks.compare` returns slowdowns that have become certain or ended."""
 
     rank: int
     host: str
@@ -57,7 +57,7 @@ class Slowdown:
     """Seconds per step that other ranks compute before the first collective."""
     is_over: bool = False
     level: int = 0
-    """Increases by one with each slow window, up to `WINDOWS`, and decreases by one with each other
+    """The level increases by one for each slow window, up to `WINDOWS`, and decreases by one for each other
     window."""
     slow_s: float = 0.0
     is_certain: bool = False
@@ -67,7 +67,7 @@ class Slowdown:
         return self.own_s / self.usual_s if self.usual_s else math.inf
 
     def changes(self, *, is_slow: bool, window_s: float) -> bool:
-        """Count one window; return whether the slowdown has just become certain, or has ended after that."""
+        """Count one window; return whether the slowdown has just become certain or has just ended."""
         self.is_over = not is_slow
         if self.is_over:
             self.level -= 1
@@ -81,7 +81,7 @@ class Slowdown:
 
 
 class SlowRanks(RankObserver):
-    """Compares the step times of all ranks; runs on rank 0."""
+    """Compares the step times of all ranks on rank 0."""
 
     def __init__(self, ranks: TimedRanks) -> None:
         self._hosts, self._window, layout = ranks.hosts, ranks.window, ranks.layout
@@ -116,7 +116,7 @@ class SlowRanks(RankObserver):
             yield "slow_rank_over" if found.is_over else "slow_rank", values
 
     def compare(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
-        """Add a step's times; at the end of a window, return the slowdowns that became certain or ended."""
+        """Add a step's times; at the end of a window, return slowdowns that have become certain or ended."""
         self._steps_s.append(step_s)
         if not times:
             return []

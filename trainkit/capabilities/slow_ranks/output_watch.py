@@ -17,9 +17,9 @@ class OutputWatch:
     """Watches files that change while a run makes progress."""
 
     def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
-        """Watch the log files of the ranks if `with_logs`, otherwise the trainer's events.
+        """Watch the log files of the ranks if `with_logs` is true, otherwise the trainer's events.
 
-        `limit_s` is the number of seconds without a change that the caller checks for, and determines the
+        `limit_s` is the number of seconds without changes that the caller wants to detect, and determines the
         polling interval.
         """
         self._attempt = attempt
@@ -40,7 +40,7 @@ class OutputWatch:
         return any(logs) or any(self._seen.get(name) != before.get(name) for name in signs)
 
     def poll(self) -> float | None:
-        """Return the seconds since the last change, or None if it is too early for the next poll.
+        """Return the seconds since the last change, or None if the polling interval has not yet passed.
 
         Raises OSError if the watched files cannot be read.
         """
@@ -55,7 +55,7 @@ class OutputWatch:
         return now_s - self._changed_s
 
     def reset(self) -> None:
-        """Restart the timer: `poll` counts from this moment until the next output."""
+        """Restart the timer, so that `poll` returns the seconds since this call until a file changes."""
         self._changed_s = time.monotonic()
 
     def _files(self) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Defines the part of the plan with the limits for slow ranks and silent commands."""
+"""Defines the part of the launch plan that contains the limits for slow ranks and silent commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlowRanksPlan(Part):
 
     @property
     def inspect_after_s(self) -> float | None:
-        """Return the seconds without output after which to inspect a command: at most half of `silence_s`."""
+        """Return after how many seconds without output to inspect a command; at most half of `silence_s`."""
         limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
         return min((limit for limit in limits if limit is not None), default=None)
 

@@ -30,12 +30,12 @@ class Slowdown:
     noticed: str | None = None
     since_step: int | None = None
     until_step: int | None = None
-    """Step at which the speed was normal again; None if that has not happened in the attempt."""
+    """Step at which the speed was normal again; None if the attempt ended before that."""
     own_s: float | None = None
     """Seconds per step of the slow run or, for a slow rank, its seconds per step before the first
     collective."""
     usual_s: float | None = None
-    """Normal value of `own_s`: from other ranks or, for a slow run, from before the slowdown."""
+    """Normal value of `own_s`, measured on other ranks or, for a slow run, before the slowdown."""
 
 
 def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
@@ -53,7 +53,7 @@ def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
 
 
 def sentence(event: Event, since: str = "has been slow since") -> str:
-    """Describe one of the `SLOW_EVENTS` in a sentence that uses the phrase `since`."""
+    """Describe a slow rank or a slow run in a sentence; the phrase `since` precedes the step."""
     is_rank = event.rank is not None
     who = f"rank {event.rank} on {event.host}" if is_rank else "the run"
     own, usual = (f"{1e3 * (event.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
@@ -100,7 +100,7 @@ def _ratio(event: Event) -> float:
 
 
 def advice_values(lasting: Sequence[Event]) -> Mapping[str, str]:
-    """Return values for placeholders in advice: the first slowdown, and the silence of a command."""
+    """Return the values of placeholders in advice texts: the first slowdown, and the silence of a command."""
     values, slow, silence = {}, slow_of(lasting)[:1], silence_of(lasting)
     if len(numbers(slow, "own_s") + numbers(slow, "usual_s")) == 2:
         values["slowdown"] = sentence(slow[0], "was slow since")

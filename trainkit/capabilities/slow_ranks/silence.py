@@ -1,8 +1,8 @@
 """Inspects a COMMAND that prints nothing, because it may be waiting for a lock file left by a killed process.
 
 A silent command has not necessarily failed, because a script may write to other files. Silence is therefore
-only reported, unless `requeue.silence_s` is set. With `requeue.silence_s`, a silent attempt is stopped after
-that time.
+only reported, unless `requeue.silence_s` is set. If `requeue.silence_s` is set, an attempt that is silent for
+this time is stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import AttemptDir
 
 STACKS_TIMEOUT_S = 30.0
-"""Seconds for which to wait until agents have collected stacks; py-spy alone takes up to 20 s per process."""
+"""Maximum time to wait for agents to collect stacks, in seconds; py-spy alone may take 20 s per process."""
 
 
 class SilenceWatch:
@@ -53,7 +53,7 @@ class SilenceWatch:
         self._is_reported = False
 
     def poll(self) -> None:
-        """Inspect the ranks after `inspect_after_s`, and report a hang after `requeue.silence_s`.
+        """Inspect silent ranks after `inspect_after_s`, and report a hang after `requeue.silence_s`.
 
         Raises OSError if files cannot be read or written.
         """

@@ -34,7 +34,7 @@ class SlowHostWatch:
     """Watches an attempt's events for ranks that remain slow."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
-        """Watch an attempt; `hosts` are the Slurm names of the good hosts in the allocation."""
+        """Watch an attempt; `hosts` are the Slurm names of the allocated hosts that have not failed."""
         self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
         self._after_s = slow_ranks_plan(plan).slow_after_s
         self._events = Tail(attempt.run.events_file)

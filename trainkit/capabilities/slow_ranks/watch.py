@@ -1,4 +1,4 @@
-"""Watches for slow ranks and silent commands in the supervisor."""
+"""Implements the supervisor's watch for slow ranks and silent commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RanksWatch(Watch):
     def __init__(
         self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str] | None, *, is_inspected: bool
     ) -> None:
-        """Watch an attempt; slow hosts in `hosts` are excluded; if `hosts` is None, no host is excluded."""
+        """Watch an attempt; slow hosts are excluded only if they are in `hosts`."""
         self._silence = SilenceWatch(attempt, plan) if is_inspected else None
         self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
 

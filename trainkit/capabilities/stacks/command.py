@@ -134,7 +134,7 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
 
 
 def _position(group: Sequence[Reply]) -> str:
-    """Return the step and the phase of a group of ranks, or "" if they differ or are unknown."""
+    """Return the step and the phase of a group of ranks, or "" if they are unknown or the ranks differ."""
     phases = {(reply.step, reply.phase) for reply in group}
     if len(phases) > 1 or group[0].phase is None:
         return ""

@@ -1,1 +1,1 @@
-"""Tries out a user's task on this machine, for `check --task-smoke` and `data validate CONFIG`."""
+"""Tests a user-defined task on this machine, for `check --task-smoke` and `data validate CONFIG`."""

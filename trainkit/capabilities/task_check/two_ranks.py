@@ -1,4 +1,4 @@
-"""Tries out a task with two ranks on this machine, to find problems that do not occur with a single rank."""
+"""Tests a task with two ranks on this machine, to find problems that do not occur with a single rank."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TwoRanks:
 
 
 def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_others: list[Connection]) -> None:
-    """Run as one of the two ranks, starting when the parent process requests it."""
+    """Run as one of the two ranks: wait until the parent process requests the gradient, and compute it."""
     for other in of_others:
         other.close()  # otherwise this rank would not exit when its parent exits
     try:

@@ -112,7 +112,7 @@ class Smoke:
             self._check_update(module, weights, optimizers, config, alone)
 
     def _batches(self, method: str, data: Any) -> list[TaskBatch]:
-        """Return two batches, and a third batch that combines their samples."""
+        """Return two batches, and a third batch that combines the samples of both."""
         if isinstance(data, StreamData):
             size, items = HALF, self._stream_items(data)
         else:
@@ -142,7 +142,7 @@ class Smoke:
         return items
 
     def _stream_items(self, data: StreamData) -> list[object]:
-        """Return the first items of a stream, and check that a new stream object can resume in the middle."""
+        """Return the first items of a stream; check that a new stream object can resume in the middle."""
         with self._errors("train_dataset", "a sample cannot be read"):
             cursor = Cursor(data)
             items = [cursor.next(position) for position in range(HALF)]
@@ -254,7 +254,7 @@ class Smoke:
         return errors_of_user(self._config, f"{self._shown(method)} {failed}")
 
     def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
-        """Add a problem with a method, citing the line of the method or, if given, of the class of `of`."""
+        """Add a problem with a method; cite the line of the method or, if given, of `of.__getitem__`."""
         self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
 
     def _shown(self, method: str, of: object = None) -> str:
@@ -270,7 +270,7 @@ def _loss_of(batch: TaskBatch) -> str:
 
 
 def smoke(config: RunConfig) -> list[Problem]:
-    """Return the problems of a task on one rank or, if there are none, on two ranks."""
+    """Check a task on one rank and, if there are no problems, on two ranks; return the problems found."""
     with TwoRanks(config) as two:
         return Smoke(config).problems() or two.problems()
 

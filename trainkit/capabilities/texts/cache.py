@@ -1,6 +1,6 @@
 """Caches tokenized texts as shards.
 
-This module is used by dry runs, so it imports numpy and tokenizers only to tokenize.
+This module is used by dry runs, so it imports numpy and tokenizers only when it tokenizes.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
 
 
 def _has_appeared(target: Path) -> bool:
-    """Return whether another host has prepared the dataset since; the caller must hold the lock.
+    """Return whether another host has prepared the dataset in the meantime; the caller must hold the lock.
 
-    An NFS client may cache the absence of the folder for up to a minute. Creating the folder forces a request
-    to the NFS server.
+    An NFS client may cache for up to a minute that the folder does not exist. Creating the folder forces a
+    request to the NFS server.
     """
     try:
         target.mkdir()

@@ -53,9 +53,9 @@ def inspect_texts(
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Return upper bounds for the tokens per split; they are exact for small texts and the byte tokenizer.
+    """Return upper bounds for the tokens per split; they are exact for small texts with the byte tokenizer.
 
-    A bound is infinite if a file is compressed, or has rows that are not all read. Raises UsageError for an
+    A bound is infinite if a file is compressed, or if not all of its rows are read. Raises UsageError for an
     unusable row.
     """
     compressed = any(source.compressed for source in inputs)
@@ -90,7 +90,7 @@ def _begins_with_a_long_line(source: Input) -> bool:
     """Return whether the first line is too long to be a row, as in a JSON file of several gigabytes."""
     from trainkit.capabilities.texts.units import open_input
 
-    # These errors are reported when the file is read.
+    # Errors that occur here are reported later, when the whole file is read.
     with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False

@@ -33,7 +33,8 @@ class DatasetSpec:
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
-    """Sources of validation data; if given, `val_fraction`, which splits `sources`, is ignored."""
+    """Sources of validation data; if none are given, `val_fraction` of `sources` is held out for
+    validation."""
     tokenizer: str = BYTES
     val_fraction: float = 0.0
     text_key: str = "text"
@@ -81,7 +82,7 @@ class Input:
 
     path: str
     name: str
-    """Path relative to the source folder, which is the same on every machine."""
+    """Path relative to the source folder, so that the name is the same on every machine."""
     role: str
     form: str
     compressed: bool
@@ -116,7 +117,7 @@ def unreadable(path: str | Path, error: OSError) -> UsageError:
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """Return a file's kind and whether it is compressed, based on its name; None if it is not supported."""
+    """Return a file's kind, and whether it is compressed, based on its name; None if not supported."""
     compressed = name.endswith(".gz")
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None
@@ -263,7 +264,7 @@ _MAX_NAMES = 8
 
 
 class TableError(ValueError):
-    """Raised for a file that is not a table with the text column."""
+    """Raised if a file is not a table with the text column."""
 
 
 def read_column(

@@ -125,9 +125,11 @@ def _exit_with_parent(lifeline: Connection) -> None:
 PLAN_FILE = "plan.json"
 """File that describes the dataset during its preparation."""
 INPUTS_FILE = "inputs.json"
-"""File that lists the inputs; separate from dataset.json, which every rank reads, because it may be long."""
+"""File that lists the inputs. The list may be long, so it is not part of dataset.json, which every rank
+reads."""
 OnProgress = Callable[[int, int], None]
-"""A callback that receives the number of source bytes processed so far, and the total number."""
+"""A callback that receives the number of source bytes processed so far, and the total number of source
+bytes."""
 
 
 def prepare(
@@ -295,7 +297,7 @@ def _make_work_folder(folder: Path) -> None:
 
 
 class DatasetMismatch(UsageError):
-    """Raised for a folder that contains another dataset, complete or incomplete."""
+    """Raised if the folder contains another dataset, whether complete or incomplete."""
 
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:

@@ -135,7 +135,7 @@ def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
 
 
 def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group items into batches that are large enough for one call to the tokenizer."""
+    """Group items into batches of about `_BATCH_BYTES`, the amount of text for one call to the tokenizer."""
     batch: list[T] = []
     size = 0
     for item in items:

@@ -121,18 +121,18 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Return the offset of a text's validation split: the first line start in the last `val_fraction`."""
+    """Return where the validation split begins: at the first line in the last `val_fraction` of a text."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
 
 
 def rows_phase(unit: int, span: int, name: str, every: int) -> int:
-    """Return a remainder: rows of the span go to validation if their index modulo `every` equals it.
+    """Return the remainder, modulo `every`, of the row indices that go to the validation split.
 
     The first row of the dataset always goes to validation, so that the validation split is not empty. In all
-    other spans, a hash determines the remainder, so that many small files together yield the configured
-    fraction.
+    other spans, the remainder is a hash, so that the validation rows of many small files add up to the
+    configured fraction.
     """
     if unit == 0 and span == 0:
         return 0
@@ -346,7 +346,7 @@ def _json_kind(value: object) -> str:
 
 
 def _piece_border(text: bytes) -> int:
-    """Return where to cut an incomplete text: after its last complete line, or before its last character."""
+    """Return the offset for cutting an incomplete text: after its last line, or before its last character."""
     newline = text.rfind(b"\n")
     if newline >= 0:
         return newline + 1
@@ -357,7 +357,7 @@ def _piece_border(text: bytes) -> int:
 
 
 def _count_lines(source: Input, end: int) -> int:
-    """Return the number of lines before the line that begins at byte offset `end`."""
+    """Return the number of lines that precede the line at byte offset `end`."""
     with open_input(source) as stream:
         starts = accumulate(map(len, stream), initial=0)
         return sum(1 for _ in takewhile(lambda start: start < end, starts))

@@ -66,7 +66,7 @@ class SourceSummary:
     problems: int = 0
 
     def notes(self) -> Iterator[str]:
-        """Yield notes about empty rows, and about long rows, which are accepted."""
+        """Yield notes about empty rows, which are skipped, and about long rows, which are accepted."""
         for count, first, what in (
             (self.empty, self.first_empty, "without text, which are skipped"),
             (self.long, self.first_long, f"of at least {LONG_ROW_BYTES >> 20} MiB"),

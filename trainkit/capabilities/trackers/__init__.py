@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def trackers_dir(run: RunDir) -> Path:
-    """Return the folder with one file per tracker, which contains the newest step sent to the tracker."""
+    """Return the folder with one file per tracker; each file records the newest step sent to the tracker."""
     return run.path / "trackers"
 
 
@@ -37,7 +37,7 @@ class TrackersPlan(Part):
 
 
 class Trackers(Capability):
-    """The capability that starts a process on rank 0's node to send the metrics."""
+    """Implements trackers: starts a process on rank 0's node that sends the metrics."""
 
     name = "trackers"
     quiet = dict.fromkeys(("logging.mlflow", "logging.wandb"), "runs of a {what} are not sent to trackers")

@@ -15,13 +15,13 @@ from trainkit.run.rundir import RunDir
 
 POLL_S = 5.0
 LAST_STEP = 2**53
-"""Exclusive upper limit for step numbers, because TensorBoard cannot store much larger ones."""
+"""Exclusive upper limit for step numbers, because TensorBoard cannot store much larger numbers."""
 NOT_SCALARS = ("step", "time", "attempt")
 """Keys of a record that are not metrics."""
 
 
 def follow(folder: str) -> None:
-    """Write TensorBoard files for each ``*/metrics.jsonl`` in a folder; a thread keeps adding new records.
+    """Convert each ``*/metrics.jsonl`` in a folder to TensorBoard files, and add new records in a thread.
 
     A symlink to a file that does not exist yet is followed as soon as the file exists.
     """
@@ -42,7 +42,7 @@ def _keep(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
 
 
 def _update(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
-    """Add the new records of each run; report only once that a run cannot be read or written."""
+    """Add the new records of each run; if a run cannot be read or written, report this only once."""
     for place, update in updates.items():
         try:
             update()

@@ -104,8 +104,8 @@ def _flat(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 def store_uri(tracking_uri: str | None, run: RunDir) -> str:
     """Return the MLflow tracking URI for a run.
 
-    A `tracking_uri` that is a path, relative to the command's working directory, stands for a SQLite store in
-    that folder.
+    If `tracking_uri` is a path, relative to the command's working directory, the store is a SQLite database
+    in that folder.
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(run.path.parent / "mlflow")
     if urlsplit(uri).scheme or uri == "databricks":
@@ -115,7 +115,7 @@ def store_uri(tracking_uri: str | None, run: RunDir) -> str:
 
 
 def local_store(run: RunDir) -> str:
-    """Return a run's database URI; raise UsageError if the run is on a server or not in MLflow."""
+    """Return the URI of a run's local database; raise UsageError if it is on a server or not in MLflow."""
     settings = read_effective(run.config_file).logging.trackers.get("mlflow")
     if not isinstance(settings, MlflowConfig):
         raise UsageError(
@@ -130,8 +130,8 @@ def local_store(run: RunDir) -> str:
 class MlflowRun:
     """A run in MLflow, found by its tag `KEY_TAG`, or created if there is none.
 
-    MLflow cannot delete a metric. MLflow ignores metrics that are already stored, so a batch can be sent
-    again after a crash without changing anything.
+    MLflow cannot delete a metric. MLflow ignores metrics that are already stored, so sending a batch again
+    after a crash has no effect.
     """
 
     def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
@@ -191,8 +191,8 @@ class MlflowRun:
         self._client.log_text(self._run_id, config, f"config/attempt-{facts.attempt:03d}.yaml")
 
     def newest_step(self, place: str, step: int) -> int:
-        """Return the newest step in the tracker; `place` and `step` are the last recorded values."""
-        # If the run was deleted in MLflow, it has been created again without steps.
+        """Return the newest step in the tracker; `place` and `step` are from the recorded `Position`."""
+        # If the run was deleted in MLflow, it has been recreated without steps, so send all steps again.
         return -1 if self._is_new or place != self.place else step
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -230,8 +230,8 @@ def _text(value: object) -> str:
 class WandbRun:
     """A run on the W&B server, or an offline run in ``wandb/offline-run-KEY`` inside the run folder.
 
-    The server reports the newest step that it has, so steps that were not uploaded are sent again. An offline
-    run is always rewritten completely, so that a single file contains the steps of all attempts.
+    The server reports the newest step that it has stored, so steps that were not uploaded are sent again. An
+    offline run is always rewritten completely, so that a single file contains the steps of all attempts.
     """
 
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:

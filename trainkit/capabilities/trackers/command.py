@@ -59,7 +59,7 @@ MAX_NAME = 60
 @trust_option
 @json_option("trainkit.capabilities.trackers.sync:SyncedJson")
 def sync(run_name: str, as_json: bool) -> int:
-    """Send RUN's metrics to MLflow and Weights & Biases if its nodes could not send them.
+    """Send RUN's metrics to MLflow and Weights & Biases if RUN's nodes could not send them.
 
     Each step is sent once, after a checkpoint covers the step or the run has finished.
     """
@@ -167,7 +167,7 @@ def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageEr
 
 
 def link_runs(group: RunGroup, temporary: Path) -> Path:
-    """Create a folder of links to each run's TensorBoard files, named after the values of the run's trial.
+    """Create a folder with links to the runs' TensorBoard files, each named after the values of a trial.
 
     TensorBoard shows a run as soon as the run has started.
     """

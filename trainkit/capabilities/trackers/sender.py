@@ -17,8 +17,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
 DRAIN_S = 30.0
-"""Seconds for which a finished run waits until its last steps are sent; `trainkit sync` can send the rest
-later."""
+"""Maximum time that a finished run waits for its last steps to be sent, in seconds; `trainkit sync` can send
+the remaining steps later."""
 
 
 def sender_log(attempt: AttemptDir) -> Path:
@@ -46,7 +46,7 @@ class TrackerSender(Companion):
                     environ=environ,
                     output=log,
                     keeps_mask=False,
-                    # Slurm may send a stop signal to every process in a job step.
+                    # Ignore stop signals, because Slurm may send them to every process in a job step.
                     ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
                     stdin=subprocess.PIPE,
                 )
@@ -56,7 +56,7 @@ class TrackerSender(Companion):
             )
 
     def end(self, *, is_finished: bool) -> None:
-        """Stop the process; wait for it only if the run is finished, as a preempted job must exit soon."""
+        """Stop the process; wait for it only after a finished run, because a preempted job must exit soon."""
         child = self._child
         if child is None:
             return

@@ -41,7 +41,7 @@ _NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
 
 @dataclass(frozen=True)
 class Position:
-    """The sending progress for one tracker; stored in ``trackers/NAME.json``."""
+    """The progress of sending steps to one tracker, stored in ``trackers/NAME.json``."""
 
     key: str
     """The key that identifies the run in the tracker, and is the same for all attempts."""
@@ -168,7 +168,7 @@ class RunTracker:
 
     @property
     def writes_once(self) -> bool:
-        """Return whether all steps are sent at once, at the end of the run or by `trainkit sync`."""
+        """Return whether all steps are sent together, at the end of the run or by `trainkit sync`."""
         return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
 
     def update(self, state: str, *, closes: bool = False) -> Sent:
@@ -208,7 +208,7 @@ class RunTracker:
         return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
     def _send(self, limit: float) -> tuple[int, list[Sample]]:
-        """Send the steps up to `limit`; return the number of sent steps, and the later steps."""
+        """Send the steps up to `limit`; return the number of sent steps, and the samples of later steps."""
         position = self._known_position()
         if self._tracker is None:
             found = samples(self.run, -1, math.inf)
@@ -250,7 +250,7 @@ def open_tracker(settings: MlflowConfig | WandbConfig, facts: Facts, key: str) -
 
 
 def sync_run(run: RunDir) -> list[Sent]:
-    """Send all steps that later attempts will not recompute to every tracker of a run.
+    """Send every tracker of a run all steps that later attempts will not recompute.
 
     Raises UsageError if the run has no tracker, and the same errors as `RunTracker.update`.
     """
@@ -266,7 +266,7 @@ def sync_run(run: RunDir) -> list[Sent]:
 
 
 def one_line(error: BaseException) -> str:
-    """Format an error of another library as one line of limited length."""
+    """Format an error of a third-party library as one line of limited length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 

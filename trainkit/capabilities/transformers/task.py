@@ -93,7 +93,7 @@ class HFCausalLM(Task):
         return self._counted(model if lora is None else self._adapted(model, lora))
 
     def _on_meta(self, weights: StoredWeights) -> tuple[nn.Module | None, str]:
-        """Return the model on the meta device, and why each process must read all weight files (or "")."""
+        """Return the model on the meta device and "", or None and why each rank must read all weights."""
         lora = self.config.model.lora
         with parameters_on_meta():
             model = create_model(self._folder)
@@ -175,7 +175,7 @@ class HFCausalLM(Task):
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise FatalError if `model.quantize` is set although each process needs all weights."""
+        """Raise FatalError if `model.quantize` is set, but is not supported for the reason `why`."""
         name = self.config.model.quantize
         if why and name is not None:
             raise FatalError(
@@ -290,7 +290,7 @@ def _no_split(tp: int, message: str, hint: str) -> TaskError:
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
-    """Save a model as transformers does, or adapters as peft does; `merge` merges them into the weights."""
+    """Save a model as transformers does, or adapters as peft does; `merge` merges adapters into weights."""
     is_adapted = hasattr(model, "merge_and_unload")
     if merge and not is_adapted:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")

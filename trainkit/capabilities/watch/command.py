@@ -41,9 +41,9 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
     RUN can also be a group of runs or a bench. Without RUN, the screen lists the active runs and the newest
-    other runs, and you can open one of them. `watch` changes nothing unless you press a key for an action,
-    such as cancelling the run, and confirm the action. With --json or without a terminal, the command prints
-    the current state once.
+    runs that have ended, and you can open any of them. `watch` changes nothing unless you press a key for an
+    action, such as cancelling the run, and confirm the action. With --json or without a terminal, the command
+    prints the current state once.
     """
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():

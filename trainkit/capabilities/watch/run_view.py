@@ -25,7 +25,7 @@ from trainkit.shipped import ask_each, ask_one, owner_of, shown_by
 MAX_NOTICES = 50
 TAIL_LINES = 20
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
-"""States of a job that has an allocation."""
+"""States of a run whose job has an allocation."""
 WORST = 5
 """The highest severity of a node's problems."""
 
@@ -45,25 +45,25 @@ class NodeRow:
     gpu_percent: float | None = None
     """Mean utilisation of the node's GPUs, in percent."""
     gpu_mem_used_gib: float | None = None
-    """Used memory of the GPU with the highest memory usage."""
+    """Used memory of the GPU with the highest memory usage, in GiB."""
     gpu_mem_total_gib: float | None = None
     temperature_c: float | None = None
-    """Temperature of the hottest GPU."""
+    """Temperature of the hottest GPU, in degrees Celsius."""
     power_w: float | None = None
-    """Total power draw of the node's GPUs."""
+    """Total power draw of the node's GPUs, in watts."""
     net_mib_s: float | None = None
-    """Network traffic, received plus sent."""
+    """Network traffic, received plus sent, in MiB/s."""
     disk_mib_s: float | None = None
-    """Disk traffic, read plus written."""
+    """Disk traffic, read plus written, in MiB/s."""
     severity: int = 0
     problems: list[str] = field(default_factory=list)
     slowest_rank: int | None = None
-    """The slowest of the ranks on this node that are reported as slow; None if no rank is."""
+    """The slowest rank on this node among the ranks reported as slow; None if no rank is reported as slow."""
 
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """The rank that delays the other ranks most, even if by only a little."""
+    """The rank that delays the other ranks most, even if the delay is small."""
 
     rank: int
     host: str
@@ -79,12 +79,12 @@ class RunView:
 
     status: RunStatus = field(metadata=INLINE)
     sentence: str
-    """A sentence that describes the state of the run and its reason."""
+    """A sentence that describes the state of the run and the reason for this state."""
     failure: str | None
     """The rank that failed first, with its host and error."""
     world_size: int | None
     elapsed_s: float | None
-    """Seconds for which the newest attempt has been running or, if it has ended, ran."""
+    """Seconds from the start of the newest attempt to its end or, while it is running, to now."""
     eta_s: float | None
     """Estimated seconds until the last step, based on the speed in the newest records."""
     limit_s: float | None
@@ -101,9 +101,9 @@ class RunView:
     data_wait_share: float | None
     slowest_rank: SlowestRank | None
     mem_gib_peak: float | None
-    """Highest peak memory of any rank: on the rank's GPU or, without GPUs, of the rank's process."""
+    """Highest peak memory of any rank in GiB: GPU memory or, without GPUs, memory of the rank's process."""
     mem_gib_total: float | None
-    """Total memory of a single GPU."""
+    """Total memory of a single GPU, in GiB."""
     checkpoint_step: int | None
     checkpoint_age_s: float | None
     """Seconds since the newest checkpoint was completed."""
@@ -113,7 +113,7 @@ class RunView:
     nodes: list[NodeRow]
     """The nodes, sorted by severity of their problems, most severe first."""
     notices: list[Notice]
-    """Current warnings followed by past warnings, each newest first."""
+    """Current warnings followed by past warnings, both sorted from newest to oldest."""
     hint: str | None
     log: str | None
     """The log file of the failed rank, or of rank 0 if no rank has failed."""
@@ -151,7 +151,7 @@ def read_view(
 ) -> RunView:
     """Return the view of a run; the caller must have updated `history`.
 
-    In hints with commands, the run folder is relative to `cwd` if it is below `cwd`.
+    In hints with commands, the path of the run folder is relative to `cwd` if the folder is below `cwd`.
     """
     run, metrics = history.run, history.metrics
     reading = reading_of(history, status)
@@ -217,7 +217,7 @@ def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
 
 
 def sentence(status: RunStatus) -> str:
-    """Return a sentence that describes the state of the run and its reason."""
+    """Return a sentence that describes the state of the run and the reason for this state."""
     reason, progress = f": {status.reason}" if status.reason else "", status.progress
     if status.state == "unknown" and progress.metrics_age_s is not None:
         reason += f"; the newest metrics are {duration(progress.metrics_age_s)} old"
@@ -264,7 +264,7 @@ def _data_wait_share(records: Sequence[StepRecord]) -> float | None:
 def _at_risk(
     history: RunHistory, status: RunStatus, until: datetime, world_size: int | None
 ) -> tuple[int | None, float | None]:
-    """Return the steps, and the hours summed over all ranks, that would be lost without another save."""
+    """Return the steps, and the hours summed over all ranks, that are lost without another checkpoint."""
     if status.is_command or status.progress.step is None or world_size is None:
         return None, None
     events = history.events

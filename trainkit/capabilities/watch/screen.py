@@ -49,7 +49,7 @@ from trainkit.terminal import BAD, DIM, TITLE, state_style
 LOG_LINES = 200
 MAX_TRIALS = 200
 MAX_SHARE = 0.05
-"""Maximum fraction of a CPU core that reading the run folder may use. If reading would use more than this,
+"""Maximum fraction of a CPU core that reading the run folder may use. If reading would exceed this fraction,
 the run folder is read less often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
@@ -59,7 +59,7 @@ HANGUP_S = 5
 def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
     """Show a run, a group or all runs until the user quits, and return the exit code."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # textual ignores changes of the terminal size if these variables are set.
+        os.environ.pop(name, None)  # textual ignores changes to the terminal size if these variables are set.
     app = WatchApp(found, interval_s)
     result = app.run()
     if app.signal_number is not None:

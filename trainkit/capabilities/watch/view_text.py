@@ -67,7 +67,7 @@ def view_lines(view: RunView, size: Size, metric: str | None = None) -> list[Tex
 
 
 def _all_lines(lines: list[Text], view: RunView, size: Size, charts: Sequence[str]) -> list[Text]:
-    """Return `lines`, followed by the numbers, nodes, warnings, given charts and log of the run."""
+    """Return `lines`, followed by the run's numbers, nodes, warnings, charts and log."""
     tail_first = bool(view.failure) and size.is_tall
     lines += _tail_lines(view, size, 1 + FAILURE_LOG_LINES) if tail_first else []
     lines += [Text(), *_progress(view, size), *_numbers(view, size)]
@@ -149,7 +149,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
 
 
 def _curve_value(view: RunView, name: str) -> Text:
-    """Return the newest value of a curve, and a value to compare it with."""
+    """Return the newest value of a curve, and a reference value for comparison."""
     if name == "loss":
         val_loss = view.status.progress.val_loss
         val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
@@ -387,8 +387,8 @@ def sparkline(values: Sequence[float | None]) -> str:
     """
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    # Halve before subtracting, as in `_chart`. Divide by the span, because multiplying by a factor overflows
-    # if the span is tiny.
+    # Halve before subtracting, as in `_chart`. Divide by the span instead of multiplying by its inverse,
+    # which overflows if the span is tiny.
     span = high / 2 - low / 2 or 1.0
     levels = (None if value is None else (value / 2 - low / 2) / span for value in values)
     return "".join(" " if level is None else BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
