@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -70,14 +69,14 @@ class Cells(HTMLParser):
         ([1, "<b>"], "[1, '<b>']"),
     ],
 )
-def test_a_cell(value: object, shown: str) -> None:
+def test_a_cell(value, shown):
     for text in (details({"reason": value}), table([("reason", [value])])):
         found = Cells(text)
         assert found.texts == ["reason", shown]
         assert found.names == {"table", "tr", "th", "td"}
 
 
-def test_what_is_none_is_left_out() -> None:
+def test_what_is_none_is_left_out():
     assert Cells(details({"run": "a", "loss": None})).texts == ["run", "a"]
     columns = [("run", [0, 1]), ("best", [None, None]), ("loss", [None, 2])]
     assert Cells(table(columns)).texts == ["run", "loss", "0", "", "1", "2"]
@@ -93,7 +92,7 @@ CURVES: list[list[tuple[float, float]]] = [
 
 
 @pytest.mark.parametrize("points", CURVES)
-def test_a_curve_stays_in_its_picture(points: list[tuple[float, float]]) -> None:
+def test_a_curve_stays_in_its_picture(points):
     drawn = str(sparkline(points, "loss"))
     found = re.search(r'points="([^"]*)"', drawn)
     assert found is not None
@@ -104,7 +103,7 @@ def test_a_curve_stays_in_its_picture(points: list[tuple[float, float]]) -> None
     assert "currentColor" in drawn  # the curve has the colour of the page, which may be light or dark
 
 
-def test_a_curve_falls_from_the_top_to_the_bottom_and_has_two_points() -> None:
+def test_a_curve_falls_from_the_top_to_the_bottom_and_has_two_points():
     drawn = str(sparkline([(1, 9.0), (2, 1.0)], "loss"))
     assert 'points="2.0,2.0 118.0,22.0"' in drawn
     assert "loss from 9 to 1" in drawn
@@ -135,11 +134,11 @@ class Quotes:
         (10**50, "100000000000000000...0000000000000000000"),
     ],
 )
-def test_a_result(value: object, shown: str) -> None:
+def test_a_result(value, shown):
     assert shortened(value) == shown
 
 
-def test_a_result_whose_repr_is_broken_or_long_leaves_the_table() -> None:
+def test_a_result_whose_repr_is_broken_or_long_leaves_the_table():
     assert "Raises" in shortened(Raises())
     assert len(shortened(Quotes())) < 2 * MAX_CELL
     found = Cells(details({"result": shortened(Quotes())}))
@@ -159,7 +158,7 @@ def group(num_trials: int, num_keys: int = 1, state: str = "finished", **values:
     return GroupStatus("lr <sweep>", "/runs", None, "", named, 1, 1, None, points, Ranking("val_loss"))
 
 
-def test_a_group() -> None:
+def test_a_group():
     found = group(3)
     said(repr(found))
     cells = Cells(found._repr_html_())
@@ -173,7 +172,7 @@ def test_a_group() -> None:
     assert "lr &lt;sweep&gt;: 1 failed, 2 finished" in found._repr_html_()
 
 
-def test_a_large_group_shows_its_failures_and_says_what_it_leaves_out() -> None:
+def test_a_large_group_shows_its_failures_and_says_what_it_leaves_out():
     found = group(1000, 1000)
     text = found._repr_html_()
     cells = Cells(text)
@@ -183,13 +182,13 @@ def test_a_large_group_shows_its_failures_and_says_what_it_leaves_out() -> None:
     assert len(repr(found)) < 200
 
 
-def test_keys_that_are_called_as_a_column_keep_their_own() -> None:
+def test_keys_that_are_called_as_a_column_keep_their_own():
     texts = Cells(group(1, 0, run="r", best="s", loss=2)._repr_html_()).texts
     assert texts[:6] == ["run", "run", "best", "loss", "state", "best val_loss"]
     assert texts[7:12] == ["0", "r", "s", "2", "failed"]
 
 
-def test_a_group_that_has_not_started(tmp_path: Path) -> None:
+def test_a_group_that_has_not_started(tmp_path):
     from trainkit.observe.current import read_group
 
     found = read_group(make_group(tmp_path, {0: {"optimizer.lr": 0.1}}), lambda ids: None)

@@ -381,7 +381,7 @@ def test_the_numbers_in_the_line_of_an_event_are_short():
 
 
 @pytest.mark.parametrize("damage", [{"workers_per_node": -1}, {"num_nodes": 2**62}, {"node_sizes": [1, 0]}])
-def test_of_a_damaged_plan_no_ranks_are_known(damage: dict[str, object]) -> None:
+def test_of_a_damaged_plan_no_ranks_are_known(damage):
     whole = {"num_nodes": 2, "workers_per_node": 2}
     assert ranks_of_nodes(PlanRecord(whole)) == [range(2), range(2, 4)]
     assert ranks_of_nodes(PlanRecord({**whole, **damage})) == []

@@ -70,9 +70,7 @@ def states(*ids: str) -> dict[str, str]:
     return {job_id: job.state.value for job_id, job in known.items()}
 
 
-def test_all_commands_of_an_interval_share_one_answer(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_commands_of_an_interval_share_one_answer(slurm, monkeypatch):
     direct = query_clusters(["7", "8"])
     assert query_shared(["7", "8"]) == direct == query_shared(["7", "8"])
     assert direct[0]["7"].start_time == datetime.fromtimestamp(NOON, timezone.utc)
@@ -86,9 +84,7 @@ def test_all_commands_of_an_interval_share_one_answer(
     assert num_queries(slurm) == 3
 
 
-def test_a_job_is_asked_about_at_once_and_then_with_the_others(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_asked_about_at_once_and_then_with_the_others(slurm, monkeypatch):
     assert states("7") == {"7": "pending"}
     assert states("8") == {"8": "pending"}
     assert (states("7"), num_queries(slurm)) == ({"7": "pending"}, 2)
@@ -103,7 +99,7 @@ def test_a_job_is_asked_about_at_once_and_then_with_the_others(
     assert slurm.calls[-1][-1] == "--jobs=7"
 
 
-def test_the_id_of_an_array_selects_its_tasks(slurm: FakeSlurm) -> None:
+def test_the_id_of_an_array_selects_its_tasks(slurm):
     (slurm.folder / "queue").write_text(line("9_1", "RUNNING") + line("9_0") + line("7"))
     for _ in range(2):
         assert states("9") == {"9_0": "pending", "9_1": "running"}
@@ -111,14 +107,12 @@ def test_the_id_of_an_array_selects_its_tasks(slurm: FakeSlurm) -> None:
     assert num_queries(slurm) == 2
 
 
-def test_tasks_that_share_a_record_are_found_with_the_others(slurm: FakeSlurm) -> None:
+def test_tasks_that_share_a_record_are_found_with_the_others(slurm):
     (slurm.folder / "queue").write_text(line("9_1", "RUNNING") + line("9"))
     assert states("9") == dict(sorted({**states("9_1"), "9": "pending"}.items()))
 
 
-def test_clusters_that_share_a_home_do_not_mix_their_jobs(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_that_share_a_home_do_not_mix_their_jobs(slurm, tmp_path, monkeypatch):
     """The file of east contains plain ids, also if a command on west wrote it."""
     assert states("7") == {"7": "pending"}
     (tmp_path / "slurm.conf").write_text("ClusterName=West\n")
@@ -128,7 +122,7 @@ def test_clusters_that_share_a_home_do_not_mix_their_jobs(
     assert "--jobs=7,8" in asked
 
 
-def test_commands_that_start_together_wait_for_one_query(slurm: FakeSlurm) -> None:
+def test_commands_that_start_together_wait_for_one_query(slurm):
     slurm.add("squeue", '/bin/sleep 0.5; /bin/cat "$here/queue"')
     found: list[dict[str, str]] = []
     threads = [threading.Thread(target=lambda: found.append(states("7", "8"))) for _ in range(8)]
@@ -140,9 +134,7 @@ def test_commands_that_start_together_wait_for_one_query(slurm: FakeSlurm) -> No
     assert num_queries(slurm) == 1
 
 
-def test_a_controller_that_does_not_answer_is_asked_once(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_does_not_answer_is_asked_once(slurm, monkeypatch):
     (slurm.folder / "refuses").touch()
     for ids in (["7"], ["7"], ["8"]):  # a new job has to wait too
         known, problems = query_shared(ids)
@@ -155,16 +147,14 @@ def test_a_controller_that_does_not_answer_is_asked_once(
     assert (states("7"), states("8"), num_queries(slurm)) == ({"7": "pending"}, {"8": "pending"}, 2)
 
 
-def test_a_missing_squeue_concerns_only_this_process(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_squeue_concerns_only_this_process(slurm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
         assert "not on PATH" in query_shared(["7"])[1][""].message
     assert states("7") == {"7": "pending"}
 
 
-def test_a_command_that_holds_the_lock_for_long(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_holds_the_lock_for_long(slurm, monkeypatch):
     monkeypatch.setattr(shared_answers, "LOCK_TIMEOUT_S", 0.1)
     file = answers_file("east")
     file.parent.mkdir(parents=True)
@@ -177,7 +167,7 @@ def test_a_command_that_holds_the_lock_for_long(slurm: FakeSlurm, monkeypatch: p
         assert states("7") == {"7": "pending"}
 
 
-def test_only_the_user_can_read_the_file(slurm: FakeSlurm) -> None:
+def test_only_the_user_can_read_the_file(slurm):
     states("7")
     file = answers_file("east")
     assert file.name == "east.json"
@@ -188,24 +178,24 @@ def test_only_the_user_can_read_the_file(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[", '{"jobs": {"7": {}}}', '{"jobs": {"7": 1}}', '{"asked_at": "x"}']
 )
-def test_a_damaged_file_is_replaced(slurm: FakeSlurm, text: str) -> None:
+def test_a_damaged_file_is_replaced(slurm, text):
     states("7")
     answers_file("east").write_text(text)
     assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
 
 
-def test_without_a_cache_slurm_is_asked_each_time(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_slurm_is_asked_each_time(slurm, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
 
 
-def test_without_an_interval_there_is_no_file(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_interval_there_is_no_file(slurm, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
     assert not answers_file("east").exists()
 
 
-def test_decisions_use_a_new_answer(slurm: FakeSlurm) -> None:
+def test_decisions_use_a_new_answer(slurm):
     states("7")
     (slurm.folder / "queue").write_text(line("7", "RUNNING"))
     job = SbatchBackend().job(AttemptRecord(attempt=1, job_id="7", backend="sbatch"))
@@ -220,9 +210,7 @@ def profile(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_profile_sets_the_minimum(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_sets_the_minimum(slurm, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     profile(tmp_path, "a", "name: East\nmin_poll_s: 60\n")
     profile(Path(os.environ["XDG_CONFIG_HOME"]) / "trainkit", "west", "min_poll_s: 90.5")
@@ -236,16 +224,14 @@ def test_a_profile_sets_the_minimum(
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "true", "[120]"])
-def test_a_minimum_that_is_no_number(slurm: FakeSlurm, tmp_path: Path, value: str) -> None:
+def test_a_minimum_that_is_no_number(slurm, tmp_path, value):
     profile(tmp_path, "east", f"name: east\nmin_poll_s: {value}\n")
     with pytest.raises(ConfigError) as caught:
         min_poll_s("east")
     said(caught.value.render())
 
 
-def test_a_variable_that_is_no_number(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variable_that_is_no_number(slurm, monkeypatch, tmp_path, capsys):
     run = make_attempt(tmp_path / "run").run
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     monkeypatch.setenv(VARIABLE, "2 min")
@@ -313,9 +299,7 @@ def queries_within(slurm: FakeSlurm, seconds: float) -> int:
 
 
 @pytest.mark.slow(seconds=20)
-def test_commands_side_by_side(
-    slurm: FakeSlurm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_side_by_side(slurm, request, monkeypatch):
     """Watch, --follow, `logs -f` and the Python API together ask as often as one of them."""
     monkeypatch.setenv(VARIABLE, "3")
     request.getfixturevalue("waiting")
@@ -327,9 +311,7 @@ def test_commands_side_by_side(
 
 
 @pytest.mark.slow(seconds=12)
-def test_without_a_minimum_each_command_asks(
-    slurm: FakeSlurm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_minimum_each_command_asks(slurm, request, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     request.getfixturevalue("waiting")
     time.sleep(6.0)
