@@ -112,6 +112,7 @@ def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 SAVES, FAILS = "raise SystemExit(75)", "raise SystemExit(1)"
+NO_STEP = "srun: error: Unable to create step for job 7: no memory"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,6 @@ SAVES, FAILS = "raise SystemExit(75)", "raise SystemExit(1)"
         (REQUEUED, SAVES, False, ("requeue", "preempted", 0)),
         (OUT_OF_TIME, SAVES, False, ("requeue", "timeout", 1)),
         (CANCELLED, SAVES, False, ("stopped", None, 0)),
-        (RUNNING, SAVES, False, ("stopped", None, 0)),
         # A host that was cut off is reachable again, and its job has continued without it.
         (REQUEUED, FAILS, False, ("requeue", "crash", 0)),
         (job(restarts=1), FAILS, False, ("requeue", "crash", 0)),
@@ -131,13 +131,10 @@ SAVES, FAILS = "raise SystemExit(75)", "raise SystemExit(1)"
         # A rank dies of the signal with which Slurm ends the job.
         (PREEMPTED, dies_by(signal.SIGTERM), False, ("requeue", "preempted", 1)),
         (PREEMPTED, dies_by(signal.SIGTERM, record=False), True, ("requeue", "preempted", 1)),
-        (CANCELLED, dies_by(signal.SIGUSR1), True, ("stopped", None, 0)),
         (TAKEN, dies_by(signal.SIGUSR2, record=False), False, ("requeue", "preempted", 0)),
         (replace(COMPLETING, reason="TimeLimit"), dies_by(signal.SIGINT), False, ("requeue", "timeout", 1)),
         (CANCELLED, dies_by(signal.SIGTERM), False, ("stopped", None, 0)),
-        # The handler of a command exits with 1.
-        (PREEMPTED, FAILS, True, ("requeue", "preempted", 1)),
-        (CANCELLED, FAILS, True, ("stopped", None, 0)),
+        (PREEMPTED, FAILS, True, ("requeue", "preempted", 1)),  # the handler of a command exits with 1
     ],
 )
 def test_a_step_without_a_notice(run, slurm, suspects, monkeypatch, job, code, is_command, expected):
@@ -153,36 +150,16 @@ def test_a_step_without_a_notice(run, slurm, suspects, monkeypatch, job, code, i
 
 
 @pytest.mark.parametrize(
-    ("job", "action", "cause", "requeued"),
+    ("job", "says", "is_command", "expected"),
     [
-        (RUNNING, "stopped", None, 0),  # a person signals only the ranks
-        (PREEMPTED, "requeue", "preempted", 1),
-        (TAKEN, "requeue", "preempted", 0),
+        (replace(COMPLETING, is_preempted=True), "", False, ("requeue", "crash", 1)),
+        (replace(COMPLETING, is_preempted=True), NO_STEP, False, ("requeue", "crash", 1)),
+        (TAKEN, "", True, ("requeue", "crash", 0)),
+        (CANCELLED, NO_STEP, False, ("failed", "crash", 0)),
+        (CANCELLED, "", True, ("failed", "crash", 0)),
     ],
 )
-def test_ranks_that_save_after_sigterm(run, slurm, job, action, cause, requeued):
-    slurm.job = job
-    code, end = step(run, SAVES, record_signal(run, "SIGTERM"))
-    assert (code, end["action"], end["cause"], slurm.requeued) == (EXIT_STOPPED, action, cause, requeued)
-    if action == "stopped":
-        assert end["state"] == "stopped"
-        said(end["reason"])
-    assert run.attempt_numbers() == [1]
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        (replace(COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
-        (TAKEN, ("requeue", "crash", 0)),
-        (CANCELLED, ("failed", "crash", 0)),
-    ],
-)
-@pytest.mark.parametrize(
-    ("says", "is_command"),
-    [("", False), ("", True), ("srun: error: Unable to create step for job 7: no memory", False)],
-)
-def test_a_notice_before_the_step_is_started_again(run, slurm, monkeypatch, job, expected, says, is_command):
+def test_a_notice_before_the_step_is_started_again(run, slurm, monkeypatch, job, says, is_command, expected):
     if is_command:
         run_a_command(run)
 
