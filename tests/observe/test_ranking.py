@@ -214,15 +214,6 @@ def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path):
     assert newest_step(trained, first_steps(trained, read_events(trained))) == 2
 
 
-def test_the_table_of_a_group_has_no_steps_that_are_computed_again(tmp_path):
-    group = make_group(tmp_path, {0: {"seed": 0}})
-    run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1"})
-    claim_entry(run, 2, 1)
-    log_event(run, 2, "training", step=2)
-    (trial,) = status(group, "val_loss").trials
-    assert (trial.best, trial.step) == (Best("val_loss", 3.0, 2), 2)
-
-
 @pytest.mark.parametrize("lost", ["loss", "val_loss"])
 def test_a_run_that_was_resumed_from_before_it_diverged_has_a_result(tmp_path, lost):
     group = make_group(tmp_path, {0: {"seed": 0}})
@@ -230,11 +221,11 @@ def test_a_run_that_was_resumed_from_before_it_diverged_has_a_result(tmp_path, l
     assert (best_result(run), diverged_since(run)) == (None, 3)
     claim_entry(run, 2, 1)
     log_event(run, 2, "training", step=2)
-    for _ in range(2):
+    for step in (2, 3):
         assert (best_result(run), diverged_since(run)) == (Best("val_loss", 3.0, 2), None)
         assert measure(run, Ranking("val_loss")).result == Best("val_loss", 3.0, 2)
         (trial,) = status(group, "val_loss").trials
-        assert (trial.best, trial.diverged_since) == (Best("val_loss", 3.0, 2), None)
+        assert (trial.best, trial.step, trial.diverged_since) == (Best("val_loss", 3.0, 2), step, None)
         log(run, {"loss": "2.5"}, attempt=2, first=3)
 
 
@@ -248,6 +239,9 @@ def test_the_best_metric_of_the_config_ranks(tmp_path):
     assert (found.ranking, found.best and found.best.index) == (Ranking("val_accuracy", "max"), 1)
     assert [trial.index for trial in most_relevant(found, 3)] == [1, 0, 2]
     assert status(RunGroup(found.run_dir), "val_loss").ranking == Ranking("val_loss")
+    (tmp_path / "other").mkdir()
+    without = group_of(tmp_path / "other", [{"loss": "1"}, {"loss": "2"}], best_metric="val_f1")
+    assert status(without).ranking == Ranking("loss"), "no run has the metric yet"
 
 
 def test_the_metric_of_an_ended_run_is_read_once(tmp_path, monkeypatch):
@@ -261,11 +255,6 @@ def test_the_metric_of_an_ended_run_is_read_once(tmp_path, monkeypatch):
     with group.run(1).metrics_file.open("a") as stream:
         stream.write('{"step": 2, "f1": 0.95}\n')
     assert status(group).trials[1].best == Best("f1", 0.95, 2)
-
-
-def test_no_run_has_the_best_metric_of_the_config_yet(tmp_path):
-    found = status(group_of(tmp_path, [{"loss": "1"}, {"loss": "2"}], best_metric="val_f1"))
-    assert found.ranking == Ranking("loss")
 
 
 @pytest.mark.parametrize(
