@@ -21,7 +21,7 @@ ANSWERS = {
     "AccountingStorageType = accounting_storage/slurmdbd\nSelectType = select/linear\n",
     "partition": "PartitionName=gpu Default=YES MaxTime=01:00:00 MaxNodes=1 TotalNodes=2 State=UP\n",
     "node": 2 * "CPUTot=32 AvailableFeatures=ib Gres=gpu:h100:4 RealMemory=128000 Partitions=gpu\n",
-    "assoc_mgr": "ClusterName=west Account=physics UserName={user}(0) Partition= DefAssoc=Yes\n"
+    "assoc_mgr": "ClusterName=west Account=physics UserName=me(0) Partition= DefAssoc=Yes\n"
     "QOS=long(1) MaxWallPJ=\n",
 }
 GPU = Partition(
@@ -35,9 +35,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "slurm")
     (fake.folder / "bin").mkdir(parents=True)
     monkeypatch.setattr("getpass.getuser", lambda: "me")
-    for name, text in ANSWERS.items():
-        (fake.folder / name).write_text(text.format(user="me"))
-    fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
+    fake.shows(**ANSWERS)
     fake.add("sbatch", "echo slurm 23.11.4")
     fake.add("srun", "echo --container-image")
     fake.add(
@@ -82,7 +80,7 @@ def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm):
 def test_clusters_that_a_job_can_be_sent_to(slurm):
     """Only the first cluster is queried. Names of hosts are not checked for several clusters."""
     slurm.add("sacctmgr", "echo west; echo east")
-    slurm.add("scontrol", 'shift; [ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
+    slurm.add("scontrol", 'shift; [ "$1" = show ] || shift; /bin/cat "$here/$2"')
     (slurm.folder / "config").write_text(ANSWERS["config"].replace("west", "east"))
     note_failure("east", "g1", "died", "lost", run="/runs/small", attempt=2)
     for names in (["east"], ["east", "west"]):
