@@ -31,7 +31,6 @@ class Place:
         self.cluster("west")
 
     def cluster(self, name: str | None) -> None:
-        """Set the cluster name in slurm.conf."""
         Path(self.environ["SLURM_CONF"]).write_text(f"ClusterName={name}\n" if name else "")
 
     def profile(self, stem: str, text: str, of_user: bool = True) -> Path:

@@ -31,7 +31,6 @@ GPU = Partition(
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """Return a fake Slurm of a cluster called west."""
     fake = FakeSlurm(tmp_path / "slurm")
     (fake.folder / "bin").mkdir(parents=True)
     monkeypatch.setattr("getpass.getuser", lambda: "me")

@@ -45,7 +45,6 @@ def write(path: Path, records: list[dict[str, Any]], torn: str = "") -> None:
 
 
 def count_parsed(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Return a mock that counts the parsed JSON values."""
     parsed = Mock(wraps=json.loads)
     monkeypatch.setattr(json, "loads", parsed)
     return parsed

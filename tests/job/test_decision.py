@@ -36,8 +36,6 @@ def was(cause, progress=0, step=None, failure=None):
 
 @dataclass(frozen=True)
 class Ended(Outcome):
-    """The outcome of an attempt, with other facts about its run."""
-
     progress: int = 0
     step: int | None = 1
     ran_s: float = 0.0
@@ -117,7 +115,6 @@ def crashed(**more):
 
 
 def test_decisions():
-    """The table has a line for each outcome, after some earlier attempts and with some options."""
     lines = []
 
     def case(name, end, *past, **given):

@@ -104,7 +104,6 @@ def run_a_command(run):
 
 @pytest.fixture
 def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of nodes that are recorded as suspects."""
     noted: list[Any] = []
     monkeypatch.setattr(allocation, "note_failure", lambda *args, **more: noted.append(args))
     monkeypatch.setattr(allocation, "NOTICE_S", 0.2)

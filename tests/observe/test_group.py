@@ -50,7 +50,6 @@ def states(group: RunGroup, known: dict[str, SlurmJob] | None) -> list[str]:
 
 
 def started(group: RunGroup, index: int) -> RunDir:
-    """Create a trial whose task has started."""
     run = group.run(index)
     create_task_run(run)
     claim_entry(run, 1, 1)

@@ -29,8 +29,6 @@ KEY = "sk-" + "a1B2" * 8
 
 
 class Cells(HTMLParser):
-    """Collects the texts of a table and the names of all elements."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.texts, self.names = list[str](), set[str]()

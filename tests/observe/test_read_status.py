@@ -94,7 +94,6 @@ def slurm_job(state=JobState.FAILED, **more):
 
 
 def submitted(run, **more):
-    """Write the entry of an attempt that is a Slurm job."""
     entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600), **more}
     write_json(run.job_file, {"attempts": [entry]})
 

@@ -27,7 +27,6 @@ def queue_line(job, array=0, task="N/A", state="RUNNING", restarts=0, **more):
 
 
 def accounting_line(job_id, state="COMPLETED", exit_code="0:0", name="quick", start=NOON + 60):
-    """Return one record of sacct."""
     times = (str(start), str(start + 60))
     return FIELD.join([job_id, state, "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
 
@@ -37,7 +36,6 @@ def states(jobs: dict[str, SlurmJob]) -> dict[str, str]:
 
 
 def prints(fake: FakeSlurm, program: str, text: str) -> None:
-    """Add a program that prints this text."""
     (fake.folder / f"{program}.out").write_text(text)
     fake.add(program, f'/bin/cat "$here/{program}.out"')
 

@@ -36,7 +36,6 @@ def send(folder: Path, body: str, *directives: str, token: str = "", **more: obj
 
 
 def wait_for(job_id: str, *states: JobState) -> SlurmJob:
-    """Wait until a job has one of these states, and return the job."""
 
     def asked() -> SlurmJob | None:
         job = query_jobs([job_id])[job_id]
@@ -47,7 +46,6 @@ def wait_for(job_id: str, *states: JobState) -> SlurmJob:
 
 
 def jobs_with_token(cluster: Cluster, token: str) -> list[str]:
-    """Return every job that was ever submitted with this token."""
     argv = ["squeue", "--noheader", "--states=all", "--format=%i %r %k"]
     shown = cluster.run(argv, timeout_s=240, check=True).stdout.splitlines()
     # Slurm records some of the jobs that it has refused.

@@ -21,7 +21,6 @@ UNPRINTABLE = ("two\nlines", "\n", "cr\r", "\x01\x7f", "\x1b[31m", "\u2028", "a\
 
 
 def through_bash(text: str) -> list[str]:
-    """Return the arguments into which bash splits a text."""
     script = os.fsencode(f"printf '%s\\0' {text}\n")
     done = subprocess.run(["bash"], input=script, capture_output=True, check=True, timeout=30)
     return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]

@@ -66,7 +66,6 @@ def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(start, tmp_pa
 
 @pytest.fixture
 def taken(run):
-    """Return a run whose first attempt job 7 has claimed."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     return run

@@ -33,7 +33,6 @@ VARIABLE = "TRAINKIT_MIN_POLL_S"
 
 
 def line(job_id: str, state: str = "PENDING") -> str:
-    """Return squeue's record of a job or array task."""
     array, _, task = job_id.partition("_")
     times = (str(NOON), str(NOON + 60))
     fields = [array, array, task or "N/A", state, "Priority", "n1", "1", *times, "0", "0", f"name{FIELD}\n"]

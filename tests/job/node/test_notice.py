@@ -189,7 +189,6 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path, name):
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Adopt orphaned processes, as an agent does."""
     adopt_orphans()
     yield
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
