@@ -28,7 +28,7 @@ from trainkit.run.history import RunHistory
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 
-MANY = 20_000
+MANY = 4_000
 
 
 @pytest.fixture

@@ -103,6 +103,16 @@ def test_signal_right_after_the_start_is_not_lost(start_job):
 
 
 @pytest.mark.slow
+def test_what_does_not_end_in_time_is_killed(start_job):
+    job = start_job("signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)", grace_s=0.5)
+    pids = job.worker_pids()
+    end = job.stop()
+    assert end["state"] == "stopped"
+    assert "killed" in end["reason"]
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.slow
 def test_killed_worker_takes_the_others_with_it(start_job):
     job = start_job("print('last words'); ready(); time.sleep(600)", nodes=2, workers=2)
     pids = job.worker_pids()
