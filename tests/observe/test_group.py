@@ -183,10 +183,8 @@ def test_many_points_cost_little_more_than_reading_them(tmp_path, num_points, nu
         # A little more than the time for reading the two files of each trial and printing the answer.
         least_s.append(3 * answer_s + 1.5 * reading_s)
     found = json.loads(texts[-1])
-    assert (found["states"], len(found["points"])) == (
-        {"finished" if num_ended else "pending": num_points},
-        num_points,
-    )
+    assert found["states"] == {"finished" if num_ended else "pending": num_points}
+    assert len(found["points"]) == num_points
 
 
 def test_a_group_on_another_cluster_is_asked_of_that_one(tmp_path, monkeypatch, capsys):

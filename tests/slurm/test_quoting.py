@@ -58,12 +58,8 @@ BREAK = "cannot be written in an #SBATCH line: it contains a line break"
 @pytest.mark.parametrize(
     ("write", "value", "message"),
     [
-        *(
-            (quote, "a\0b", NUL),
-            (directive, "a\0b", NUL),
-            (directive, "a\nb", BREAK),
-            (directive, "a\r", BREAK),
-        ),
+        *((quote, "a\0b", NUL), (directive, "a\0b", NUL)),
+        *((directive, "a\nb", BREAK), (directive, "a\r", BREAK)),
         *((quote, value, "cannot be written in a script") for value in (None, True, ["a"])),
         (directive, "x\udcff", "cannot be written in an #SBATCH line: it contains bytes that are not UTF-8"),
     ],

@@ -94,13 +94,8 @@ def test_a_download_of_another_version_that_fails_is_named_and_leaves_nothing(ma
     monkeypatch.setattr(releases, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(releases, "path_with_sbin", lambda: str(machine))
     monkeypatch.setenv("PATH", f"{machine}:/usr/bin:/bin")
-    for name, text in (
-        ("slurmctld", "echo slurm-wlm 23.02.7"),
-        (
-            "apt-get",
-            'case "$*" in *indextargets*) echo Debian http://mirror.example/debian/ ;; *) exit 100 ;; esac',
-        ),
-    ):
+    no_release = 'case "$*" in *indextargets*) echo Debian http://a.mirror/debian/ ;; *) exit 100 ;; esac'
+    for name, text in (("slurmctld", "echo slurm-wlm 23.02.7"), ("apt-get", no_release)):
         (machine / name).write_text(f"#!/bin/sh\n{text}\n")
         (machine / name).chmod(0o755)
     assert releases.find(None) is releases.find("23.02") is None, "it is installed"
