@@ -104,23 +104,6 @@ def test_local_disks_are_private_and_others_shared(cluster, tmp_path):
     assert not Path("/var/tmp/mine").exists()
 
 
-def test_names_are_known_on_the_machine_and_on_the_hosts(cluster):
-    for host in (None, 1):
-        found = cluster.run(["getent", "ahostsv4", cluster.hosts[3]], host=host, check=True).stdout.split()[0]
-        assert found == cluster.address(4)
-    shown = cluster.run(["getent", "hosts", cluster.state.machine], host=1, check=True).stdout
-    assert shown.split()[0] == cluster.address(network.MACHINE_INDEX)
-    assert cluster.run(["getent", "hosts", "no-such-host"], host=1).returncode == 2
-
-
-def test_every_part_of_the_cluster_is_of_the_version(cluster, slurm_version):
-    programs = ("sbatch", "srun", "scontrol", "sacct", "slurmd")
-    shown = [cluster.run([name, "-V"], check=True).stdout for name in programs]
-    shown += cluster.run(["srun", "-N4", "srun", "-V"], check=True).stdout.splitlines(keepends=True)
-    assert len(set(shown)) == 1, shown
-    assert slurm_version is None or shown[0].startswith(f"slurm-wlm {slurm_version}.")
-
-
 @needs_tmux
 def test_a_shell_of_its_own(clusters_possible, tmp_path):
     environ = {**os.environ, "SHELL": "/bin/bash", "TMUX_TMPDIR": str(tmp_path)}
