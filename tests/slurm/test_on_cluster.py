@@ -88,8 +88,12 @@ def test_refusals(cluster, tmp_path, option, sentence, hint):
 
 
 def test_names_come_back_as_they_were_given(cluster, tmp_path):
-    names = ["a b", "two\nlines", "back\\slash", "Größe 模型 🚀", "%j %x", "--hold", "a | b"]
-    names += ["'single' and \"double\"", "$(touch injected) `touch injected` ; touch injected & >injected"]
+    names = [
+        "a b",
+        "'single' and \"double\"",
+        "$(touch injected) `touch injected` ; touch injected & | >injected",
+    ]
+    names += ["two\nlines", "back\\slash", "Größe 模型 🚀", "%j %x", "--hold"]
     ids = [send(tmp_path, "true\n", extra_argv=[f"--job-name={name}", "--hold"]) for name in names]
     jobs = query_jobs(ids)
     assert {job_id: job.name for job_id, job in jobs.items()} == dict(zip(ids, names, strict=True))

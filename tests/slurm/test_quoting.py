@@ -21,6 +21,7 @@ UNPRINTABLE = ("two\nlines", "\n", "cr\r", "\x01\x7f", "\x1b[31m", "\u2028", "a\
 
 
 def through_bash(text: str) -> list[str]:
+    """Return the arguments into which bash splits a text."""
     script = os.fsencode(f"printf '%s\\0' {text}\n")
     done = subprocess.run(["bash"], input=script, capture_output=True, check=True, timeout=30)
     return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
@@ -58,8 +59,12 @@ BREAK = "cannot be written in an #SBATCH line: it contains a line break"
 @pytest.mark.parametrize(
     ("write", "value", "message"),
     [
-        *((quote, "a\0b", NUL), (directive, "a\0b", NUL)),
-        *((directive, "a\nb", BREAK), (directive, "a\r", BREAK)),
+        *(
+            (quote, "a\0b", NUL),
+            (directive, "a\0b", NUL),
+            (directive, "a\nb", BREAK),
+            (directive, "a\r", BREAK),
+        ),
         *((quote, value, "cannot be written in a script") for value in (None, True, ["a"])),
         (directive, "x\udcff", "cannot be written in an #SBATCH line: it contains bytes that are not UTF-8"),
     ],
@@ -77,15 +82,21 @@ def sbatch(cluster: Any, cwd: Path, *lines: str) -> str:
 
 
 def test_sbatch_reads_directives_as_they_were_meant(cluster, tmp_path):
-    names = [*filter(None, HOSTILE), "50%j\\x", "\\\\"]
+    for value in filter(None, HOSTILE):
+        job = sbatch(cluster, tmp_path, "hold", "output=/dev/null", f"comment={directive(value)}")
+        shown = cluster.run(["squeue", "-h", "-j", job, "-o", "%k"], timeout_s=30, check=True).stdout
+        assert shown == f"{value}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slurm_finds_every_log(cluster, tmp_path):
+    names = [name for name in HOSTILE if name and len(name) < 40] + ["50%j\\x", "\\\\"]
     logs = [tmp_path / str(number) / name / "log" for number, name in enumerate(names)]
     for log in logs:
         log.parent.mkdir(parents=True)
-    given = [(directive(name), directive(log_path(str(log)))) for name, log in zip(names, logs, strict=True)]
-    jobs = [sbatch(cluster, tmp_path, f"comment={text}", f"output={log}") for text, log in given]
-    shown = cluster.run(["squeue", "-h", "--states=all", "-o", "%i %k"], timeout_s=30, check=True).stdout
-    found = dict(line.split(" ", 1) for line in shown.split("\n")[:-1])
-    assert [found[job] for job in jobs] == names
+    jobs = [sbatch(cluster, tmp_path, f"output={directive(log_path(str(log)))}") for log in logs]
     for job in jobs:
         cluster.wait_for_job(job, {"COMPLETED", "FAILED"}, 240)
-    assert [log for log in logs if not log.exists() or log.read_text() != "it ran\n"] == []
+    assert {str(log): log.exists() and log.read_text() for log in logs} == {
+        str(log): "it ran\n" for log in logs
+    }
