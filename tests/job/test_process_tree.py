@@ -34,7 +34,7 @@ def test_all_finish(start_job):
 
 
 def test_an_exception_at_once_is_not_tried_again_for_nothing(start_job):
-    job = start_job("{}['lr']", nodes=2, requeue={"on": ("crash",)})
+    job = start_job("{}['lr']", requeue={"on": ("crash",)})
     end = job.end()
     assert (job.run.attempt_numbers(), end["state"], end["exit_code"]) == ([1], "failed", 1)
     said(end["reason"])
@@ -84,7 +84,7 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_if_it_says_so(s
     says = "open(os.environ['TRAINKIT_JOB_DONE_FILE'], 'w').close()\n"
     # A signal that arrives while Python exits would kill it.
     hears = "while not asked:\n    time.sleep(0.02)\n"
-    job = start_job(WAITS_TO_END + hears + says, nodes=2, requeue={"max": 1})
+    job = start_job(WAITS_TO_END + hears + says, requeue={"max": 1})
     job.worker_pids()
     job.signal("SIGUSR2")
     wait_for(lambda: "signal" in job.events())
@@ -95,7 +95,7 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_if_it_says_so(s
 
 def test_signal_right_after_the_start_is_not_lost(start_job):
     waits = "listen()\nwhile not asked:\n    time.sleep(0.02)\nsys.exit(75)"
-    job = start_job(waits, nodes=2, requeue={"max": 0})
+    job = start_job(waits, requeue={"max": 0})
     job.signal("SIGUSR2")
     end = job.end()
     assert end["state"] == "stopped"
@@ -114,16 +114,16 @@ def test_what_does_not_end_in_time_is_killed(start_job):
 
 @pytest.mark.slow
 def test_killed_worker_takes_the_others_with_it(start_job):
-    job = start_job("print('last words'); ready(); time.sleep(600)", nodes=2, workers=2)
+    job = start_job("print('last words'); ready(); time.sleep(600)", nodes=2)
     pids = job.worker_pids()
-    os.kill(pids[2], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     end = job.end()
     assert (end["state"], end["exit_code"]) == ("failed", 137)
-    assert (end["verdict"]["rank"], end["verdict"]["message"]) == (2, "killed by SIGKILL")
+    assert (end["verdict"]["rank"], end["verdict"]["message"]) == (1, "killed by SIGKILL")
     assert "rank_failed" in job.events()
-    assert read_json(job.run.attempt(1).rank_error(2))["log_tail"] == ["last words"]
+    assert read_json(job.run.attempt(1).rank_error(1))["log_tail"] == ["last words"]
     assert not any(map(is_running, pids))
-    assert [path.name for path in job.run.attempt(1).errors_dir.iterdir()] == ["rank-0002.json"]
+    assert [path.name for path in job.run.attempt(1).errors_dir.iterdir()] == ["rank-0001.json"]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_killed_agent_takes_its_node_and_the_job_with_it(start_job):
 
 
 def test_killed_supervisor_leaves_nothing_behind(start_job):
-    job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
+    job = start_job("ready(); time.sleep(600)", nodes=2)
     everything = [*job.worker_pids(), *descendants(job.entry.pid)]
     os.kill(job.entry.pid, signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, everything)), 5)
