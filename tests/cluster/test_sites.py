@@ -92,7 +92,6 @@ def written(site: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) 
 
 
 def problems(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    """Return the problems with resources that `check` reports."""
     main(["check", "quickstart", "--json", "--backend", "sbatch", *options])
     found = json.loads(capsys.readouterr().out).get("problems", [])
     return [f"{item['key']} {item['message']}" for item in found if item["key"].startswith("resources.")]

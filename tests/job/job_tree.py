@@ -50,8 +50,6 @@ def save_when_asked():
 
 @dataclass
 class Job:
-    """A run that a test has started."""
-
     run: RunDir
     entry: AttemptRecord
     plan: LaunchPlan
@@ -70,7 +68,6 @@ class Job:
         return read_json(self.run.attempt(attempt).end_file)
 
     def signal(self, name: str = "SIGTERM") -> None:
-        """Signal the supervisor."""
         os.kill(self.entry.pid, signal.Signals[name])
 
     def stop(self, name: str = "SIGTERM") -> dict[str, Any]:

@@ -48,7 +48,6 @@ def reasons(run: RunDir) -> list[tuple[int, str, str]]:
 
 
 def start(run: RunDir, code: str = "pass", *writes: Any) -> int:
-    """Return the exit code of a job whose step runs some Python."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     for write in writes:
         write()

@@ -28,7 +28,7 @@ from trainkit.run.history import RunHistory
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 
-MANY = 20_000
+MANY = 4_000
 
 
 @pytest.fixture
@@ -45,7 +45,6 @@ def write(path: Path, records: list[dict[str, Any]], torn: str = "") -> None:
 
 
 def count_parsed(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Return a mock that counts the parsed JSON values."""
     parsed = Mock(wraps=json.loads)
     monkeypatch.setattr(json, "loads", parsed)
     return parsed

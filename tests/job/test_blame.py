@@ -53,7 +53,6 @@ def flights(*records: Flight) -> dict[int, Flight]:
 
 
 def check(found: Blame | None, *ranks: int, differs: bool = False) -> None:
-    """Compare the ranks and, with its table, the text."""
     assert found is not None
     assert found == Blame(ranks, found.text, differs=differs)
     said(found.text)

@@ -36,8 +36,6 @@ def was(cause, progress=0, step=None, failure=None):
 
 @dataclass(frozen=True)
 class Ended(Outcome):
-    """The outcome of an attempt, with other facts about its run."""
-
     progress: int = 0
     step: int | None = 1
     ran_s: float = 0.0
@@ -106,6 +104,11 @@ AT_15 = [was("hang", 10, 15), was("crash", 10, 15)]
 AT_10 = {"progress": 10, "step": 10}
 MOVED = replace(LOADER, message="no <Loader at 0x7fff>")
 SLICE = [was("timeout", 1, 5), was("timeout", 2, 9)]
+HAD_FAILED = {"workload": COMMAND, "had_failed": True}
+OTHER = was("crash", 0, 37, replace(NAN, type="other"))
+BEFORE = was("crash", 5, None, UNKNOWN)
+PREEMPTED = was("preempted", 10, 10)
+EVERY_WAY = RestartOptions(restart=True, requeue=True, resubmit=True, follow_up=True)
 
 
 def saved(cause, stop_signal="SIGUSR2", **more):
@@ -117,7 +120,6 @@ def crashed(**more):
 
 
 def test_decisions():
-    """The table has a line for each outcome, after some earlier attempts and with some options."""
     lines = []
 
     def case(name, end, *past, **given):
@@ -137,11 +139,8 @@ def test_decisions():
     case("a command fails as requested", ended([1, 143], "SIGTERM", "asked", workload=COMMAND))
     case("a command fails by itself", crashed(workload=COMMAND))
     case("a command wants no other attempt", ended([78], "SIGTERM", "preempted", workload=COMMAND))
-    case(
-        "a command failed before its preemption",
-        ended([137], "SIGTERM", "preempted", workload=COMMAND, had_failed=True),
-    )
-    case("a command failed before a cancellation", ended([137], "SIGTERM", workload=COMMAND, had_failed=True))
+    case("a command failed before its preemption", ended([137], "SIGTERM", "preempted", **HAD_FAILED))
+    case("a command failed before a cancellation", ended([137], "SIGTERM", **HAD_FAILED))
     # A command that exits with 0 after a stop signal has saved, unless it has said that it is done.
     case("a command ends with 0", ended([0, 0], workload=COMMAND))
     case("a preempted command ends with 0", ended([0, 0], "SIGTERM", "preempted", workload=COMMAND))
@@ -154,12 +153,8 @@ def test_decisions():
     case("preempted", saved("preempted", "SIGTERM"))
     case("out of time", saved("timeout"))
     case("preempted and killed", ended([137], "SIGTERM", "preempted", out_of_time=True))
-    case(
-        "a crash restarts in place",
-        crashed(),
-        options=RestartOptions(restart=True, requeue=True, resubmit=True, follow_up=True),
-    )
-    case("a crash requeues", crashed(), options=RestartOptions(requeue=True, resubmit=True, follow_up=True))
+    case("a crash restarts in place", crashed(), options=EVERY_WAY)
+    case("a crash requeues", crashed(), options=replace(EVERY_WAY, restart=False))
     case("a crash has a follow-up", crashed(), options=RestartOptions(resubmit=True, follow_up=True))
     case("a crash submits again", crashed(), options=RESUBMIT)
     case("a crash has no way back", ended([9]), options=RestartOptions(unavailable_reason="no scontrol"))
@@ -185,23 +180,11 @@ def test_decisions():
     case("slow hosts are no lack of progress", crashed(step=9), *[was("slow_host", step=9)] * 2)
     case("the same failure at the same step", crashed(failure=NAN, progress=30), was("crash", 20, 37, NAN))
     case("the same failure at another step", crashed(failure=NAN), was("crash", 0, 36, replace(NAN, step=36)))
-    case(
-        "another failure at the same step",
-        crashed(failure=NAN),
-        was("crash", 0, 37, replace(NAN, type="other")),
-    )
+    case("another failure at the same step", crashed(failure=NAN), OTHER)
     # A different end between the two shows that the failure is an accident.
     case("a preemption between the two", crashed(failure=NAN), was("crash", 0, 37, NAN), was("preempted", 30))
-    case(
-        "an unknown step, no save between",
-        crashed(failure=UNKNOWN, progress=5),
-        was("crash", 5, None, UNKNOWN),
-    )
-    case(
-        "an unknown step, a save between",
-        crashed(failure=UNKNOWN, progress=6),
-        was("crash", 5, None, UNKNOWN),
-    )
+    case("an unknown step, no save between", crashed(failure=UNKNOWN, progress=5), BEFORE)
+    case("an unknown step, a save between", crashed(failure=UNKNOWN, progress=6), BEFORE)
     case("cannot get better", crashed(failure=FINAL))
     case("an exception before any progress", crashed(failure=LOADER, step=None))
     case("the same one at another address", crashed(failure=LOADER, step=None), was("crash", failure=MOVED))
@@ -211,24 +194,16 @@ def test_decisions():
     case("three ends at one step", crashed(progress=10, step=15), *AT_15, **MANY)
     case("two ends at one step", crashed(progress=10, step=16), *AT_15, **MANY)
     case("three time limits at one step", saved("timeout", **AT_10), *[was("timeout", 10, 10)] * 2)
-    case(
-        "ten preemptions at one step", saved("preempted", "SIGTERM", **AT_10), *[was("preempted", 10, 10)] * 9
-    )
+    case("ten preemptions at one step", saved("preempted", "SIGTERM", **AT_10), *[PREEMPTED] * 9)
     case("nine starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 8, **NEVER)
     case("ten starts that failed", crashed(launch_error="srun: error"), *[was("not_started")] * 9, **NEVER)
-    case(
-        "a failed start hides no crashes", crashed(**AT_14), *CRASHES[:2], was("not_started", 10), CRASHES[2]
-    )
+    failed_start = was("not_started", 10)
+    case("a failed start hides no crashes", crashed(**AT_14), *CRASHES[:2], failed_start, CRASHES[2])
     case("the cap on restarts", saved("asked"), *[was("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
     case("slices are no restarts", saved("timeout", **AT_12), *SLICE, **SLICES)
     case("time limits without a total are restarts", saved("timeout", **AT_12), *SLICE, **LIMIT)
-    case(
-        "a preemption between slices is a restart",
-        saved("timeout", **AT_12),
-        *SLICE,
-        was("preempted"),
-        **SLICES,
-    )
+    between = [*SLICE, was("preempted")]
+    case("a preemption between slices is a restart", saved("timeout", **AT_12), *between, **SLICES)
     case("the total of slices is used", saved("timeout", is_total_used=True), **SLICES)
     case("a crash with the total used", crashed(is_total_used=True), **SLICES)
     said("\n".join(lines))

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import shutil
 import signal
 import sys
@@ -229,16 +228,6 @@ def watch_of(run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = SLEEPS) -
     return SlurmAttemptWatch(Attempt(run.attempt(1), plan), [sys.executable, "-c", code], supervisor_view="")
 
 
-def test_the_run_saves_when_its_slices_have_taken_their_total(run, slurm):
-    values = read_json(run.attempt(1).plan_file)
-    values["requeue"] |= {"total_s": values["grace_s"] + 2.0}
-    write_json(run.attempt(1).plan_file, values)
-    code = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(75)); time.sleep(60)"
-    result, end = step(run, code)
-    assert (result, end["action"], end["cause"]) == (75, "stopped", "timeout")
-    said(re.sub("00:0.*? of", "TIME of", end["reason"]))
-
-
 def test_a_start_waits_for_room_on_the_disk(run, slurm, monkeypatch):
     monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -321,33 +310,12 @@ class TestHeldLocks:
         assert end["reason"].startswith(str(run.supervisor_lock_file))
         assert f"process {os.getpid()} on " in end["reason"]
 
-    def test_but_not_for_ever(self, run, slurm, monkeypatch):
-        monkeypatch.setattr("trainkit.job.decision.MAX_STARTS", 3)
-        with file_lock(run.supervisor_lock_file):
-            assert [self.start(run) for _ in range(3)] == [EXIT_STOPPED, EXIT_STOPPED, EXIT_FAILED]
-        end = read_json(run.attempt(3).end_file)
-        assert (end["action"], slurm.requeued) == ("failed", 2)
-        assert f"remove {run.supervisor_lock_file}" in end["reason"]
-
     def test_a_held_supervisor_lock_is_logged_also_where_the_plan_is_damaged(self, run, slurm, capfd):
         run.attempt(1).plan_file.write_text("")
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_FAILED
         hint = f"hint: if the host of that process is permanently down, remove {run.supervisor_lock_file}"
         assert hint in capfd.readouterr().out
-
-    def test_the_end_is_judged_by_the_signal_that_ended_the_wait_for_the_supervisor_lock(
-        self, run, slurm, monkeypatch
-    ):
-        slurm.job, judge = replace(RUNNING, state=JobState.CANCELLED), Mock(wraps=allocation.judge)
-        monkeypatch.setattr(allocation, "judge", judge)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        signal.raise_signal(signal.SIGINT)
-        with file_lock(run.supervisor_lock_file):
-            assert self.start(run) == EXIT_STOPPED
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert [call.args[0].outcome.exits for call in judge.call_args_list] == [((0, 128 + signal.SIGINT),)]
-        assert "SIGINT" in read_json(run.attempt(1).end_file)["reason"]
 
     @pytest.mark.parametrize("is_preempted", [True, False])
     def test_the_supervisor_lock_is_awaited_until_slurm_ends_the_job(

@@ -16,9 +16,12 @@ from trainkit.backends.slurm import allocation
 from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import supervisor
+from trainkit.job.failure import records
+from trainkit.job.failure.records import record_silent_death
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails
 
@@ -31,7 +34,6 @@ def no_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IMPORTS = """
 import os, signal, sys, time
-from trainkit.job.failure import records
 from trainkit.run.events import log_event
 from trainkit.run.record import change_newest, mark_cancelled
 from trainkit.run.rundir import RunDir
@@ -88,13 +90,18 @@ TAKEN = replace(RUNNING, state=JobState.COMPLETING, restarts=1)
 """A job that Slurm itself has already requeued."""
 
 
-def dies_by(number: int, *, record: bool = True) -> str:
-    """Return code of a step whose rank dies of a signal that its agent did not get.
+def dying(run: RunDir, number: int, *, record: bool = True) -> dict[str, Any]:
+    """Return the end of a step whose rank dies of a signal that its agent did not get.
 
-    With `record`, the rank records a failure.
+    With `record`, the rank's death is recorded.
     """
-    recorded = f"records.record_silent_death(attempt, 0, 0, {128 + number})\n" if record else ""
-    return f"{IMPORTS}records.own_host = lambda: 'node1'\n{recorded}sys.exit({128 + number})"
+    code, file = 128 + number, run.attempt(1).rank_error(0)
+    record_silent_death(run.attempt(1), 0, 0, code)
+    death = file.read_text()
+    file.unlink()
+    place = f"'{run.attempts_dir}/%03d/errors/{file.name}' % int(os.environ['TRAINKIT_JOB_ATTEMPT'])"
+    writes = f"open({place}, 'w').write({death!r})" if record else ""
+    return step(run, f"import os; {writes}\nraise SystemExit({code})")[1]
 
 
 def run_a_command(run):
@@ -104,14 +111,15 @@ def run_a_command(run):
 
 @pytest.fixture
 def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of nodes that are recorded as suspects."""
     noted: list[Any] = []
     monkeypatch.setattr(allocation, "note_failure", lambda *args, **more: noted.append(args))
     monkeypatch.setattr(allocation, "NOTICE_S", 0.2)
+    monkeypatch.setattr(records, "own_host", lambda: "node1")
     return noted
 
 
 SAVES, FAILS = "raise SystemExit(75)", "raise SystemExit(1)"
+NO_STEP = "srun: error: Unable to create step for job 7: no memory"
 
 
 @pytest.mark.parametrize(
@@ -122,22 +130,18 @@ SAVES, FAILS = "raise SystemExit(75)", "raise SystemExit(1)"
         (REQUEUED, SAVES, False, ("requeue", "preempted", 0)),
         (OUT_OF_TIME, SAVES, False, ("requeue", "timeout", 1)),
         (CANCELLED, SAVES, False, ("stopped", None, 0)),
-        (RUNNING, SAVES, False, ("stopped", None, 0)),
         # A host that was cut off is reachable again, and its job has continued without it.
         (REQUEUED, FAILS, False, ("requeue", "crash", 0)),
         (job(restarts=1), FAILS, False, ("requeue", "crash", 0)),
         # Slurm does not answer.
         (None, FAILS, False, ("requeue", "crash", 1)),
         # A rank dies of the signal with which Slurm ends the job.
-        (PREEMPTED, dies_by(signal.SIGTERM), False, ("requeue", "preempted", 1)),
-        (PREEMPTED, dies_by(signal.SIGTERM, record=False), True, ("requeue", "preempted", 1)),
-        (CANCELLED, dies_by(signal.SIGUSR1), True, ("stopped", None, 0)),
-        (TAKEN, dies_by(signal.SIGUSR2, record=False), False, ("requeue", "preempted", 0)),
-        (replace(COMPLETING, reason="TimeLimit"), dies_by(signal.SIGINT), False, ("requeue", "timeout", 1)),
-        (CANCELLED, dies_by(signal.SIGTERM), False, ("stopped", None, 0)),
-        # The handler of a command exits with 1.
-        (PREEMPTED, FAILS, True, ("requeue", "preempted", 1)),
-        (CANCELLED, FAILS, True, ("stopped", None, 0)),
+        (PREEMPTED, (signal.SIGTERM, True), False, ("requeue", "preempted", 1)),
+        (PREEMPTED, (signal.SIGTERM, False), True, ("requeue", "preempted", 1)),
+        (TAKEN, (signal.SIGUSR2, False), False, ("requeue", "preempted", 0)),
+        (replace(COMPLETING, reason="TimeLimit"), (signal.SIGINT, True), False, ("requeue", "timeout", 1)),
+        (CANCELLED, (signal.SIGTERM, True), False, ("stopped", None, 0)),
+        (PREEMPTED, FAILS, True, ("requeue", "preempted", 1)),  # the handler of a command exits with 1
     ],
 )
 def test_a_step_without_a_notice(run, slurm, suspects, monkeypatch, job, code, is_command, expected):
@@ -146,43 +150,23 @@ def test_a_step_without_a_notice(run, slurm, suspects, monkeypatch, job, code, i
     if is_command:
         run_a_command(run)
     slurm.job = job
-    end = step(run, code)[1]
+    end = step(run, code)[1] if isinstance(code, str) else dying(run, code[0], record=code[1])
     assert (end["action"], end["cause"], slurm.requeued) == expected
     assert (end["verdict"] is None) == (expected[1] != "crash")
     assert (suspects, cancelled, run.attempt_numbers()) == ([], [], [1])
 
 
 @pytest.mark.parametrize(
-    ("job", "action", "cause", "requeued"),
+    ("job", "says", "is_command", "expected"),
     [
-        (RUNNING, "stopped", None, 0),  # a person signals only the ranks
-        (PREEMPTED, "requeue", "preempted", 1),
-        (TAKEN, "requeue", "preempted", 0),
+        (replace(COMPLETING, is_preempted=True), "", False, ("requeue", "crash", 1)),
+        (replace(COMPLETING, is_preempted=True), NO_STEP, False, ("requeue", "crash", 1)),
+        (TAKEN, "", True, ("requeue", "crash", 0)),
+        (CANCELLED, NO_STEP, False, ("failed", "crash", 0)),
+        (CANCELLED, "", True, ("failed", "crash", 0)),
     ],
 )
-def test_ranks_that_save_after_sigterm(run, slurm, job, action, cause, requeued):
-    slurm.job = job
-    code, end = step(run, SAVES, record_signal(run, "SIGTERM"))
-    assert (code, end["action"], end["cause"], slurm.requeued) == (EXIT_STOPPED, action, cause, requeued)
-    if action == "stopped":
-        assert end["state"] == "stopped"
-        said(end["reason"])
-    assert run.attempt_numbers() == [1]
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        (replace(COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
-        (TAKEN, ("requeue", "crash", 0)),
-        (CANCELLED, ("failed", "crash", 0)),
-    ],
-)
-@pytest.mark.parametrize(
-    ("says", "is_command"),
-    [("", False), ("", True), ("srun: error: Unable to create step for job 7: no memory", False)],
-)
-def test_a_notice_before_the_step_is_started_again(run, slurm, monkeypatch, job, expected, says, is_command):
+def test_a_notice_before_the_step_is_started_again(run, slurm, monkeypatch, job, says, is_command, expected):
     if is_command:
         run_a_command(run)
 
@@ -282,7 +266,7 @@ def test_a_notice_may_follow_the_death(run, slurm, monkeypatch):
         return RUNNING
 
     monkeypatch.setattr(allocation, "query_job", query)
-    end = step(run, dies_by(15))[1]
+    end = dying(run, 15)
     assert (end["action"], end["cause"], end["verdict"]) == ("stopped", None, None)
 
 
@@ -299,7 +283,7 @@ def test_a_notice_may_come_to_the_supervisor(run, slurm):
 @pytest.mark.parametrize("job", [RUNNING, None])
 def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(run, slurm, suspects, job):
     slurm.job = job
-    end = step(run, dies_by(15))[1]
+    end = dying(run, 15)
     assert (end["state"], end["cause"], suspects) == ("failed", "crash", [])
     assert (end["verdict"]["rank"], end["verdict"]["message"]) == (0, "killed by SIGTERM")
     said(end["reason"])
@@ -310,7 +294,7 @@ def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(r
 )
 def test_a_death_on_a_node_that_is_drained(run, slurm, suspects, monkeypatch, state, is_drained):
     monkeypatch.setattr(allocation, "node_states", lambda hosts: dict.fromkeys(hosts, state))
-    end = step(run, dies_by(15))[1]
+    end = dying(run, 15)
     assert suspects == []
     assert end["cause"] == ("preempted" if is_drained else "crash")
     if is_drained:
@@ -320,6 +304,6 @@ def test_a_death_on_a_node_that_is_drained(run, slurm, suspects, monkeypatch, st
 
 def test_a_segmentation_fault_is_judged_at_once_and_noted(run, slurm, suspects, monkeypatch):
     monkeypatch.setattr(SlurmAllocation, "_await_notice", None)
-    end = step(run, dies_by(11))[1]
+    end = dying(run, 11)
     assert end["cause"] == "crash"
     assert [args[1:3] for args in suspects] == [("node1", "culprit")] * 2

@@ -4,7 +4,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from tests.support.groups import SUBMITTED_AT, make_group
 from tests.support.said import said
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
-from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
@@ -51,7 +50,6 @@ def states(group: RunGroup, known: dict[str, SlurmJob] | None) -> list[str]:
 
 
 def started(group: RunGroup, index: int) -> RunDir:
-    """Create a trial whose task has started."""
     run = group.run(index)
     create_task_run(run)
     claim_entry(run, 1, 1)
@@ -64,7 +62,7 @@ def ended(run: RunDir, state: str, best: float | None = None, attempt: int = 1, 
     write_json(run.attempt(attempt).end_file, end)
 
 
-def test_points_without_a_folder_are_what_slurm_says(group: RunGroup) -> None:
+def test_points_without_a_folder_are_what_slurm_says(group):
     known = jobs(_0=JobState.PENDING, _1=JobState.RUNNING, _2=JobState.FAILED, _3=JobState.CANCELLED)
     assert states(group, known) == ["pending", "starting", "died", "cancelled"]
     assert [trial.job_id for trial in status(group, known).trials] == ["12_0", "12_1", "12_2", "12_3"]
@@ -74,7 +72,7 @@ def test_points_without_a_folder_are_what_slurm_says(group: RunGroup) -> None:
     assert "will never start" in str(status(group, known).trials[0].reason)
 
 
-def test_what_is_forgotten_is_not_taken_for_finished(group: RunGroup) -> None:
+def test_what_is_forgotten_is_not_taken_for_finished(group):
     started(group, 0)
     known = jobs(_0=JobState.UNKNOWN, _1=JobState.UNKNOWN, _2=JobState.CANCELLED, _3=JobState.RUNNING)
     assert states(group, known) == ["died", "died", "cancelled", "starting"]
@@ -82,7 +80,7 @@ def test_what_is_forgotten_is_not_taken_for_finished(group: RunGroup) -> None:
     assert states(group, known) == ["died", "cancelled", "cancelled", "starting"]
 
 
-def test_points_that_run_and_that_have_ended(group: RunGroup) -> None:
+def test_points_that_run_and_that_have_ended(group):
     ended(started(group, 0), "finished", 2.5)
     running = started(group, 1)
     append_jsonl(running.metrics_file, {"step": 1, "loss": 3.0})
@@ -99,18 +97,18 @@ def test_points_that_run_and_that_have_ended(group: RunGroup) -> None:
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 
-def test_points_that_have_run_for_long_take_no_longer(group: RunGroup, monkeypatch) -> None:
+def test_points_that_have_run_for_long_take_no_longer(group, monkeypatch):
     for index in LRS:
-        metrics = "".join(f'{{"attempt": 1, "step": {step}, "loss": 2.5}}\n' for step in range(5000))
+        metrics = "".join(f'{{"attempt": 1, "step": {step}, "loss": 2.5}}\n' for step in range(500))
         started(group, index).metrics_file.write_text(metrics)
     parsed = Mock(wraps=json.loads)
     monkeypatch.setattr(json, "loads", parsed)
     seen = status(group, jobs(**{f"_{index}": JobState.RUNNING for index in LRS}))
-    assert [trial.best for trial in seen.trials] == [Best("loss", 2.5, 4999)] * 4
+    assert [trial.best for trial in seen.trials] == [Best("loss", 2.5, 499)] * 4
     assert parsed.call_count < 100
 
 
-def test_a_copy_of_a_group_has_ended_too(group: RunGroup, tmp_path: Path) -> None:
+def test_a_copy_of_a_group_has_ended_too(group, tmp_path):
     ended(started(group, 0), "finished")
     copy = shutil.copytree(group.path, tmp_path / "copy", symlinks=True)
     latest = copy / "0/attempts/latest"
@@ -119,17 +117,7 @@ def test_a_copy_of_a_group_has_ended_too(group: RunGroup, tmp_path: Path) -> Non
     assert states(RunGroup(copy), None)[0] == "finished"
 
 
-def test_a_loss_counts_where_nothing_was_validated(group: RunGroup) -> None:
-    for index, loss in ((0, 3.0), (2, 2.0)):
-        best = {"metric": "loss", "value": loss, "step": 9}
-        end = {"state": "finished", "action": "finished", "best": best}
-        write_json(started(group, index).attempt(1).end_file, end)
-    assert status(group, jobs()).best.index == 2
-    ended(group.run(0), "finished", 9.0)
-    assert status(group, jobs()).best.index == 0
-
-
-def test_a_point_that_was_started_again_on_its_own(group: RunGroup) -> None:
+def test_a_point_that_was_started_again_on_its_own(group):
     run = started(group, 0)
     ended(run, "failed")
     with run_lock(run):
@@ -141,7 +129,7 @@ def test_a_point_that_was_started_again_on_its_own(group: RunGroup) -> None:
     assert (trial.state, trial.job_id) == ("pending", "99")
 
 
-def test_damaged_and_unreadable_files_are_passed_over(group: RunGroup, monkeypatch) -> None:
+def test_damaged_and_unreadable_files_are_passed_over(group, monkeypatch):
     run = started(group, 0)
     run.job_file.write_text('{"attempts": [3')
     run.attempt(1).end_file.write_text("[]")
@@ -154,71 +142,52 @@ def test_damaged_and_unreadable_files_are_passed_over(group: RunGroup, monkeypat
     assert states(group, known)[:2] == expected
 
 
-def test_a_folder_without_a_run_stays_as_it_is(group: RunGroup) -> None:
-    group.run(0).path.mkdir()
-    with pytest.raises(UsageError, match=r"/0 is not a run folder: it has no job.json"):
-        create_task_run(group.run(0))
-    assert list(group.run(0).path.iterdir()) == []
-
-
-# The test is marked as slow, so that it is measured alone and not disturbed by other tests on the same cores.
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_points", "num_ended"), [(10_000, 0), (2_000, 2_000)])
-def test_thousands_of_points_cost_little_more_than_reading_them(
-    tmp_path: Path,
-    num_points: int,
-    num_ended: int,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+@pytest.mark.slow(seconds=3)  # slow tests are measured alone, not next to others on the same cores
+@pytest.mark.parametrize(("num_points", "num_ended"), [(2_000, 0), (500, 500)])
+def test_many_points_cost_little_more_than_reading_them(tmp_path, num_points, num_ended, monkeypatch):
     # Processor time does not measure threads that wait for each other.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
     group = make_group(tmp_path, {0: {"seed": 0}})
     trials = [Trial(index, {"seed": index}) for index in range(num_points)]
     write_json(group.sweep_file, group.record.to_dict(trials))
-    best = {"metric": "val_loss", "value": 2.5, "step": 5}
-    end = json.dumps({"state": "finished", "action": "finished", "reason": "x" * 80, "best": best}, indent=2)
     for index in range(num_ended):
-        attempt = group.path / str(index) / "attempts/001"
-        attempt.mkdir(parents=True)
-        (attempt.parent / "latest").symlink_to("001")
-        (attempt / "end.json").write_text(end)
+        run = RunDir(group.path / str(index))
+        run.attempt(1).path.mkdir(parents=True)
+        run.attempt(1).make_latest()
+        ended(run, "finished", 2.5, reason="x" * 80)
         entry = {"attempt": 1, "job_id": f"12_{index}", "backend": "sbatch", "code": ["x" * 80] * 20}
-        (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
-    known = {
-        f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, num_points)
-    }
-    took_s, least_s = [], []
-    request.addfinalizer(gc.unfreeze)
-    gc.freeze()  # objects of other tests must not be collected during the measurement
-    for _ in range(12):
-        fresh = RunGroup(group.path)
-        gc.collect()
+        write_json(run.job_file, {"attempts": [entry]})
+    known = jobs(**{f"_{index}": JobState.PENDING for index in range(num_ended, num_points)})
+
+    def spent_s(work: Callable[[], object]) -> float:
         began_s = time.process_time()
+        work()
+        return time.process_time() - began_s
+
+    def read() -> None:
         for index in range(num_ended):
             json.loads((group.path / str(index) / "job.json").read_text())
             json.loads((group.path / str(index) / "attempts/001/end.json").read_text())
-        reading_s = time.process_time() - began_s
-        began_s = time.process_time()
-        seen = GroupFiles(fresh).status(known, NOW + timedelta(seconds=1))
-        text = json.dumps(seen.to_dict())
-        took_s.append(time.process_time() - began_s)
-        began_s = time.process_time()
-        json.loads(json.dumps(json.loads(text), indent=2))
-        answer_s = time.process_time() - began_s
-        # The limit is a little more than the time for reading the two files of each trial and printing the
-        # answer.
+
+    def show() -> None:
+        texts.append(json.dumps(GroupFiles(fresh).status(known, NOW + timedelta(seconds=1)).to_dict()))
+
+    texts, took_s, least_s = list[str](), [], []
+    while not took_s or min(took_s) >= min(least_s):  # only noise of other processes needs another round
+        assert len(took_s) < 12, (took_s, least_s)
+        fresh = RunGroup(group.path)
+        gc.collect()  # objects of other tests must not be collected during the measurement
+        reading_s = spent_s(read)
+        took_s.append(spent_s(show))
+        answer_s = spent_s(lambda: json.loads(json.dumps(json.loads(texts[-1]), indent=2)))
+        # A little more than the time for reading the two files of each trial and printing the answer.
         least_s.append(3 * answer_s + 1.5 * reading_s)
-        if min(took_s) < min(least_s):  # only noise of other processes needs another round
-            break
-    assert min(took_s) < min(least_s), (took_s, least_s)
-    assert seen.states == ({"finished" if num_ended else "pending": num_points})
-    assert len(json.loads(text)["points"]) == num_points
+    found = json.loads(texts[-1])
+    assert found["states"] == {"finished" if num_ended else "pending": num_points}
+    assert len(found["points"]) == num_points
 
 
-def test_a_group_on_another_cluster_is_asked_of_that_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_on_another_cluster_is_asked_of_that_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)

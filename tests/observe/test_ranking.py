@@ -134,7 +134,7 @@ MAX_ACCURACY = ("accuracy", "BEST ACCURACY (max)")
         ([{"x": "1e308"}, {"x": "-1e308"}], "x", "BEST X", "10", [1e308, -1e308]),
     ],
 )
-def test_one_metric_ranks_a_group(tmp_path, runs, asked, heading, order, results) -> None:
+def test_one_metric_ranks_a_group(tmp_path, runs, asked, heading, order, results):
     found = status(group_of(tmp_path, runs), asked)
     assert found.ranking.heading == heading
     assert [trial.score for trial in found.trials] == results
@@ -162,7 +162,7 @@ def test_one_metric_ranks_a_group(tmp_path, runs, asked, heading, order, results
         ({"loss": "1 nan", "accuracy": "1 1"}, "accuracy", 2),
     ],
 )
-def test_since_when_it_has_diverged(tmp_path, curves, asked, since) -> None:
+def test_since_when_it_has_diverged(tmp_path, curves, asked, since):
     group = group_of(tmp_path, [curves, {"loss": "5", "accuracy": "0"}])
     trial = status(group, asked).trials[0]
     assert (trial.state, trial.diverged_since) == ("finished", since)
@@ -171,14 +171,14 @@ def test_since_when_it_has_diverged(tmp_path, curves, asked, since) -> None:
     assert trial.problem == ("" if since is None else said)
 
 
-def test_a_run_that_still_runs_and_one_that_has_not_started(tmp_path: Path) -> None:
+def test_a_run_that_still_runs_and_one_that_has_not_started(tmp_path):
     group = group_of(tmp_path, [{"loss": "3"}, None, None])
     started(group, 1, {"loss": "1 nan", "val_loss": "0.5"})
     found = [(trial.score, trial.diverged_since, trial.step) for trial in status(group).trials]
     assert found == [(3.0, None, None), (None, 2, 2), (None, None, None)]
 
 
-def test_lines_that_are_cut_off_and_other_types(tmp_path: Path) -> None:
+def test_lines_that_are_cut_off_and_other_types(tmp_path):
     group = group_of(tmp_path, [{"loss": "3"}, {"loss": "2"}])
     with group.run(0).metrics_file.open("a") as stream:
         stream.write(
@@ -189,7 +189,7 @@ def test_lines_that_are_cut_off_and_other_types(tmp_path: Path) -> None:
     assert [trial.best for trial in found.trials] == [Best("f1", 0.25, 5), None]
 
 
-def test_steps_that_a_later_attempt_computed_again(tmp_path: Path) -> None:
+def test_steps_that_a_later_attempt_computed_again(tmp_path):
     run = RunDir(tmp_path)
     log(run, {"f1": ".1 .2 .9 .9"})
     log(run, {"f1": ".3"}, attempt=2, first=3)
@@ -199,7 +199,7 @@ def test_steps_that_a_later_attempt_computed_again(tmp_path: Path) -> None:
     assert measure(run, Ranking("val_loss")).result == Best("val_loss", 2.0, 3)
 
 
-def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path: Path) -> None:
+def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path):
     trained, command = RunDir(tmp_path / "trained"), RunDir(tmp_path / "command")
     for run in (trained, command):
         run.path.mkdir()
@@ -214,31 +214,22 @@ def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path: Path) ->
     assert newest_step(trained, first_steps(trained, read_events(trained))) == 2
 
 
-def test_the_table_of_a_group_has_no_steps_that_are_computed_again(tmp_path: Path) -> None:
-    group = make_group(tmp_path, {0: {"seed": 0}})
-    run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1"})
-    claim_entry(run, 2, 1)
-    log_event(run, 2, "training", step=2)
-    (trial,) = status(group, "val_loss").trials
-    assert (trial.best, trial.step) == (Best("val_loss", 3.0, 2), 2)
-
-
 @pytest.mark.parametrize("lost", ["loss", "val_loss"])
-def test_a_run_that_was_resumed_from_before_it_diverged_has_a_result(tmp_path: Path, lost: str) -> None:
+def test_a_run_that_was_resumed_from_before_it_diverged_has_a_result(tmp_path, lost):
     group = make_group(tmp_path, {0: {"seed": 0}})
     run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1", lost: "4 3 nan nan"})
     assert (best_result(run), diverged_since(run)) == (None, 3)
     claim_entry(run, 2, 1)
     log_event(run, 2, "training", step=2)
-    for _ in range(2):
+    for step in (2, 3):
         assert (best_result(run), diverged_since(run)) == (Best("val_loss", 3.0, 2), None)
         assert measure(run, Ranking("val_loss")).result == Best("val_loss", 3.0, 2)
         (trial,) = status(group, "val_loss").trials
-        assert (trial.best, trial.diverged_since) == (Best("val_loss", 3.0, 2), None)
+        assert (trial.best, trial.step, trial.diverged_since) == (Best("val_loss", 3.0, 2), step, None)
         log(run, {"loss": "2.5"}, attempt=2, first=3)
 
 
-def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
+def test_the_best_metric_of_the_config_ranks(tmp_path):
     runs: list[Curves | None] = [
         {"loss": "1", "val_loss": "1", "val_accuracy": ".1"},
         {"loss": "2", "val_loss": "2", "val_accuracy": ".9"},
@@ -248,9 +239,12 @@ def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
     assert (found.ranking, found.best and found.best.index) == (Ranking("val_accuracy", "max"), 1)
     assert [trial.index for trial in most_relevant(found, 3)] == [1, 0, 2]
     assert status(RunGroup(found.run_dir), "val_loss").ranking == Ranking("val_loss")
+    (tmp_path / "other").mkdir()
+    without = group_of(tmp_path / "other", [{"loss": "1"}, {"loss": "2"}], best_metric="val_f1")
+    assert status(without).ranking == Ranking("loss"), "no run has the metric yet"
 
 
-def test_the_metric_of_an_ended_run_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metric_of_an_ended_run_is_read_once(tmp_path, monkeypatch):
     group = group_of(tmp_path, [{"f1": ".1 .9"}, {"f1": ".2"}], best_metric="f1", best_mode="max")
     counted = Mock(wraps=measure)
     monkeypatch.setattr(ranking, "measure", counted)
@@ -261,11 +255,6 @@ def test_the_metric_of_an_ended_run_is_read_once(tmp_path: Path, monkeypatch: py
     with group.run(1).metrics_file.open("a") as stream:
         stream.write('{"step": 2, "f1": 0.95}\n')
     assert status(group).trials[1].best == Best("f1", 0.95, 2)
-
-
-def test_no_run_has_the_best_metric_of_the_config_yet(tmp_path: Path) -> None:
-    found = status(group_of(tmp_path, [{"loss": "1"}, {"loss": "2"}], best_metric="val_f1"))
-    assert found.ranking == Ranking("loss")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +269,7 @@ def test_no_run_has_the_best_metric_of_the_config_yet(tmp_path: Path) -> None:
         ([(3, "max")], None),
     ],
 )
-def test_configs_that_differ_choose_nothing(configs, ranking) -> None:
+def test_configs_that_differ_choose_nothing(configs, ranking):
     keys = ("checkpoint.best_metric", "checkpoint.best_mode")
     assert config_ranking([dict(zip(keys, values, strict=True)) for values in configs] + [{}]) == ranking
 
@@ -298,11 +287,11 @@ def test_configs_that_differ_choose_nothing(configs, ranking) -> None:
         ("RMSE valLoss loss1 top1_error mse2", "min"),
     ],
 )
-def test_names_of_which_more_is_better(names: str, mode: str) -> None:
+def test_names_of_which_more_is_better(names, mode):
     assert {name: mode_of(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
 
 
-def test_a_validation_loss_that_diverged_is_found_behind_many_saves(tmp_path: Path) -> None:
+def test_a_validation_loss_that_diverged_is_found_behind_many_saves(tmp_path):
     run = started(make_group(tmp_path, {0: {"seed": 0}}), 0, {"val_loss": "1 nan"})
     for step in range(3, 3 + 2 * MAX_WITHOUT):
         log_event(run, 1, "checkpoint_commit", step=step)
@@ -311,13 +300,13 @@ def test_a_validation_loss_that_diverged_is_found_behind_many_saves(tmp_path: Pa
     assert diverged_since(run) is None
 
 
-def test_the_best_result_is_that_of_the_newest_computation_of_a_step(tmp_path: Path) -> None:
+def test_the_best_result_is_that_of_the_newest_computation_of_a_step(tmp_path):
     run = started(make_group(tmp_path, {0: {"seed": 0}}), 0, {"loss": "1 1", "val_loss": ". 0.1"})
     log(run, {"val_loss": "0.2 0.3"}, attempt=2, first=2)
     assert best_result(run) == measure(run, Ranking("val_loss")).result == Best("val_loss", 0.2, 2)
 
 
-def test_the_docs_have_the_names_of_which_more_is_better() -> None:
+def test_the_docs_have_the_names_of_which_more_is_better():
     text = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
     sentence = text.partition("name contains one of the words")[2].partition("\n\n")[0]
     more, less = sentence.split("none of the words")
@@ -326,7 +315,7 @@ def test_the_docs_have_the_names_of_which_more_is_better() -> None:
     assert " ".join(names[1]) == LESS
 
 
-def test_a_metric_that_no_run_has_is_refused_with_those_that_they_have(tmp_path: Path) -> None:
+def test_a_metric_that_no_run_has_is_refused_with_those_that_they_have(tmp_path):
     group = group_of(tmp_path, [{"loss": "1", "val_loss": "1", "accuracy": "nan"}, {"lr": "1"}, None])
     for asked in ("acuracy", "step", "attempt", "time", ""):
         with pytest.raises(UnknownMetricError, match=f"no run has logged {asked}") as error:
@@ -339,7 +328,7 @@ def test_a_metric_that_no_run_has_is_refused_with_those_that_they_have(tmp_path:
     said(error.value.hint)
 
 
-def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_path: Path) -> None:
+def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_path):
     names = {f"m{index:04}": "1" for index in range(1000)}
     group = group_of(tmp_path, [{"\x1b[31mred": "1", "api_key=sk-abcdefghijklmnop1234": "1", **names}])
     with pytest.raises(UnknownMetricError) as error:
@@ -352,7 +341,7 @@ def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_p
     assert "m0001, m0002" in hint
 
 
-def test_the_hint_of_an_unknown_metric_reads_no_thousand_runs(tmp_path, monkeypatch) -> None:
+def test_the_hint_of_an_unknown_metric_reads_no_thousand_runs(tmp_path, monkeypatch):
     read = Mock(return_value=())
     monkeypatch.setattr("trainkit.observe.ranking.read_steps", read)
     with pytest.raises(UnknownMetricError):
@@ -360,7 +349,7 @@ def test_the_hint_of_an_unknown_metric_reads_no_thousand_runs(tmp_path, monkeypa
     assert read.call_count == MAX_NAMED
 
 
-def test_sort_may_be_the_metric_and_no_other_one() -> None:
+def test_sort_may_be_the_metric_and_no_other_one():
     assert asked_metric(None, None, ()) is None
     assert {asked_metric(*both, ()) for both in (("f1", None), (None, "f1"), ("f1", "f1"))} == {"f1"}
     with pytest.raises(Exception, match="--sort acc is not a column of runs that are ranked by f1") as error:

@@ -55,19 +55,14 @@ def metrics(run, *ages_s):
     ("alive", "first", "second"),
     [(True, "starting", "requeueing"), (False, "died", "died"), (None, "unknown", "unknown")],
 )
-def test_without_an_end_only_liveness_tells(run, alive, first, second):
+def test_only_an_end_that_is_written_is_certain(run, alive, first, second):
     assert status_of(run, alive).state == first
     write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue"})
     assert status_of(run, alive).state == second
-
-
-@pytest.mark.parametrize("alive", [True, False, None])
-@pytest.mark.parametrize("state", ["finished", "stopped", "cancelled", "failed"])
-def test_an_end_that_is_written_is_certain(run, alive, state):
-    end = {"state": state, "action": "stopped", "reason": "because", "verdict": None}
-    write_json(run.attempt(1).end_file, end)
-    status = status_of(run, alive)
-    assert (status.state, status.reason) == (state, "because")
+    for state in ("finished", "stopped", "cancelled", "failed"):
+        end = {"state": state, "action": "stopped", "reason": "because", "verdict": None}
+        write_json(run.attempt(1).end_file, end)
+        assert (status_of(run, alive).state, status_of(run, alive).reason) == (state, "because")
 
 
 def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
@@ -87,6 +82,7 @@ def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
     log.write_text("step 8: loss 2.5\nstep 9: loss 2.25\rstep 10: loss 2.0\nsaved\nstep 11: lo")
     seen = status_of(run, True)
     assert (seen.state, seen.progress.step, seen.progress.loss) == ("running", 10, 2.0)
+    assert "/s" not in run_details(seen), "it prints no speed"
 
 
 def slurm_job(state=JobState.FAILED, **more):
@@ -94,7 +90,6 @@ def slurm_job(state=JobState.FAILED, **more):
 
 
 def submitted(run, **more):
-    """Write the entry of an attempt that is a Slurm job."""
     entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600), **more}
     write_json(run.job_file, {"attempts": [entry]})
 
@@ -169,7 +164,7 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     assert (status.state, status.place.host) == ("died", "n2")
     said(status.reason)
     said("\n".join(status.warnings))
-    assert run_details(status).endswith("\nlast lines of the batch script:\n  " + "\n  ".join(lines))
+    assert run_details(status).splitlines()[-10:] == [f"  {line}" for line in lines]
     forgotten = SlurmJob("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists the job")
     reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists the job"
     assert status_of(run, False, forgotten).reason == reason
@@ -264,15 +259,9 @@ def test_samples_are_counted_where_there_are_no_tokens(run, record, speeds, line
     assert mixed[1] == (f"{value.strip()} samples" if unit == "samples" else value.strip())
 
 
-def test_a_command_that_prints_no_speed_has_no_line_for_it(run):
-    write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 1, "device": "cpu", "command": ["train"]})
-    append_jsonl(run.metrics_file, {"step": 1, "time": ago(1), "attempt": 1, "loss": 1.0})
-    assert "/s" not in run_details(status_of(run, True))
-
-
 def test_stale_metrics_are_a_warning_unless_steps_are_slow(run):
     metrics(run, 302, 301, 300)
-    assert status_of(run, True).warnings == ["no new metrics for 300 s (usually every 1.0 s)"]
+    said("\n".join(status_of(run, True).warnings))
     run.metrics_file.unlink()
     metrics(run, 500, 400, 300)
     assert status_of(run, True).warnings == []
@@ -381,7 +370,7 @@ def test_the_numbers_in_the_line_of_an_event_are_short():
 
 
 @pytest.mark.parametrize("damage", [{"workers_per_node": -1}, {"num_nodes": 2**62}, {"node_sizes": [1, 0]}])
-def test_of_a_damaged_plan_no_ranks_are_known(damage: dict[str, object]) -> None:
+def test_of_a_damaged_plan_no_ranks_are_known(damage):
     whole = {"num_nodes": 2, "workers_per_node": 2}
     assert ranks_of_nodes(PlanRecord(whole)) == [range(2), range(2, 4)]
     assert ranks_of_nodes(PlanRecord({**whole, **damage})) == []

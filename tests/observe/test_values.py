@@ -25,7 +25,7 @@ def made(folder: Path, plan: dict[str, object], config: dict[str, object] | None
     return run
 
 
-def test_the_trainer_had_its_config(tmp_path: Path) -> None:
+def test_the_trainer_had_its_config(tmp_path):
     run = made(tmp_path / "one", {}, {"seed": 3})
     found = asked_of(run)
     assert found.keys() > TRAINERS
@@ -34,7 +34,7 @@ def test_the_trainer_had_its_config(tmp_path: Path) -> None:
     assert asked_of(run) == {}
 
 
-def test_a_command_had_its_words_and_its_job(tmp_path: Path) -> None:
+def test_a_command_had_its_words_and_its_job(tmp_path):
     config = {"launch": {"env": {"A": "1"}}, "resources": {"nodes": 2}}
     found = asked_of(made(tmp_path / "one", {"command": SCRIPT}, config))
     assert not found.keys() & TRAINERS
@@ -42,7 +42,7 @@ def test_a_command_had_its_words_and_its_job(tmp_path: Path) -> None:
     assert (found["launch.env"], found["resources.nodes"]) == ({"A": "1"}, 2)
 
 
-def test_a_launcher_had_what_it_was_given(tmp_path: Path) -> None:
+def test_a_launcher_had_what_it_was_given(tmp_path):
     part = {"keys": ["precision.dtype"], "files": {"accelerate.yaml": "mixed_precision: bf16"}}
     plan = {"command": SCRIPT, "capabilities": {"launchers": part}}
     assert "precision.dtype" in asked_of(made(tmp_path / "one", plan))
@@ -61,7 +61,7 @@ def test_a_launcher_had_what_it_was_given(tmp_path: Path) -> None:
         (None, {"seed": 9, "of_nothing": 1}, {"seed": 0, "of_nothing": 1, "COMMAND": None}),
     ],
 )
-def test_a_point_had_its_values(tmp_path, command, values, expected) -> None:
+def test_a_point_had_its_values(tmp_path, command, values, expected):
     group = tmp_path / "group"
     run = made(group / "0", {"command": command}, {"resources": {"nodes": 2}})
     write_json(group / "sweep.json", GroupRecord(name="group").to_dict([Trial(0, values)]))
@@ -71,14 +71,14 @@ def test_a_point_had_its_values(tmp_path, command, values, expected) -> None:
     assert {key: found.get(key) for key in expected} == expected
 
 
-def test_a_function_on_its_own_had_its_arguments(tmp_path: Path) -> None:
+def test_a_function_on_its_own_had_its_arguments(tmp_path):
     run = made(tmp_path / "one", {"command": FUNCTION})
     write_json(run.values_file, {"lr": 0.1})
     found = asked_of(run)
     assert (found["lr"], "COMMAND" in found, found.keys() & TRAINERS) == (0.1, False, set())
 
 
-def test_a_parameter_may_be_called_name(tmp_path: Path) -> None:
+def test_a_parameter_may_be_called_name(tmp_path):
     run = made(tmp_path / "one", {"command": FUNCTION})
     assert asked_of(run)["name"] == "one"
     assert "name" not in compared_values(run, asked_of(run))

@@ -16,7 +16,7 @@ from tests.on_slurm import (
     test_steps,
     test_trouble,
 )
-from tests.slurm import test_control_on_cluster, test_jobs_on_cluster
+from tests.slurm import test_on_cluster
 from tests.support.tmux import needs_tmux
 from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.plugin import require_cluster
@@ -59,7 +59,7 @@ def its_commands(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("its_commands")
 def test_it_is_that_version(cluster, login, slurm_version):
     assert login.slurm_version == slurm_version
-    test_control_on_cluster.test_discover_cluster(cluster)
+    test_on_cluster.test_discover_cluster(cluster)
 
 
 BOTH = [
@@ -94,7 +94,7 @@ def test_states_of_jobs(cluster, tmp_path):
         ("exit 75\n", JobState.FAILED, 75, None),
         ("kill -9 $$\n", JobState.FAILED, 0, 9),
     ):
-        test_jobs_on_cluster.test_ends(cluster, tmp_path, body, state, code, number)
-    test_jobs_on_cluster.test_a_running_job(cluster, tmp_path)
+        test_on_cluster.test_ends(cluster, tmp_path, body, state, code, number)
+    test_on_cluster.test_a_running_job(cluster, tmp_path)
     cluster.cancel_all()
-    test_jobs_on_cluster.test_requeued_is_not_the_end(cluster, tmp_path)
+    test_on_cluster.test_requeued_is_not_the_end(cluster, tmp_path)

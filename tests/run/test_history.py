@@ -185,7 +185,7 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path):
     run = watched_runs.large(tmp_path / "large")
     history = RunHistory(run)
     spent = []
-    for step in range(641, 661):
+    for step in range(641, 648):
         append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": 2.0, "time": ago(1)})
         for node in range(26):  # these nodes write a sample within 2 s
             sample = json.loads(health_file(run, f"node{node + 1:03d}").read_text().splitlines()[-1])
@@ -194,7 +194,7 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path):
         history.update()
         view = read_view(history, read_status(history, read_job(run), True, NOW), NOW)
         spent.append(time.process_time() - began_s)
-    assert view.status.progress.step == 660
+    assert view.status.progress.step == 647
     assert len(view.nodes) == 128
     assert sorted(spent)[len(spent) // 2] < 0.05
 

@@ -32,7 +32,6 @@ SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
 def make(folder: Path, step: int) -> Checkpoint:
-    """Create a published checkpoint of two shards."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     files = {}

@@ -159,15 +159,11 @@ def test_what_has_a_number_and_params_of_another_kind_is_no_trial(params):
 
 
 class Raises:
-    """An object that raises an error for every attribute."""
-
     def __getattr__(self, name: str) -> object:
         raise RuntimeError(name)
 
 
 class Lost(dict):
-    """A mapping that cannot be read."""
-
     def items(self) -> object:
         raise RuntimeError("no items")
 

@@ -1,4 +1,4 @@
-"""Tests host lists, counts and states of hosts. test_control_on_cluster.py compares them with scontrol."""
+"""Tests host lists, counts and states of hosts. test_on_cluster.py compares them with scontrol."""
 
 import pytest
 

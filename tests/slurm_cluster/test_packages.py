@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.programs import run_program
 from tests.support.said import said
-from tools.slurm_cluster import packages
+from tools.slurm_cluster import packages, releases
 
 ROOT = Path(__file__).resolve().parents[2]
 APT_GET = """#!/bin/sh
@@ -77,25 +77,39 @@ def test_what_is_missing_is_named(machine, monkeypatch):
         packages.require()
 
 
-def pytest_as_nobody(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_ask.py").write_text(ASK)
-    options = ["-p", "tools.slurm_cluster.plugin", "-p", "no:cacheprovider", "-q", "-rs"]
-    options += ["-c", f"{ROOT}/pyproject.toml"]
-    environ = {**{name: value for name, value in os.environ.items() if name != "CI"}, **env}
-    return run_program(sys.executable, "-c", NOBODY, *options, *args, str(folder), cwd=ROOT, env=environ)
-
-
 @pytest.mark.parametrize(
-    ("env", "args", "code", "said", "counts"),
-    [
-        ({}, (), 0, "NOTHING WAS TESTED ON SLURM: ", "1 passed, 2 skipped"),
-        ({"CI": "true"}, (), 1, "CI=true requires the Slurm tests", "1 passed, 2 errors"),
-        ({"CI": "true"}, ("-m", "not slow"), 0, "", "1 passed, 2 deselected"),
-    ],
+    ("ci", "code", "counts"), [("", 0, "1 passed, 2 skipped"), ("true", 1, "1 passed, 2 errors")]
 )
-def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path, env, args, code, said, counts):
-    done = pytest_as_nobody(tmp_path, *args, **env)
+def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path, ci, code, counts):
+    (tmp_path / "test_ask.py").write_text(ASK)
+    options = ["-p", "tools.slurm_cluster.plugin", "-p", "no:cacheprovider", "-q", "-rs"]
+    argv = [sys.executable, "-c", NOBODY, *options, "-c", f"{ROOT}/pyproject.toml", str(tmp_path)]
+    done = run_program(*argv, cwd=ROOT, env={**os.environ, "CI": ci})
     assert done.returncode == code, done.stdout + done.stderr
-    assert said in done.stdout
-    assert done.stdout.count("SKIPPED") == (counts == "1 passed, 2 skipped")
     assert counts in done.stdout
+    assert done.stdout.count("NOTHING WAS TESTED ON SLURM: ") == done.stdout.count("SKIPPED") == (not ci)
+
+
+def test_a_download_of_another_version_that_fails_is_named_and_leaves_nothing(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(releases, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(releases, "path_with_sbin", lambda: str(machine))
+    monkeypatch.setenv("PATH", f"{machine}:/usr/bin:/bin")
+    for name, text in (
+        ("slurmctld", "echo slurm-wlm 23.02.7"),
+        (
+            "apt-get",
+            'case "$*" in *indextargets*) echo Debian http://mirror.example/debian/ ;; *) exit 100 ;; esac',
+        ),
+    ):
+        (machine / name).write_text(f"#!/bin/sh\n{text}\n")
+        (machine / name).chmod(0o755)
+    assert releases.find(None) is releases.find("23.02") is None, "it is installed"
+    assert not releases.CACHE.exists()
+    with pytest.raises(packages.NotPossible) as error:
+        releases.find("24.11")
+    assert error.value.hint == releases.MIRROR
+    assert [path.name for path in releases.CACHE.iterdir()] == ["lock"]
+    with pytest.raises(packages.NotPossible, match=r"Slurm 21\.08"):
+        releases.find("21.08")
+    (releases.CACHE / "slurm-24.11").mkdir()
+    assert releases.find("24.11") == releases.CACHE / "slurm-24.11", "it is not unpacked again"

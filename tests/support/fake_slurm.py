@@ -35,6 +35,12 @@ class FakeSlurm:
         path.write_text(script)
         path.chmod(0o755)
 
+    def shows(self, **texts: str) -> None:
+        """Let `scontrol show NAME`, also after an option, print a text for each name."""
+        for name, text in texts.items():
+            (self.folder / name).write_text(text)
+        self.add("scontrol", '[ "$1" = show ] || shift; [ ! -e "$here/$2" ] || /bin/cat "$here/$2"')
+
     @property
     def calls(self) -> list[list[str]]:
         """Return every call, with the program as its first item."""

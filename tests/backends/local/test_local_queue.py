@@ -36,8 +36,6 @@ def _answer(run: RunDir, plan: LaunchPlan, connection: Connection) -> None:
 
 
 class Supervisor:
-    """A process that has a place in the queue."""
-
     def __init__(self, run: RunDir, plan: LaunchPlan) -> None:
         self._connection, theirs = _processes.Pipe()
         self._process = _processes.Process(target=_answer, args=(run, plan, theirs), daemon=True)

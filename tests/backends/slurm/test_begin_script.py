@@ -29,8 +29,6 @@ echo >> calls
 
 
 class Script:
-    """A batch script in a folder with fakes of Slurm's commands."""
-
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder / "it's a run")
         self.run.path.mkdir()
@@ -58,7 +56,6 @@ class Script:
 
     @property
     def calls(self) -> list[str]:
-        """Return the calls of Slurm's commands, without queries."""
         file = self.folder / "calls"
         lines = [] if not file.exists() else [line.strip() for line in file.read_text().splitlines()]
         return [line for line in lines if " show job " not in line]

@@ -29,11 +29,14 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
 
 
-def test_the_first_start_takes_the_attempt_that_was_submitted(run):
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_first_start_takes_the_attempt_that_was_submitted(run, is_recorded):
+    """The submission may have been interrupted before it recorded the attempt."""
+    if is_recorded:
+        add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert claim_attempt(run, "7").number == 1
-    [entry] = read_job(run).attempts
-    assert entry.pid == os.getpid()
+    assert reasons(run) == [(1, "7", "submit")]
+    assert read_job(run).newest.pid == os.getpid()
 
 
 def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken):
@@ -41,11 +44,6 @@ def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken):
     assert reasons(taken) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
     assert attempt.plan_file.read_bytes() == taken.attempt(1).plan_file.read_bytes()
     assert attempt.config_file.read_bytes() == taken.attempt(1).config_file.read_bytes()
-
-
-def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run):
-    assert isinstance(claim_attempt(run, "7"), AttemptDir)
-    assert reasons(run) == [(1, "7", "submit")]
 
 
 def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run):
@@ -66,7 +64,6 @@ def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(start, tmp_pa
 
 @pytest.fixture
 def taken(run):
-    """Return a run whose first attempt job 7 has claimed."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     return run

@@ -37,7 +37,6 @@ ENDED = SlurmJob("7", JobState.FAILED, "FAILED", exit_code=75)
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a run whose first attempt is Slurm's job 7."""
     attempt = make_attempt(tmp_path / "run")
     attempt.script_file.write_text("#!/bin/bash\n")
     add_slurm_attempt(attempt.run, 1, "7", "submit", "sbatch")
@@ -74,7 +73,6 @@ def sbatch(monkeypatch):
 
 @pytest.fixture
 def cancelled(monkeypatch):
-    """Return the list of jobs that are cancelled in the queue."""
     ids: list[str] = []
     monkeypatch.setattr(slurm_backend, "cancel_waiting", ids.extend)
     return ids

@@ -28,7 +28,6 @@ SCRIPT = "#!/bin/bash\n#SBATCH --comment=trainkit:old\n"
 
 
 def on_slurm(attempt: AttemptDir, backend: str = "sbatch", job_id: str = "7") -> RunDir:
-    """Return a run whose first attempt is a Slurm job."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     request = SlurmRequest({"nodes": 1, "comment": "my words", "exclude": "h9"})
     for file in (attempt.plan_file, attempt.run.plan_file):
@@ -45,8 +44,6 @@ def run(tmp_path):
 
 
 class Sbatch:
-    """Records the submitted scripts, and decides the result of each submission."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script = Path()
         self.text = ""

@@ -1,14 +1,13 @@
 """Tests how often commands query Slurm about jobs if the site sets a minimum interval."""
 
+import contextlib
 import os
 import pty
-import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from trainkit.cluster.min_poll import min_poll_s
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.run.record import AttemptRecord, add_slurm_attempt
-from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.client import FIELD, RECORD
 from trainkit.slurm.jobs import query_clusters
@@ -35,7 +33,6 @@ VARIABLE = "TRAINKIT_MIN_POLL_S"
 
 
 def line(job_id: str, state: str = "PENDING") -> str:
-    """Return squeue's record of a job or array task."""
     array, _, task = job_id.partition("_")
     times = (str(NOON), str(NOON + 60))
     fields = [array, array, task or "N/A", state, "Priority", "n1", "1", *times, "0", "0", f"name{FIELD}\n"]
@@ -70,9 +67,7 @@ def states(*ids: str) -> dict[str, str]:
     return {job_id: job.state.value for job_id, job in known.items()}
 
 
-def test_all_commands_of_an_interval_share_one_answer(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_commands_of_an_interval_share_one_answer(slurm, monkeypatch):
     direct = query_clusters(["7", "8"])
     assert query_shared(["7", "8"]) == direct == query_shared(["7", "8"])
     assert direct[0]["7"].start_time == datetime.fromtimestamp(NOON, timezone.utc)
@@ -86,9 +81,7 @@ def test_all_commands_of_an_interval_share_one_answer(
     assert num_queries(slurm) == 3
 
 
-def test_a_job_is_asked_about_at_once_and_then_with_the_others(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_asked_about_at_once_and_then_with_the_others(slurm, monkeypatch):
     assert states("7") == {"7": "pending"}
     assert states("8") == {"8": "pending"}
     assert (states("7"), num_queries(slurm)) == ({"7": "pending"}, 2)
@@ -103,22 +96,18 @@ def test_a_job_is_asked_about_at_once_and_then_with_the_others(
     assert slurm.calls[-1][-1] == "--jobs=7"
 
 
-def test_the_id_of_an_array_selects_its_tasks(slurm: FakeSlurm) -> None:
+def test_the_id_of_an_array_selects_its_tasks(slurm):
     (slurm.folder / "queue").write_text(line("9_1", "RUNNING") + line("9_0") + line("7"))
     for _ in range(2):
         assert states("9") == {"9_0": "pending", "9_1": "running"}
         assert states("9_1", "7") == {"9_1": "running", "7": "pending"}
     assert num_queries(slurm) == 2
+    # Tasks that share a record are found with the others.
+    (slurm.folder / "queue").write_text(line("8_1", "RUNNING") + line("8"))
+    assert states("8") == dict(sorted({**states("8_1"), "8": "pending"}.items()))
 
 
-def test_tasks_that_share_a_record_are_found_with_the_others(slurm: FakeSlurm) -> None:
-    (slurm.folder / "queue").write_text(line("9_1", "RUNNING") + line("9"))
-    assert states("9") == dict(sorted({**states("9_1"), "9": "pending"}.items()))
-
-
-def test_clusters_that_share_a_home_do_not_mix_their_jobs(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_that_share_a_home_do_not_mix_their_jobs(slurm, tmp_path, monkeypatch):
     """The file of east contains plain ids, also if a command on west wrote it."""
     assert states("7") == {"7": "pending"}
     (tmp_path / "slurm.conf").write_text("ClusterName=West\n")
@@ -128,7 +117,7 @@ def test_clusters_that_share_a_home_do_not_mix_their_jobs(
     assert "--jobs=7,8" in asked
 
 
-def test_commands_that_start_together_wait_for_one_query(slurm: FakeSlurm) -> None:
+def test_commands_that_start_together_wait_for_one_query(slurm):
     slurm.add("squeue", '/bin/sleep 0.5; /bin/cat "$here/queue"')
     found: list[dict[str, str]] = []
     threads = [threading.Thread(target=lambda: found.append(states("7", "8"))) for _ in range(8)]
@@ -140,9 +129,7 @@ def test_commands_that_start_together_wait_for_one_query(slurm: FakeSlurm) -> No
     assert num_queries(slurm) == 1
 
 
-def test_a_controller_that_does_not_answer_is_asked_once(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_does_not_answer_is_asked_once(slurm, monkeypatch):
     (slurm.folder / "refuses").touch()
     for ids in (["7"], ["7"], ["8"]):  # a new job has to wait too
         known, problems = query_shared(ids)
@@ -155,16 +142,14 @@ def test_a_controller_that_does_not_answer_is_asked_once(
     assert (states("7"), states("8"), num_queries(slurm)) == ({"7": "pending"}, {"8": "pending"}, 2)
 
 
-def test_a_missing_squeue_concerns_only_this_process(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_squeue_concerns_only_this_process(slurm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
         assert "not on PATH" in query_shared(["7"])[1][""].message
     assert states("7") == {"7": "pending"}
 
 
-def test_a_command_that_holds_the_lock_for_long(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_holds_the_lock_for_long(slurm, monkeypatch):
     monkeypatch.setattr(shared_answers, "LOCK_TIMEOUT_S", 0.1)
     file = answers_file("east")
     file.parent.mkdir(parents=True)
@@ -177,7 +162,7 @@ def test_a_command_that_holds_the_lock_for_long(slurm: FakeSlurm, monkeypatch: p
         assert states("7") == {"7": "pending"}
 
 
-def test_only_the_user_can_read_the_file(slurm: FakeSlurm) -> None:
+def test_only_the_user_can_read_the_file(slurm):
     states("7")
     file = answers_file("east")
     assert file.name == "east.json"
@@ -188,24 +173,20 @@ def test_only_the_user_can_read_the_file(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[", '{"jobs": {"7": {}}}', '{"jobs": {"7": 1}}', '{"asked_at": "x"}']
 )
-def test_a_damaged_file_is_replaced(slurm: FakeSlurm, text: str) -> None:
+def test_a_damaged_file_is_replaced(slurm, text):
     states("7")
     answers_file("east").write_text(text)
     assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
 
 
-def test_without_a_cache_slurm_is_asked_each_time(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
-    assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
-
-
-def test_without_an_interval_there_is_no_file(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
+@pytest.mark.parametrize("name", ["XDG_CACHE_HOME", VARIABLE])
+def test_without_a_cache_or_an_interval_slurm_is_asked_each_time(slurm, monkeypatch, name):
+    monkeypatch.setenv(name, "/dev/null/cache") if name != VARIABLE else monkeypatch.delenv(name)
     assert (states("7"), states("7"), num_queries(slurm)) == ({"7": "pending"}, {"7": "pending"}, 2)
     assert not answers_file("east").exists()
 
 
-def test_decisions_use_a_new_answer(slurm: FakeSlurm) -> None:
+def test_decisions_use_a_new_answer(slurm):
     states("7")
     (slurm.folder / "queue").write_text(line("7", "RUNNING"))
     job = SbatchBackend().job(AttemptRecord(attempt=1, job_id="7", backend="sbatch"))
@@ -220,9 +201,7 @@ def profile(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_profile_sets_the_minimum(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_sets_the_minimum(slurm, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     profile(tmp_path, "a", "name: East\nmin_poll_s: 60\n")
     profile(Path(os.environ["XDG_CONFIG_HOME"]) / "trainkit", "west", "min_poll_s: 90.5")
@@ -236,16 +215,14 @@ def test_a_profile_sets_the_minimum(
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "true", "[120]"])
-def test_a_minimum_that_is_no_number(slurm: FakeSlurm, tmp_path: Path, value: str) -> None:
+def test_a_minimum_that_is_no_number(slurm, tmp_path, value):
     profile(tmp_path, "east", f"name: east\nmin_poll_s: {value}\n")
     with pytest.raises(ConfigError) as caught:
         min_poll_s("east")
     said(caught.value.render())
 
 
-def test_a_variable_that_is_no_number(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variable_that_is_no_number(slurm, monkeypatch, tmp_path, capsys):
     run = make_attempt(tmp_path / "run").run
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     monkeypatch.setenv(VARIABLE, "2 min")
@@ -271,66 +248,39 @@ WAITING = {
 }
 
 
-@pytest.fixture
-def waiting(slurm: FakeSlurm, tmp_path: Path) -> Iterator[RunDir]:
-    """Start all kinds of commands that wait for a pending job; end them after the test."""
-    run = make_attempt(tmp_path / "run").run
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+@pytest.mark.slow(seconds=14)
+def test_commands_side_by_side(slurm, tmp_path, monkeypatch):
+    """Watch, --follow, `logs -f` and the Python API together ask as often as one of them."""
+    monkeypatch.setenv(VARIABLE, "3")
+    add_slurm_attempt(make_attempt(tmp_path / "run").run, 1, "7", "submit", "sbatch")
     main_end, terminal = pty.openpty()
-    log = (tmp_path / "log").open("w")
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAST + code],
-            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=tmp_path,
-            **dict.fromkeys(("stdin", "stdout", "stderr"), terminal if name == "watch" else log),
-        )
-        for name, code in WAITING.items()
-    ]
     threading.Thread(target=drain, args=(main_end,), daemon=True).start()
-    yield run
-    assert [process.poll() for process in started] == [None] * len(started), (tmp_path / "log").read_text()
-    for process in started:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    log.close()
-    os.close(terminal)
+    with (tmp_path / "log").open("w") as log:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", FAST + code],
+                env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)},
+                cwd=tmp_path,
+                **dict.fromkeys(("stdin", "stdout", "stderr"), terminal if name == "watch" else log),
+            )
+            for name, code in WAITING.items()
+        ]
+    try:
+        time.sleep(6.0)  # until all have started
+        before = num_queries(slurm)
+        time.sleep(6.0)
+        assert before <= 3
+        assert num_queries(slurm) - before in (1, 2, 3)
+        assert [process.poll() for process in started] == [None] * 4, (tmp_path / "log").read_text()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        os.close(terminal)
 
 
 def drain(descriptor: int) -> None:
     """Read what a program writes to its terminal, so that the program does not block."""
-    try:
+    with contextlib.suppress(OSError):  # the terminal was closed
         while os.read(descriptor, 65536):
             pass
-    except OSError:  # the terminal was closed
-        pass
-
-
-def queries_within(slurm: FakeSlurm, seconds: float) -> int:
-    before = num_queries(slurm)
-    time.sleep(seconds)
-    return num_queries(slurm) - before
-
-
-@pytest.mark.slow(seconds=20)
-def test_commands_side_by_side(
-    slurm: FakeSlurm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Watch, --follow, `logs -f` and the Python API together ask as often as one of them."""
-    monkeypatch.setenv(VARIABLE, "3")
-    request.getfixturevalue("waiting")
-    time.sleep(6.0)  # until all have started
-    assert num_queries(slurm) <= 3
-    assert queries_within(slurm, 9.0) in (2, 3, 4)
-    assert main(["status", "run"]) == 0
-    assert queries_within(slurm, 0.1) <= 1
-
-
-@pytest.mark.slow(seconds=12)
-def test_without_a_minimum_each_command_asks(
-    slurm: FakeSlurm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(VARIABLE)
-    request.getfixturevalue("waiting")
-    time.sleep(6.0)
-    assert queries_within(slurm, 3.0) > 12

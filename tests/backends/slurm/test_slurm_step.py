@@ -72,12 +72,9 @@ def test_each_start_of_a_step_has_a_key_of_its_own():
         ("STEP_NODELIST", None, "SLURM_STEP_NODELIST is not"),
         ("PROCID", "two", "'two' is not a whole number"),
         ("STEP_ID", "x", "SLURM_STEP_ID='x' is not a whole number"),
-        *(
-            ("STEP_NUM_TASKS", "8", "contradict"),
-            ("LOCALID", "2", "contradict"),
-            ("NODEID", "2", "contradict"),
-        ),
-        *(("STEP_NODELIST", "node1", "contradict"), ("HET_SIZE", "2", "heterogeneous")),
+        *((name, "2", "contradict") for name in ("LOCALID", "NODEID")),
+        *(("STEP_NUM_TASKS", "8", "contradict"), ("STEP_NODELIST", "node1", "contradict")),
+        ("HET_SIZE", "2", "heterogeneous"),
     ],
 )
 def test_what_cannot_be_is_refused(name, value, message):

@@ -21,8 +21,6 @@ REQUEST = SlurmRequest({"job-name": "me", "nodes": 2, "exclude": "h[8-9]", "comm
 
 
 class Memory:
-    """The records of failed nodes of one user on one cluster."""
-
     def __init__(self, folder: Path) -> None:
         self.environ = {"XDG_STATE_HOME": str(folder)}
         self.file = memory_file("west", self.environ)
@@ -97,7 +95,6 @@ def test_many_at_once(memory):
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Return the mocks `query_start` and `exclude_hosts`, which stand for Slurm."""
     calls = Mock()
     for name in ("query_start", "exclude_hosts"):
         monkeypatch.setattr(resubmit, name, getattr(calls, name))

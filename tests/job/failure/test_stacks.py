@@ -18,7 +18,6 @@ PYTHON = sys.executable
 
 @pytest.fixture
 def start():
-    """Return a function that starts a Python program, which is killed after the test."""
     procs = []
 
     def start(script):

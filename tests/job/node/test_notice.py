@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,31 +164,37 @@ WRAPPERS = {
 }
 
 
+@contextlib.contextmanager
+def started(folder: Path, *argv: str, **more: Any) -> Iterator[tuple[Any, int, CommandStopSignal]]:
+    """Start a member of a node; return the member, the pid of what saves below it, and its stop signal."""
+    (folder / "counts.py").write_text(COUNTS)
+    member, ready = subprocess.Popen(argv, cwd=folder, start_new_session=True, **more), folder / "ready"
+    pids = [member.pid]
+    try:
+        wait_for(lambda: ready.exists() and ready.read_text())
+        pids.insert(0, int(ready.read_text()))
+        notice = CommandStopSignal(launch_plan(workload=Workload((argv[0],)), grace_s=2.0))
+        notice.groups[member.pid] = 0
+        yield member, pids[0], notice
+    finally:
+        signal_all([pid for pid in pids if is_running(pid)], signal.SIGKILL)
+        member.wait()
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path, name):
     if name.startswith("node") and shutil.which("node") is None:
         pytest.skip("node is not installed")
     if name in ("su", "unshare") and os.geteuid() != 0:
         pytest.skip(f"{name} takes root")
-    (tmp_path / "counts.py").write_text(COUNTS)
-    member = subprocess.Popen(
-        ["bash", "-c", f"{WRAPPERS[name]}; exit $?"], cwd=tmp_path, start_new_session=True
-    )
-    ready, heard = tmp_path / "ready", tmp_path / "heard"
-    try:
-        wait_for(lambda: ready.exists() and ready.read_text())
-        notice = CommandStopSignal(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
-        notice.groups[member.pid] = 0
+    with started(tmp_path, "bash", "-c", f"{WRAPPERS[name]}; exit $?") as (member, _, notice):
         notice.send({0: member})
         wait_for(lambda: not notice.poll())
-        wait_for(heard.exists)
-        assert heard.read_text() == "1"
-    finally:
-        signal_all([pid for pid in (int(ready.read_text()), member.pid) if is_running(pid)], signal.SIGKILL)
-        member.wait()
+        wait_for((tmp_path / "heard").exists)
+        assert (tmp_path / "heard").read_text() == "1"
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def adopting_orphans() -> Iterator[None]:
     """Adopt orphaned processes, as an agent does."""
     adopt_orphans()
@@ -195,64 +202,41 @@ def adopting_orphans() -> Iterator[None]:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
+@pytest.mark.usefixtures("adopting_orphans")
 @pytest.mark.parametrize("is_sent_before", [True, False])
 def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(tmp_path, is_sent_before):
     """Slurm signals all processes, so make may see its recipe end before make itself is signalled."""
-    (tmp_path / "counts.py").write_text(COUNTS)
     script = f"bash -c {shlex.quote(f'{LINE}; exit $?')}; while [ ! -e go ]; do sleep 0.02; done; exit 2"
-    ready, heard = tmp_path / "ready", tmp_path / "heard"
-    with adopting_orphans():
-        member = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, start_new_session=True)
-        wait_for(lambda: ready.exists() and ready.read_text())
-        saver = int(ready.read_text())
-        try:
-            notice = CommandStopSignal(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
-            notice.groups[member.pid] = 0
-            if is_sent_before:
-                notice.send({0: member}, TERM)
-            inner = children_by_parent()[member.pid]
-            signal_all(inner, signal.SIGKILL)
-            wait_for(lambda: saver in children_by_parent().get(os.getpid(), []))
-            if not is_sent_before:
-                assert not notice.may_be_of_notice(0, member), "it still runs"
-                (tmp_path / "go").touch()
-                wait_for(lambda: ended(member))
-                assert notice.may_be_of_notice(0, member)
-                notice.send({0: member}, TERM)
-            (tmp_path / "go").touch()
-            wait_for(lambda: ended(member))
-            assert notice.keeps(0, member)
-            os.kill(saver, TERM)
-            wait_for(lambda: exit_code_of_zombie(saver) is not None)
-            notice.reap_orphans()
-            assert heard.read_text() == "1"
-            assert notice.exit_code(0, 2, 143) == 75
-        finally:
-            signal_all([pid for pid in (saver, member.pid) if is_running(pid)], signal.SIGKILL)
-            member.wait()
+    with started(tmp_path, "bash", "-c", script) as (member, saver, notice):
+        if is_sent_before:
+            notice.send({0: member}, TERM)
+        signal_all(children_by_parent()[member.pid], signal.SIGKILL)
+        wait_for(lambda: saver in children_by_parent().get(os.getpid(), []))
+        if not is_sent_before:
+            assert not notice.may_be_of_notice(0, member), "it still runs"
+        (tmp_path / "go").touch()
+        wait_for(lambda: ended(member))
+        if not is_sent_before:
+            assert notice.may_be_of_notice(0, member)
+            notice.send({0: member}, TERM)
+        assert notice.keeps(0, member)
+        os.kill(saver, TERM)
+        wait_for(lambda: exit_code_of_zombie(saver) is not None)
+        notice.reap_orphans()
+        assert (tmp_path / "heard").read_text() == "1"
+        assert notice.exit_code(0, 2, 143) == 75
 
 
+@pytest.mark.usefixtures("adopting_orphans")
 def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_path):
     """Only wrappers wait for a stop signal. A Python whose tracker handles signals does not."""
-    (tmp_path / "counts.py").write_text(COUNTS)
     body = f"import subprocess, sys; subprocess.Popen({shlex.split(LINE)!r}); input(); sys.exit(1)"
-    ready = tmp_path / "ready"
-    with adopting_orphans():
-        argv = [sys.executable, "-I", "-c", body]
-        member = subprocess.Popen(argv, cwd=tmp_path, stdin=subprocess.PIPE, start_new_session=True)
-        wait_for(lambda: ready.exists() and ready.read_text())
-        saver = int(ready.read_text())
-        try:
-            notice = CommandStopSignal(launch_plan(workload=Workload(("python",)), grace_s=2.0))
-            notice.groups[member.pid] = 0
-            assert member.stdin is not None
-            member.stdin.write(b"\n")
-            member.stdin.close()
-            wait_for(lambda: ended(member) and saver in children_by_parent().get(os.getpid(), []))
-            assert not notice.may_be_of_notice(0, member)
-        finally:
-            signal_all([saver], signal.SIGKILL)
-            member.wait()
+    argv = (sys.executable, "-I", "-c", body)
+    with started(tmp_path, *argv, stdin=subprocess.PIPE) as (member, saver, notice):
+        member.stdin.write(b"\n")
+        member.stdin.close()
+        wait_for(lambda: ended(member) and saver in children_by_parent().get(os.getpid(), []))
+        assert not notice.may_be_of_notice(0, member)
 
 
 def test_a_process_of_another_user_is_named_and_the_others_are_signalled(monkeypatch, capfd):
