@@ -105,7 +105,7 @@ logging: {{tensorboard: false}}
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.smoke
-def test_a_task_of_ones_own_survives_damaged_saves(place: Place) -> None:
+def test_a_task_of_ones_own_survives_damaged_saves(place):
     """Only the built-in trainer can be interrupted while it saves.
 
     Other interruptions are injected in the same way for any trainer, so the other tests start a COMMAND.
@@ -145,9 +145,7 @@ def test_a_task_of_ones_own_survives_damaged_saves(place: Place) -> None:
         ("own_loop.py", "node", ("--gpus-per-node", "1"), ["equal", "passed"]),
     ],
 )
-def test_an_example_survives(
-    place: Place, example: str, scenario: str, shape: tuple[str, ...], last: list[str]
-) -> None:
+def test_an_example_survives(place, example, scenario, shape, last):
     command = (sys.executable, str(ROOT / "examples" / example), "--steps", "100")
     done = place.drill(*shape, "--only", scenario, "--seed", "165", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -157,7 +155,7 @@ def test_an_example_survives(
 
 
 @pytest.mark.slow
-def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
+def test_a_trainer_that_does_not_save_is_found_out(place):
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--", "python", place.trainer(saves=False))
     assert done.returncode == 1
     row, *words = done.stdout.splitlines()[1:]
@@ -167,7 +165,7 @@ def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> None:
+def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place):
     command = ("--", "python", place.trainer(writes=False))
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -177,7 +175,7 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
 
 
 @pytest.mark.slow
-def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> None:
+def test_a_config_that_does_not_come_back_by_itself_is_resumed(place):
     command = ("--", "python", place.trainer())
     done = place.drill("--gpus-per-node", "1", "--only", "rank", "--set", "requeue.on=[]", *command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -186,7 +184,7 @@ def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> 
     assert rows[2].startswith("rank: the drill resumed ")
 
 
-def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
+def test_a_run_that_fails_by_itself_ends_the_drill(place):
     (place.folder / "train.py").write_text("raise ValueError('no such column')\n")
     done = place.drill("--gpus-per-node", "1", "--", "python", "train.py")
     assert done.returncode == 1
@@ -195,7 +193,7 @@ def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
 
 
 @pytest.mark.slow(seconds=25)
-def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(place: Place) -> None:
+def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(place):
     code = "import os, time\nif os.environ['TRAINKIT_JOB_ATTEMPT'] != '1': time.sleep(600)\n"
     (place.folder / "train.py").write_text(code + two_lines(steps=30))
     ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
@@ -205,7 +203,7 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
     assert all(RunProcesses.of(run) == NOTHING for run in place.runs())
 
 
-def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
+def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place):
     process = place.start("--gpus-per-node", "1", "--", "python", place.trainer(steps=100_000))
     wait_until(lambda: any(run.metrics_file.exists() for run in place.runs()))
     process.send_signal(signal.SIGINT)
@@ -221,9 +219,7 @@ def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
 DRILL = ["drill", "small.yaml", "--backend", "local"]
 
 
-def test_the_list_starts_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_starts_nothing(place, monkeypatch, capsys):
     monkeypatch.chdir(place.folder)
     assert main([*DRILL, "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -237,9 +233,7 @@ def test_the_list_starts_nothing(
 @pytest.mark.parametrize(
     "args", ["--only requeue", "--steps 30 -- true", "--launcher torchrun", "--only fire", "--steps 5"]
 )
-def test_refusals(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: str
-) -> None:
+def test_refusals(place, monkeypatch, capsys, args):
     monkeypatch.chdir(place.folder)
     assert main([*DRILL, *args.split()]) == 2
     out, err = capsys.readouterr()

@@ -170,7 +170,7 @@ def test_the_first_difference_is_named():
         *((loss, 1e-5, False) for loss in ("NaN", "null", "0.0", "-3.25")),
     ],
 )
-def test_on_another_number_of_nodes_sums_are_rounded(loss: str, tolerance: float, is_equal: bool):
+def test_on_another_number_of_nodes_sums_are_rounded(loss, tolerance, is_equal):
     points = [CURVE[0], point(2, loss, 32), CURVE[2]]
     assert (compare(CURVE, points, tolerance) == "") == is_equal
 

@@ -30,7 +30,7 @@ def planned(cluster: Cluster, tmp_path: Path) -> LaunchPlan:
     return make_plan(loaded, Facts(LOGIN, Target("sbatch", "", cluster)))
 
 
-def test_text() -> None:
+def test_text():
     accounts = (Account("physics", is_default=True), Account("chem"))
     said(first_run_text(replace(WEST, accounts=accounts)))
 
@@ -39,20 +39,20 @@ def test_text() -> None:
     ("gpus", "said"),
     [(0, "one process per node without GPUs"), (1, "the GPU of a node"), (2, "all 2 GPUs of a node")],
 )
-def test_what_all_gpus_are(gpus: int, said: str) -> None:
+def test_what_all_gpus_are(gpus, said):
     partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))
     assert f"auto           # {said}\n" in first_run_text(replace(WEST, partitions=(partition,)))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 6, 7, 8, 12, 16])
-def test_it_fits_any_number_of_gpus(gpus: int, tmp_path: Path) -> None:
+def test_it_fits_any_number_of_gpus(gpus, tmp_path):
     partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))
     made = planned(replace(WEST, partitions=(partition,)), tmp_path)
     assert (made.device, made.workers_per_node) == ("cuda", gpus)
     assert made.batch.global_batch_size == {6: 36, 12: 36, 3: 36, 7: 28}.get(gpus, 32)
 
 
-def test_the_plan_fits_the_cluster(tmp_path: Path) -> None:
+def test_the_plan_fits_the_cluster(tmp_path):
     made = planned(replace(WEST, partitions=(CPU,)), tmp_path)
     assert (made.device, made.world_size) == ("cpu", 1)
     made = planned(replace(WEST, partitions=(replace(GPU, max_time_s=600),)), tmp_path)
@@ -78,7 +78,7 @@ def test_the_plan_fits_the_cluster(tmp_path: Path) -> None:
         ((), None),
     ],
 )
-def test_partition(partitions: tuple[Partition, ...], name: str | None) -> None:
+def test_partition(partitions, name):
     cluster = replace(
         WEST, partitions=partitions, accounts=(Account("physics", True),), slurm_version=(22, 5)
     )

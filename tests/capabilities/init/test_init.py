@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_config_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_config_only(folder, capsys):
     assert main(["init"]) == 0
     out, err = capsys.readouterr()
     assert out == "first-run.yaml\n"
@@ -31,14 +31,14 @@ def test_a_run_config_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["check", "first-run.yaml"]) == 0
 
 
-def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(folder, capsys):
     assert main(["init", "--dir", "a b", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"cluster": None, "written": ["a b/first-run.yaml"], "kept": []}
     said(err)
 
 
-def test_nothing_is_overwritten_or_made_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_or_made_up(folder, capsys):
     assert main(["init", "--cluster", "west"]) == 2
     said(capsys.readouterr().err)
     assert list(folder.iterdir()) == []
@@ -49,7 +49,7 @@ def test_nothing_is_overwritten_or_made_up(folder: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8, 16, 64])
-def test_a_task_trains_on_any_number_of_gpus(folder: Path, num_gpus: int) -> None:
+def test_a_task_trains_on_any_number_of_gpus(folder, num_gpus):
     assert main(["init", "--task", "ring"]) == 0
     loaded = load_config("ring.yaml", environ={}, cwd=folder)
     machine = Machine(64, 0, (), "its GPUs are simulated")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +51,7 @@ def board(run: RunDir):
     return found
 
 
-def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_path: Path) -> None:
+def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_path):
     overrides = [
         *(f"task={__file__}:Pictures", "train.steps=4", "train.eval_every=2", "train.log_every=1"),
         *("checkpoint.every_steps=2", "checkpoint.async=false", "checkpoint.best_metric=null"),
@@ -92,7 +91,7 @@ def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_pat
         assert shown.Scalars(name)[-1].value == pytest.approx(last[name])
 
 
-def test_a_loop_logs_numbers_and_images_under_one_name(tmp_path: Path) -> None:
+def test_a_loop_logs_numbers_and_images_under_one_name(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     for _ in range(2):  # the second call has nothing to do
         script = start_script(tmp_path, ["loop.py"], tmp_path / "log", os.environ)

@@ -55,7 +55,7 @@ def options(folder: Path, *, args: str = ARGS, steps: int = 4) -> tuple[str, ...
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
+def test_every_layout_has_the_same_curve(tmp_path):
     common = options(tmp_path)
     cases = [
         Case("alone", 1, {}),
@@ -72,7 +72,7 @@ def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path: Path) -> None:
+def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path):
     first = options(tmp_path, args=f"{ARGS}, frozen: ['lm.*']")
     run_cases(tmp_path, [Case("phase-1", 2, {"dp_shard": 2})], first)
     second = options(tmp_path, args=f"{ARGS}, frozen: ['encoder.*']", steps=2)
@@ -106,7 +106,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("transformers")
-def test_a_language_model_of_transformers(tmp_path: Path) -> None:
+def test_a_language_model_of_transformers(tmp_path):
     need("transformers")
     folder = save_model(tmp_path / "model")
     common = (
@@ -118,11 +118,11 @@ def test_a_language_model_of_transformers(tmp_path: Path) -> None:
     assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
 
 
-def test_the_smoke_test_has_no_problems(tmp_path: Path) -> None:
+def test_the_smoke_test_has_no_problems(tmp_path):
     assert list(Smoke(config_of(*options(tmp_path))).problems()) == []
 
 
-def test_only_answers_count(tmp_path: Path) -> None:
+def test_only_answers_count(tmp_path):
     config = config_of(*options(tmp_path))
     task = load_task(config)
     assert isinstance(task, MultimodalLM)
@@ -138,7 +138,7 @@ def test_only_answers_count(tmp_path: Path) -> None:
     assert alone.count == len(answers[0])
 
 
-def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path: Path) -> None:
+def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path):
     task = load_task(config_of(*options(tmp_path)))
     torch.manual_seed(0)
     model = task.build_model().eval()
@@ -153,7 +153,7 @@ def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path: Path) -> Non
         assert not torch.allclose(logits[:, 0], model(patches + 1, tokens)[:, 0], atol=1e-6)
 
 
-def test_the_patches_of_an_image(tmp_path: Path) -> None:
+def test_the_patches_of_an_image(tmp_path):
     image = pytest.importorskip("PIL.Image")
     pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
     image.fromarray(pixels).save(tmp_path / "x.png")
@@ -163,7 +163,7 @@ def test_the_patches_of_an_image(tmp_path: Path) -> None:
     assert torch.allclose(patches[2], expected)
 
 
-def test_a_curve_is_sampled_at_equal_times() -> None:
+def test_a_curve_is_sampled_at_equal_times():
     uneven = [[0.0, 0.0], [1.0, 2.0], [4.0, 8.0]]
     patches = CURVE.read_curve(uneven)
     assert patches.shape == (4, 36)
@@ -172,7 +172,7 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
     assert torch.allclose(CURVE.read_curve([0.0, 8.0]).view(16, 9)[:, 0], values)
 
 
-def test_a_row_without_its_image(tmp_path: Path) -> None:
+def test_a_row_without_its_image(tmp_path):
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write(tmp_path / "train.jsonl", [row])
     with pytest.raises(UsageError, match=r"train\.jsonl:1: the image .*1\.png does not exist"):
@@ -193,19 +193,19 @@ def test_a_row_without_its_image(tmp_path: Path) -> None:
         ("mediun: curve", "task_args do not fit: got an unexpected keyword argument 'mediun'"),
     ],
 )
-def test_arguments_that_cannot_be_used(tmp_path: Path, args: str, message: str) -> None:
+def test_arguments_that_cannot_be_used(tmp_path, args, message):
     with pytest.raises(TrainkitError) as caught:
         load_task(config_of(*options(tmp_path, args=args)))
     assert message in caught.value.message
 
 
-def test_frozen_names_a_parameter(tmp_path: Path) -> None:
+def test_frozen_names_a_parameter(tmp_path):
     task = load_task(config_of(*options(tmp_path, args=f"{ARGS}, frozen: [llm.*]")))
     with pytest.raises(UsageError, match=r"'llm\.\*', which matches no parameter"):
         task.build_model()
 
 
-def test_the_example_files(tmp_path: Path) -> None:
+def test_the_example_files(tmp_path):
     pytest.importorskip("PIL")
     import runpy
     import sys
@@ -248,7 +248,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)
-def test_a_bad_row(tmp_path: Path, row: Any, message: str) -> None:
+def test_a_bad_row(tmp_path, row, message):
     file = write(tmp_path / "rows.jsonl", [GOOD, "", row, {**GOOD, "curve": [[0, 1], [1, 2]], "answer": 3}])
     with pytest.raises(UsageError) as caught:
         MediumSamples(file, MediumFormat("curve", 16, 4), "bytes", 60)
@@ -267,7 +267,7 @@ def config(folder: Path, rows: list[Any], args: str = "medium: curve, size: 16, 
 
 
 @pytest.mark.slow
-def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rows_and_images_of_a_config(tmp_path, capsys):
     assert main(["data", "validate", config(tmp_path, [GOOD, *[row for row, _ in BAD] * 3])]) == EXIT_FAILED
     shown = capsys.readouterr()
     lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
@@ -288,7 +288,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     assert f"sample 1: ValueError: the image {tmp_path / 'cut.png'} cannot be opened: " in found
 
 
-def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_without_files_to_check(tmp_path, capsys):
     path = config(tmp_path, [GOOD])
     assert main(["data", "validate", path, "stdlib"]) == EXIT_USAGE
     said(capsys.readouterr().err)
@@ -317,7 +317,7 @@ class Mine(Task):
 
 
 @pytest.mark.slow
-def test_the_samples_of_an_own_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_samples_of_an_own_task(tmp_path, capsys):
     code = tmp_path / "mine.py"
     code.write_text(OWN)
     (tmp_path / "mine.yaml").write_text(f"task: {code}:Mine\n")

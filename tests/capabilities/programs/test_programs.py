@@ -86,7 +86,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 @pytest.mark.slow(seconds=8)
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_needs_only_wait(name: str, place: Desk) -> None:
+def test_a_program_needs_only_wait(name, place):
     text, code = PROGRAMS[name]
     try:
         done = run_program("bash", "-c", BEGIN + text, cwd=place.folder, env=place.environ, timeout=180)
@@ -95,7 +95,7 @@ def test_a_program_needs_only_wait(name: str, place: Desk) -> None:
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
 
 
-def test_the_page_shows_every_exit_code() -> None:
+def test_the_page_shows_every_exit_code():
     shown = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)}
     assert shown == {0, 1, 2, 75, 124, 130}
     assert {code for _, code in PROGRAMS.values()} <= shown

@@ -55,11 +55,11 @@ def recorded() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("line", "text"), list(recorded()))
-def test_recorded_outputs(line: str, text: str) -> None:
+def test_recorded_outputs(line, text):
     checked(output_of(line), text)
 
 
-def test_every_recorded_run_is_checked() -> None:
+def test_every_recorded_run_is_checked():
     lines = {param.values[0] for param in recorded()}
     assert {f"{command} runs/{run} --json" for run in RUNS for command in ("status", "report")} <= lines
 
@@ -81,9 +81,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_outputs(
-    line: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs(line, project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     code = main([*shlex.split(line), "--json"])
     text = capsys.readouterr().out
@@ -92,7 +90,7 @@ def test_outputs(
     checked("error" if is_error else output_of(line), text)
 
 
-def test_a_key_without_a_schema_is_found() -> None:
+def test_a_key_without_a_schema_is_found():
     value = {"error": "no", "hint": "", "exit_code": 1}
     assert checked("error", json.dumps(value)) == value
     for wrong in ({"error": "no", "hint": ""}, {**value, "new": 1}, {**value, "exit_code": "1"}):
@@ -101,7 +99,7 @@ def test_a_key_without_a_schema_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_schema_is_frozen(name: str) -> None:
+def test_a_schema_is_frozen(name):
     """`python -m tools.reference` refuses to write a schema that breaks programs without a new version."""
     text = (DOCS / schema_page(name)).read_text()
     assert text == schema_text(name)
@@ -113,11 +111,11 @@ def test_a_schema_is_frozen(name: str) -> None:
     )
 
 
-def test_docs_contain_no_other_schema() -> None:
+def test_docs_contain_no_other_schema():
     assert sorted(file.stem for file in (DOCS / "schemas").iterdir()) == NAMES
 
 
-def test_every_command_with_json_has_a_schema() -> None:
+def test_every_command_with_json_has_a_schema():
     with_json = {
         path.removeprefix("trainkit ").replace(" ", "-")
         for path, command in all_commands().items()
@@ -156,7 +154,7 @@ class Outer:
     most: float = dataclasses.field(metadata=UNLIMITED)
 
 
-def test_a_schema_follows_from_the_type() -> None:
+def test_a_schema_follows_from_the_type():
     assert schema_of(Outer) == {
         "$ref": "#/$defs/Outer",
         "$defs": {
@@ -200,25 +198,25 @@ def test_a_schema_follows_from_the_type() -> None:
         (lambda record: record.update(type="array"), "Both"),
     ],
 )
-def test_what_breaks_programs(change: Any, where: str | None) -> None:
+def test_what_breaks_programs(change, where):
     after = json.loads(json.dumps(schema_of(Both)))
     change(after["$defs"]["Both"])
     assert breaking_change(schema_of(Both), after) == where
 
 
-def test_another_type_of_the_value_breaks_programs() -> None:
+def test_another_type_of_the_value_breaks_programs():
     assert breaking_change(schema_of(Both), schema_of(list[Both])) == "the type of the value"
     assert breaking_change(schema_of(int), schema_of(int, str)) == "the type of the value"
     assert breaking_change(schema_of(list[Both]), schema_of(list[Both])) is None
 
 
 @pytest.mark.parametrize("name", ["ckpt-ls", "ckpt ls"])
-def test_the_command_prints_a_schema(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_schema(name, capsys):
     assert main(["schema", "--output", name]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((DOCS / schema_page("ckpt-ls")).read_text())
 
 
-def test_an_unknown_output_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_output_is_refused(capsys):
     assert main(["schema", "--output", "statuses"]) == 2
     error = capsys.readouterr().err
     assert "--output statuses: no command has a JSON output of that name" in error
