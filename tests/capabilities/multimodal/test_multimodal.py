@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
 from tests.support.said import said
 from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
-from trainkit.capabilities.task_check.worker import Smoke
+from trainkit.capabilities.task_check.worker import Smoke, unreadable_samples
 from trainkit.cli.main import main
+from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_USAGE, TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.user_task import UserTask, load_task
@@ -27,10 +29,8 @@ ARGS = "medium: curve, size: 16, patch: 4, width: 32, queries: 3"
 
 
 def write(file: Path, rows: list[Any]) -> Path:
-    lines = [
-        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
-        for row in rows
-    ]
+    texts = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
+    lines = [text if isinstance(text, bytes) else text.encode() for text in texts]
     file.write_bytes(b"".join(line + b"\n" for line in lines))
     return file
 
@@ -55,17 +55,11 @@ def options(folder: Path, *, args: str = ARGS, steps: int = 4) -> tuple[str, ...
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_every_layout_has_the_same_curve(tmp_path):
+def test_shards_have_the_curve_of_one_process(tmp_path):
     common = options(tmp_path)
-    cases = [
-        Case("alone", 1, {}),
-        Case("ddp", 2, {"dp_replicate": 2}),
-        Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}),
-        Case("hsdp", 4, {"dp_shard": 2, "dp_replicate": 2}),
-    ]
+    cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"})]
     run_cases(tmp_path, cases, common)
-    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
-    assert max(found.values()) < 1e-5, found
+    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
     records = read_metrics(RunDir(tmp_path / "alone"))
     assert records[-1]["val_loss"] < records[1]["val_loss"]
     assert {"token_accuracy", "answer_accuracy", "val_answer_accuracy"} <= set(records[-1])
@@ -94,8 +88,6 @@ def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path):
 
 
 def config_of(*overrides: str) -> RunConfig:
-    from trainkit.config import load_config
-
     return load_config(None, overrides=["model.preset=nano", *overrides], layers=False).config
 
 
@@ -109,10 +101,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_language_model_of_transformers(tmp_path):
     need("transformers")
     folder = save_model(tmp_path / "model")
-    common = (
-        *(item for item in options(tmp_path) if "num_layers" not in item),
-        *(f"model.hf={folder}", "data.tokenizer=bytes"),
-    )
+    own = [item for item in options(tmp_path) if "num_layers" not in item]
+    common = (*own, f"model.hf={folder}", "data.tokenizer=bytes")
     cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})]
     run_cases(tmp_path, cases, common)
     assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
@@ -205,17 +195,11 @@ def test_frozen_names_a_parameter(tmp_path):
         task.build_model()
 
 
-def test_the_example_files(tmp_path):
+def test_the_example_files(tmp_path, monkeypatch):
     pytest.importorskip("PIL")
-    import runpy
-    import sys
-
     script = Path(__file__).parents[3] / "examples" / "make_questions.py"
-    before, sys.argv = sys.argv, ["make_questions.py", str(tmp_path / "data"), "--train", "3", "--val", "2"]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv = before
+    monkeypatch.setattr("sys.argv", [script.name, str(tmp_path / "data"), "--train", "3", "--val", "2"])
+    runpy.run_path(str(script), run_name="__main__")
     image = MediumFormat("image", 32, 8)
     samples = MediumSamples(tmp_path / "data" / "images" / "train.jsonl", image, "bytes", 50)
     assert len(samples) == 3
@@ -279,13 +263,11 @@ def test_the_rows_and_images_of_a_config(tmp_path, capsys):
     image = pytest.importorskip("PIL.Image")
     image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:999])
-    rows = [
-        {"image": name, "question": "what?", "answer": "noise"}
-        for name in ("good.png", "cut.png", "good.png")
-    ]
-    assert main(["data", "validate", config(tmp_path, rows, "medium: image"), "--json"]) == EXIT_FAILED
-    [found] = json.loads(capsys.readouterr().out)["problems"]
-    assert f"sample 1: ValueError: the image {tmp_path / 'cut.png'} cannot be opened: " in found
+    question = {"question": "what?", "answer": "noise"}
+    rows = [{"image": name, **question} for name in ("good.png", "cut.png", "good.png")]
+    loaded = load_config(Path(config(tmp_path, rows, "medium: image")), layers=False)
+    [found] = unreadable_samples(loaded.config)
+    assert found.message.startswith(f"sample 1: ValueError: the image {tmp_path / 'cut.png'} ")
 
 
 def test_configs_without_files_to_check(tmp_path, capsys):
@@ -327,6 +309,3 @@ def test_the_samples_of_an_own_task(tmp_path, capsys):
     assert lines[0] == f"train_dataset() sample 3: KeyError: 'column' ({code}:9)"
     assert (len(lines), lines[20]) == (21, f"{code}:Mine: 5 more problems")
     assert "25 problems" in shown.err
-    code.write_text(OWN.replace("== 3", "== 5"))
-    assert main(["data", "validate", str(tmp_path / "mine.yaml"), "--json"]) == EXIT_OK
-    assert json.loads(capsys.readouterr().out)["problems"] == []
