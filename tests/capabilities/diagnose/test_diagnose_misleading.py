@@ -89,10 +89,7 @@ OLD = {"node_rank": 1, "host": "n2", "time": "2026-11-25T23:52:02Z"}
 
 
 def diagnosed(folder: Path, output: str, *records: dict[str, Any], num_ranks: int = 2) -> Diagnosis:
-    """Diagnose a run on two nodes with this output of the second launcher.
-
-    The first record is the root cause.
-    """
+    """Diagnose a run on two nodes with this output of the second launcher. The first record is the cause."""
     attempt = RunDir(folder).attempt(1)
     folder.mkdir()
     attempt.create()
@@ -139,14 +136,10 @@ def test_the_agent_has_recorded_which_rank_it_was(tmp_path):
 def torchrun(rank: int, raised: str, second: int, code: int = 1) -> str:
     """Return the output of a rank and its torchrun."""
     trace = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n{raised}\n'
-    report = (
+    return "".join(f"[rank{rank}]: {line}\n" for line in trace.splitlines()) + (
+        "Root Cause (first observed failure):\n[0]:\n"
         f"  time      : 2026-11-25_23:52:{second}\n  host      : n\n  rank      : {rank} (local_rank: 0)\n"
-    )
-    head = "Root Cause (first observed failure):\n[0]:\n"
-    return (
-        "".join(f"[rank{rank}]: {line}\n" for line in trace.splitlines())
-        + head
-        + (f"{report}  exitcode  : {code} (pid: 7)\n")
+        f"  exitcode  : {code} (pid: 7)\n"
     )
 
 

@@ -42,14 +42,8 @@ def test_settings_of_slurm_that_cost_work_are_warnings():
     assert states({**CONFIG, "AccountingStorageType": "accounting_storage/slurmdbd"}) == {
         **{"Slurm": "ok", "preemption": "ok", "requeue": "ok", "KillWait": "ok", "accounting": "ok"}
     }
-    bad = {
-        **CONFIG,
-        "SLURM_VERSION": "20.02.1",
-        "JobRequeue": "0",
-        "KillWait": "5 sec",
-        "MinJobAge": "10 sec",
-    }
-    bad = {**bad, "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    bad = {**CONFIG, "SLURM_VERSION": "20.02.1", "JobRequeue": "0", "KillWait": "5 sec"}
+    bad |= {"MinJobAge": "10 sec", "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
     assert set(states(bad, "PartitionName=low GraceTime=0 PreemptMode=REQUEUE").values()) == {"warning"}
     (name,) = [key for key, state in states({**bad, "PreemptType": "preempt/none"}).items() if state == "ok"]
     assert name == "preemption"

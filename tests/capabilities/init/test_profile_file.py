@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.said import said
@@ -145,6 +145,7 @@ CLUSTERS = st.builds(
 )
 
 
+@settings(max_examples=25)
 @given(cluster=CLUSTERS)
 def test_what_is_written_is_read_back(cluster, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "written.yaml"

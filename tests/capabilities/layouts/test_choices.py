@@ -42,7 +42,7 @@ def test_layouts_that_the_model_or_the_data_rules_out():
     assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=15)
 @given(st.sampled_from(["125m", "7b", "70b"]), st.sampled_from([1, 2, 3, 6, 8, 12, 16, 64, 512]))
 def test_every_choice_is_a_layout_of_all_gpus(preset, num_gpus):
     size = 8 if num_gpus % 8 == 0 else min(num_gpus, 3)
@@ -99,9 +99,8 @@ def test_the_share_of_a_process():
     work = choice.work
     assert (work.samples_per_pass, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
-    assert (
-        best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
-    )  # fewer microbatches than stages
+    # There are fewer microbatches than stages.
+    assert best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
     base = step_work("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
     choice = best_on_layout(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
     assert choice.work.parallel.activation_checkpointing == "full"
