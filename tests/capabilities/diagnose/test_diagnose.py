@@ -1,7 +1,6 @@
 """Tests `diagnose` on broken runs: recorded runs, runs that are built again, and misleading files."""
 
 import json
-import random
 import signal
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -27,7 +26,6 @@ from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import SlurmJob
 
-MADE_ANYWHERE = [name for name, broken in BROKEN.items() if broken.package is None and broken.script]
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -70,7 +68,7 @@ def test_what_can_be_broken_again_is_recorded():
 
 
 @pytest.mark.slow(seconds=10)
-@pytest.mark.parametrize("name", random.Random(18).sample(sorted(MADE_ANYWHERE), 3))
+@pytest.mark.parametrize("name", ["fails-when-stopped", "torchrun-killed", "port-in-use"])
 def test_runs_that_are_broken_again(name, tmp_path):
     found = newest(RunDir(make(name, tmp_path)))
     expected = {key: value for key, value in BROKEN[name].expect.items() if key != "host"}

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import free_port
-from tests.support.runs import wait_until
+from tests.support.runs import free_port, wait_until
 from tests.support.said import said
 from trainkit.capabilities.doctor import NodeReport, Request, bandwidth, node, nodes
 from trainkit.capabilities.doctor.bandwidth import (
