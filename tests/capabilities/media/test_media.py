@@ -257,7 +257,7 @@ def test_in_the_validation_names_begin_with_val(attempt):
     ("message", "name", "text", "step"),
     [
         *(
-            ("invalid name for", name, "x", 1)
+            ("invalid name", name, "x", 1)
             for name in ("", "a" * 129, "two\nlines", "\x1b[31m", None, 3, b"x")
         ),
         *(("invalid step", "x", "y", step) for step in (-1, 1.5, "3", True)),
