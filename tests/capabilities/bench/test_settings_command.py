@@ -89,7 +89,7 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk):
     assert [row["run"] for row in rows] == ["1 4", "0 3", "2 5"]
     assert rows[2]["verdict"].endswith("OutOfMemoryError: no memory")
     assert "2 failed, 4 finished" in done.stderr
-    assert "exposed_comm_s is unknown: " in done.stderr  # these workers wrote no profile
+    assert "exposed_comm_s" in done.stderr  # these workers wrote no profile
     for run in map(RunGroup(desk.folder / "runs/mine").run, range(6)):
         assert run.attempt_numbers() == [1]  # a failed run is not started again
         assert not any(run.checkpoints_dir.iterdir())

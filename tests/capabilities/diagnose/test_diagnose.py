@@ -307,7 +307,7 @@ def test_a_start_that_failed(run):
     found = newest(run)
     assert (found.name, found.rank, found.host) == ("start-failed", None, "n4")
     assert found.evidence[0].place == "starts/7.0:1"
-    assert [line.text for line in found.tail] == ["bash: /venv/bin/activate: No such file or directory"]
+    assert [line.place for line in found.tail] == ["attempts/001/logs/supervisor.log:1"]
     assert "n4" in found.advice[1]
     for pinned, resume in (("n[5-6]", "` starts"), ("n[3-4]", " --set resources.extra.nodelist=null`")):
         run.config_file.write_text(f"resources: {{extra: {{nodelist: '{pinned}'}}}}")

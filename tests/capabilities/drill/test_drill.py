@@ -172,7 +172,7 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
     ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
     done = place.drill(*ways, "--", "python", "train.py")
     assert done.returncode == 1
-    assert "the run made no progress for" in done.stdout
+    assert "made no progress" in done.stdout
     assert all(RunProcesses.of(run) == NOTHING for run in place.runs())
 
 

@@ -254,11 +254,9 @@ def config(folder: Path, rows: list[Any], args: str = "medium: curve, size: 16, 
 def test_the_rows_and_images_of_a_config(tmp_path, capsys):
     assert main(["data", "validate", config(tmp_path, [GOOD, *[row for row, _ in BAD] * 3])]) == EXIT_FAILED
     shown = capsys.readouterr()
-    lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
+    lines = shown.out.splitlines()
     assert len(lines) == 21
-    assert f"{file}:2: the line is not JSON" in lines[0]
-    assert lines[13] == f"{file}:15: the row has 105 tokens, more than 60"
-    assert lines[20] == f"and {3 * len(BAD) - 20} more"
+    said(f"{lines[0]}\n{lines[13]}\n{lines[20]}")
     assert "1 problem\n" in shown.err
     image = pytest.importorskip("PIL.Image")
     image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
@@ -267,7 +265,7 @@ def test_the_rows_and_images_of_a_config(tmp_path, capsys):
     rows = [{"image": name, **question} for name in ("good.png", "cut.png", "good.png")]
     loaded = load_config(Path(config(tmp_path, rows, "medium: image")), layers=False)
     [found] = unreadable_samples(loaded.config)
-    assert found.message.startswith(f"sample 1: ValueError: the image {tmp_path / 'cut.png'} ")
+    said(found.message.partition(" opened")[0])
 
 
 def test_configs_without_files_to_check(tmp_path, capsys):
@@ -306,6 +304,6 @@ def test_the_samples_of_an_own_task(tmp_path, capsys):
     assert main(["data", "validate", str(tmp_path / "mine.yaml")]) == EXIT_FAILED
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
-    assert lines[0] == f"train_dataset() sample 3: KeyError: 'column' ({code}:9)"
-    assert (len(lines), lines[20]) == (21, f"{code}:Mine: 5 more problems")
+    assert len(lines) == 21
+    said(f"{lines[0]}\n{lines[20]}")
     assert "25 problems" in shown.err
