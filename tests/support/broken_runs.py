@@ -154,29 +154,18 @@ def recorded_files(run: Path, neutral: Callable[[str], str]) -> dict[str, str]:
     }
 
 
-LIBRARY = re.compile(
-    r'(\[rank\d+\]: )?  File "(.*/site-packages/|.*/lib/python3|.*/trainkit/trainkit/|<frozen)'
+_RANK = r"(?:\[rank\d+\]: )?"
+LIBRARY_FRAME = re.compile(
+    rf'^{_RANK}  File "(?:.*/site-packages/|.*/lib/python3|.*/trainkit/trainkit/|<frozen).*\n'
+    rf'(?:{_RANK}    .*\n)*(?={_RANK}  File ")',
+    re.MULTILINE,
 )
-
-
-def _without_library_frames(lines: list[str]) -> Iterator[str]:
-    """Yield the lines of a log without frames of libraries that are followed by another frame."""
-    frames = [index for index, line in enumerate(lines) if re.match(r'(\[rank\d+\]: )?  File "', line)]
-    for index, line in enumerate(lines):
-        first = max((frame for frame in frames if frame <= index), default=None)
-        after = min((frame for frame in frames if frame > index), default=None)
-        is_inside = (
-            first is not None
-            and after is not None
-            and all(re.match(r"(\[rank\d+\]: )?    ", one) for one in lines[first + 1 : after])
-        )
-        if not (is_inside and LIBRARY.match(lines[first])):
-            yield line
+"""Matches a frame of a library that another frame follows."""
 
 
 def cut(text: str) -> str:
     """Return the last lines of a log, from the first line with a known error, without frames of libraries."""
-    lines = list(_without_library_frames(text.splitlines()))
+    lines = LIBRARY_FRAME.sub("", text).splitlines()
     patterns = [pattern for signature in load_signatures() for pattern in signature.patterns]
     known = (index for index, line in enumerate(lines) if any(one.search(line) for one in patterns))
     lines = lines[min(max(0, len(lines) - MAX_LINES), next(known, len(lines))) :]
@@ -230,15 +219,11 @@ def _recorded(name: str, text: str) -> str:
     if name == "config.yaml":
         config = yaml.safe_load(text)
         chosen = {
-            section: {key: config.get(section, {}).get(key) for key in keys}
+            section: {key: value for key, value in config.get(section, {}).items() if key in keys and value}
             for section, keys in CONFIG_KEYS.items()
         }
-        set_ = {
-            section: {key: value for key, value in own.items() if value} for section, own in chosen.items()
-        }
-        return yaml.safe_dump(
-            {key: own for key, own in set_.items() if own}, default_flow_style=True, width=125
-        )
+        known = {section: own for section, own in chosen.items() if own}
+        return yaml.safe_dump(known, default_flow_style=True, width=125)
     value = json.loads(text) if name.endswith(".json") else None
     if not isinstance(value, dict):
         return text
