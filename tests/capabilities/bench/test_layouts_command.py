@@ -1,7 +1,6 @@
 """Runs `trainkit bench layouts` with small scripts as workers, and once with the real trainer."""
 
 import csv
-import importlib.util
 import json
 import os
 import shlex
@@ -20,7 +19,7 @@ from tests.support.json_outputs import checked
 from tests.support.programs import run_program
 from tests.support.said import cases, said
 from trainkit.capabilities.bench import command as bench_command
-from trainkit.capabilities.bench import run_bench
+from trainkit.capabilities.bench import run_bench, summary
 from trainkit.capabilities.bench.run_bench import read_bench
 from trainkit.capabilities.bench.summary import COLUMNS
 from trainkit.cli.main import main
@@ -86,7 +85,12 @@ def test_collect_takes_a_bench_and_nothing_else(desk, args):
     said(done.stderr)
 
 
-def test_the_summary_of_runs_that_were_made_elsewhere(desk):
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    monkeypatch.setattr(summary, "find_spec", lambda name: None)
+
+
+def test_the_summary_of_runs_that_were_made_elsewhere(desk, no_matplotlib):
     made = made_up_bench(desk.folder / "bench")
     first, second = (made.run_dir(item) for item in made.runs)
     train_made_up(first)
@@ -109,11 +113,8 @@ def test_the_summary_of_runs_that_were_made_elsewhere(desk):
     said(shown.stdout.splitlines()[-1])
 
 
-def test_without_matplotlib_only_the_csv_is_written(desk, monkeypatch):
-    made, find = made_up_bench(desk.folder / "bench"), importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more)
-    )
+def test_without_matplotlib_only_the_csv_is_written(desk, no_matplotlib):
+    made = made_up_bench(desk.folder / "bench")
     done = bench(desk, "--collect", "bench")
     assert (done.returncode, "the command again" in done.stderr) == (1, False)  # nothing was measured
     assert {row["status"] for row in rows_of(made.folder)} == {"cancelled"}
