@@ -121,12 +121,13 @@ def test_a_task_of_ones_own_survives_damaged_saves(place):
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize(
-    ("example", "scenario", "last"),
-    [("resumable_train.py", "signal", "0 steps equal passed"), ("own_loop.py", "node", "equal passed")],
+    ("example", "num_ranks", "scenario", "last"),
+    [("resumable_train.py", 2, "signal", "0 steps equal passed"), ("own_loop.py", 1, "node", "equal passed")],
 )
-def test_an_example_survives(place, example, scenario, last):
+def test_an_example_survives(place, example, num_ranks, scenario, last):
     command = (sys.executable, str(ROOT / "examples" / example), "--steps", "100")
-    done = place.drill("--only", scenario, "--seed", "165", "--", *command)
+    shape = ("--gpus-per-node", str(num_ranks))
+    done = place.drill(*shape, "--only", scenario, "--seed", "165", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     _, row, *_, summary = done.stdout.splitlines()
     assert row.split()[0] == scenario
