@@ -107,6 +107,7 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     prints(attempt, "a" * 60 + "\n")
     follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
+    prints(attempt, "a" * 60 + "\n")
     follower.end(is_finished=True)
     [problem] = reasons(attempt.run)
     said(problem)

@@ -153,6 +153,8 @@ def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path):
     assert (found.name, found.rank) == ("exception", 1)
     said(found.cause)
     assert "code: train.py:3\n    f(x)\n" in "\n".join(diagnosis_lines(found))
+    write_json(run.attempt(1).rank_error(1), {**record, "log_tail": [*trace.splitlines(), "KeyError: 'x'"]})
+    assert newest(run).code == found.code
 
 
 def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path):

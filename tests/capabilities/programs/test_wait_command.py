@@ -133,6 +133,8 @@ def test_a_run_that_is_being_submitted_has_not_ended(tmp_path, monkeypatch):
 def test_an_attempt_that_never_began_has_not_started(recorded, monkeypatch):
     poll = wait_command.RunPoll(RunDir(recorded / "runs/finished"), wait_command.Goal("started"))
     died = replace(poll._status(), state="died")
+    never = replace(died, used=replace(died.used, num_starts=0))
+    assert not wait_command.Goal("started").is_reached(never)
     for attempt, code in ((1, 0), (2, 1)):
         monkeypatch.setattr(poll, "_status", lambda attempt=attempt: replace(died, attempt=attempt))
         assert poll()[1] == code
