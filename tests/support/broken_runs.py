@@ -23,16 +23,27 @@ from typing import Any
 import yaml
 
 from tests.support.programs import ranks_of, wait_for
-from tests.support.recorded import changed_text, changes_of, filled_json
+from tests.support.recorded import filled_json
+from trainkit.capabilities.diagnose.signatures import load_signatures
 from trainkit.run.rundir import RunDir
 
 FOLDER = Path(__file__).parents[1] / "capabilities" / "diagnose" / "broken_runs"
-LIKE = {"config.yaml": FOLDER / "like" / "config.yaml", "plan.json": FOLDER / "like" / "plan.json"}
-"""Maps a file name to a whole file, relative to which the recorded files are stored as changes."""
 HOST = "node01"
 TIMEOUT_S = 180
-MAX_LINES = 60
+MAX_LINES = 14
 """The number of lines of a recorded log that are kept, counted from its end."""
+PLAN_KEYS = ("backend", "num_nodes", "workers_per_node", "node_sizes", "batch", "command", "launcher")
+CONFIG_KEYS = {
+    **{"resources": ("mem", "time", "time_min", "slice", "extra"), "launch": ("network",)},
+    **{
+        "requeue": ("grace_s",),
+        "data": ("num_workers",),
+        "optimizer": ("lr",),
+        "schedule": ("warmup_steps",),
+    },
+    **{"precision": ("dtype",), "train": ("log_every",)},
+}
+"""The keys of a plan and of the sections of a config that a diagnosis reads, and those of a broken config."""
 
 PREAMBLE = """\
 import datetime, errno, os, signal, socket, sys, time
@@ -133,17 +144,34 @@ def record(name: str) -> None:
 
 
 def recorded_files(run: Path, neutral: Callable[[str], str]) -> dict[str, str]:
-    """Return the files of a run that a diagnosis reads by their path, with only the last lines of logs."""
-    files = {}
-    for pattern in KEPT:
-        for path in sorted(run.glob(pattern)):
-            if "latest" in path.parts:
-                continue
-            lines = path.read_text(errors="replace").splitlines()
-            text = neutral("\n".join(lines[-MAX_LINES:] if path.suffix == ".log" else lines))
-            if text:
-                files[str(path.relative_to(run))] = text + "\n"
-    return files
+    """Return what a diagnosis reads of the files of a run, by their path."""
+    return {
+        str(path.relative_to(run)): text
+        for pattern in KEPT
+        for path in sorted(run.glob(pattern))
+        if "latest" not in path.parts
+        if (text := _recorded(path.name, neutral(path.read_text(errors="replace"))))
+    }
+
+
+_RANK = r"(?:\[rank\d+\]: )?"
+LIBRARY_FRAME = re.compile(
+    rf'^{_RANK}  File "(?:.*/site-packages/|.*/lib/python3|.*/trainkit/trainkit/|<frozen).*\n'
+    rf'(?:{_RANK}    .*\n)*(?={_RANK}  File ")',
+    re.MULTILINE,
+)
+"""Matches a frame of a library that another frame follows."""
+
+
+def cut(text: str) -> str:
+    """Return the last lines of a log, from the first line with a known error, without frames of libraries."""
+    lines = LIBRARY_FRAME.sub("", text).splitlines()
+    patterns = [pattern for signature in load_signatures() for pattern in signature.patterns]
+    known = (index for index, line in enumerate(lines) if any(one.search(line) for one in patterns))
+    lines = lines[min(max(0, len(lines) - MAX_LINES), next(known, len(lines))) :]
+    while lines and lines[0].startswith("     "):  # the rest of a frame
+        del lines[0]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def neutral(text: str, folder: str) -> str:
@@ -162,34 +190,58 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
+class _Flow(dict[str, Any]):
+    """Is written on one line."""
+
+
 _Dumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style="|" if "\n" in text[:-1] else '"' if "\n" in text else None
     ),
 )
+_Dumper.add_representer(
+    _Flow, lambda dumper, value: dumper.represent_mapping("tag:yaml.org,2002:map", value, flow_style=True)
+)
 
 
 def write(name: str, content: dict[str, Any]) -> None:
-    """Write a record, with JSON in few lines, and a config and a plan as changes of the files in `LIKE`."""
-    files = {path: _recorded(path, text) for path, text in content["files"].items()}
-    (FOLDER / f"{name}.yaml").write_text(
-        yaml.dump(
-            {**content, "files": files}, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True
-        )
-    )
+    """Write a record, with the expected diagnosis and Slurm's view on one line each."""
+    content = {key: _Flow(value) if key in ("expect", "slurm") else value for key, value in content.items()}
+    text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
+    (FOLDER / f"{name}.yaml").write_text(text)
 
 
-def _recorded(path: str, text: str) -> str | dict[str, str]:
-    like = LIKE.get(Path(path).name)
-    if path.endswith("plan.json"):  # no diagnosis reads the reasons of a plan
-        text = _indented({key: value for key, value in json.loads(text).items() if key != "reasons"})
-    if like is not None:
-        return changes_of(like.read_text(), text)
-    if not path.endswith(".json"):
+def _recorded(name: str, text: str) -> str:
+    """Return what a diagnosis reads of a file, with JSON in few lines."""
+    if name.endswith(".log"):
+        return cut(text)
+    if name == "config.yaml":
+        config = yaml.safe_load(text)
+        chosen = {
+            section: {key: value for key, value in config.get(section, {}).items() if key in keys and value}
+            for section, keys in CONFIG_KEYS.items()
+        }
+        known = {section: own for section, own in chosen.items() if own}
+        return yaml.safe_dump(known, default_flow_style=True, width=125)
+    value = json.loads(text) if name.endswith(".json") else None
+    if not isinstance(value, dict):
         return text
-    value = json.loads(text)
-    return filled_json(value) + "\n" if _indented(value) == text else text
+    if name == "plan.json":
+        value = {key: value[key] for key in PLAN_KEYS if value.get(key) is not None}
+    elif name == "rendezvous.json":
+        value = {"hosts": value["hosts"]}
+    elif name == "end.json":
+        value = {key: own for key, own in value.items() if key not in ("mark", "best")}
+    else:
+        value = {key: own for key, own in value.items() if (key, own) != ("hint", "")}
+        if value.get("type") in ("exit", "RankKilled"):
+            value.pop("log_tail", None)
+        if "log_tail" in value:
+            value["log_tail"] = cut("\n".join(value["log_tail"])).splitlines()
+        if "stack" in value:
+            value["stack"] = value["stack"][:4]
+    return filled_json(value)
 
 
 def _indented(value: object) -> str:
@@ -197,15 +249,11 @@ def _indented(value: object) -> str:
 
 
 def unpack(content: dict[str, Any], run: Path) -> None:
-    """Write a recorded run folder, as trainkit wrote it."""
+    """Write a recorded run folder, with JSON as trainkit writes it."""
     for name, recorded in content["files"].items():
-        if isinstance(recorded, str):
-            is_filled = name.endswith(".json") and recorded.startswith("{")
-            text = _indented(json.loads(recorded)) if is_filled else recorded
-        else:
-            text = changed_text(LIKE[Path(name).name].read_text(), recorded)
+        is_filled = name.endswith(".json") and recorded.startswith("{")
         (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).write_text(text)
+        (run / name).write_text(_indented(json.loads(recorded)) if is_filled else recorded)
 
 
 def is_real(content: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from difflib import SequenceMatcher
 
 WIDTH = 130
 
@@ -36,18 +35,8 @@ def _filled_lines(items: list[str], indent: int) -> Iterator[str]:
     yield line
 
 
-def changes_of(base: str, text: str) -> dict[str, str]:
-    """Return the changes that turn `base` into `text`: ``START:END`` of replaced lines, and the new lines."""
-    old, new = base.splitlines(keepends=True), text.splitlines(keepends=True)
-    return {
-        f"{begin}:{end}": "".join(new[start:stop])
-        for kind, begin, end, start, stop in SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        if kind != "equal"
-    }
-
-
 def changed_text(base: str, changes: Mapping[str, str]) -> str:
-    """Return the text that `changes_of` described."""
+    """Return a text with changes: ``START:END`` of replaced lines, and the new lines."""
     lines = base.splitlines(keepends=True)
     for place, text in reversed(changes.items()):
         begin, end = map(int, place.split(":"))

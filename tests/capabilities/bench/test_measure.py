@@ -2,9 +2,12 @@
 
 import csv
 import io
+import itertools
 import json
 import re
+import statistics
 import struct
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +15,18 @@ from typing import Any
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
+from tests.support.runs import run_ranks
 from tests.support.said import said
+from trainkit.capabilities.bench import measure, summary
 from trainkit.capabilities.bench.measure import (
     Row,
     by_speed,
-    keep_needed,
     measured,
     row_of,
     trace_exposed_comm_s,
     trial_row,
 )
 from trainkit.capabilities.bench.run_bench import Bench, BenchRun, read_bench
-from trainkit.capabilities.bench.summary import (
-    COLUMNS,
-    PLOTS,
-    csv_text,
-    find_fastest,
-    summary_table,
-    write_plots,
-)
 from trainkit.errors import UsageError
 from trainkit.run.events import steps_of, training_curve
 from trainkit.run.files import read_json, write_json
@@ -93,9 +89,11 @@ def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench):
 def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench):
     item = bench.runs[0]
     train_made_up(bench.run_dir(item), step_s=1 / 3)
-    text = csv_text(["layout"], [point_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')])
+    text = summary.csv_text(
+        ["layout"], [point_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')]
+    )
     (row,) = csv.DictReader(io.StringIO(text))
-    assert list(row) == ["layout", *COLUMNS]
+    assert list(row) == ["layout", *summary.COLUMNS]
     assert (row["layout"], row["status"], row["steps"]) == ("dp_shard=2", "failed", "5")
     said(row["verdict"])
     assert (row["tokens_per_s"], row["step_s"]) == ("3072", "0.333333")
@@ -106,7 +104,7 @@ def test_the_table_says_below_why_one_failed(bench):
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
     rows = [point_of(bench, item), point_of(bench, bench.runs[1], "failed", "no\nmemory")]
-    heading, first, second, why = summary_table(["layout"], rows).splitlines()
+    heading, first, second, why = summary.summary_table(["layout"], rows).splitlines()
     assert heading.split()[:4] == ["LAYOUT", "BATCH", "SAMPLES/S", "TOKENS/S"]
     assert first.split()[:4] == ["dp_shard=2", "4", "32.0", "2,048"]
     assert second.split()[-1] == "failed"
@@ -124,7 +122,7 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path):
     assert (first["tokens_per_s_min"], first["tokens_per_s_max"]) == (1280.0, 5120.0)
     assert (second["step_s"], second["repeats"], second["steps"]) == (0.5, 3, 15)
     assert second["run"] == "0 2 4"
-    fastest = find_fastest(bench, by_speed(trials))
+    fastest = summary.find_fastest(bench, by_speed(trials))
     assert fastest.is_clear is False
     said(str(fastest))
 
@@ -180,9 +178,9 @@ def test_plots_of_the_quantities_that_are_known(tmp_path, rows):
     folder = tmp_path / "plots"
     folder.mkdir()
     (folder / "mfu.png").write_bytes(b"old")  # the plot is deleted, because the value is no longer known
-    written, empty = write_plots(["layout"], rows, folder)
+    written, empty = summary.write_plots(["layout"], rows, folder)
     assert empty == ["mfu", "exposed_comm_s"]
-    assert [file.stem for file in written] == [name for name in PLOTS if name not in empty]
+    assert [file.stem for file in written] == [name for name in summary.PLOTS if name not in empty]
     assert sorted(folder.iterdir()) == sorted(written)
     for file in written:
         head = file.read_bytes()[:24]
@@ -193,7 +191,7 @@ def test_plots_of_the_quantities_that_are_known(tmp_path, rows):
     heights = []
     for count in (1, 10):
         many = [{**rows[0], "layout": f"layout {index}"} for index in range(count)]
-        (file, *_) = write_plots(["layout"], many, tmp_path / f"plots-{count}")[0]
+        (file, *_) = summary.write_plots(["layout"], many, tmp_path / f"plots-{count}")[0]
         heights.append(struct.unpack(">I", file.read_bytes()[20:24])[0])
     assert heights[1] > 2 * heights[0]
 
@@ -233,7 +231,7 @@ def test_a_trace_is_read_without_what_takes_most_of_its_space():
         event("kernel:7 ncclDevKernel_AllReduce 1 2"),
         event("cuda_runtime:7 cudaLaunchKernel 0 1"),
     )
-    read = json.loads(json.dumps(found), object_hook=keep_needed)
+    read = json.loads(json.dumps(found), object_hook=measure.keep_needed)
     for device in ("cpu", "cuda"):
         assert trace_exposed_comm_s(read, device) == trace_exposed_comm_s(found, device)
     assert trace_exposed_comm_s(read, "cpu") == pytest.approx(2.0)
@@ -242,20 +240,12 @@ def test_a_trace_is_read_without_what_takes_most_of_its_space():
 
 
 @pytest.mark.slow
-def test_a_trace_of_torch_is_understood():
-    from tests.support.runs import run_ranks
-
-    run_ranks(late_all_reduce, 2)
+def test_a_trace_of_torch_is_understood(tmp_path):
+    run_ranks(late_all_reduce, 2, tmp_path)
 
 
-def late_all_reduce(world: Any) -> None:
+def late_all_reduce(world: Any, folder: Path) -> None:
     """Rank 1 arrives 0.3 s late at a collective, so rank 0 waits for 0.3 s and rank 1 does not wait."""
-    import itertools
-    import statistics
-    import tempfile
-    import time
-    from pathlib import Path
-
     import torch
     import torch.distributed as dist
 
@@ -270,10 +260,9 @@ def late_all_reduce(world: Any) -> None:
             if world.rank == 1:
                 time.sleep(0.3)
             dist.all_reduce(values)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(file))
-        found = json.loads(file.read_text())
+    file = folder / f"{world.rank}.json"
+    profile.export_chrome_trace(str(file))
+    found = json.loads(file.read_text())
     since = [trace_exposed_comm_s(found, "cpu", begin) for begin in begins]
     assert None not in since
     seconds = statistics.median(a - b for a, b in itertools.pairwise([*since, 0.0]))

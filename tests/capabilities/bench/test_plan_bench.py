@@ -6,13 +6,7 @@ import pytest
 
 from tests.support.said import said
 from trainkit.capabilities.bench import plan_bench
-from trainkit.capabilities.bench.plan_bench import (
-    BenchTrial,
-    PlannedBench,
-    bench_values,
-    plan_layouts,
-    profiler_values,
-)
+from trainkit.capabilities.bench.plan_bench import PlannedBench, bench_values, plan_layouts, profiler_values
 from trainkit.capabilities.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
 from trainkit.capabilities.layouts.choices import LONG_SEQUENCE
 from trainkit.config import LoadedConfig, load_config
@@ -114,7 +108,7 @@ def planned(folder: Path, ranks: int, layouts: tuple[str, ...] = (), *settings: 
     return found
 
 
-def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> BenchTrial:
+def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> plan_bench.BenchTrial:
     [trial] = planned(folder, ranks, (text,), *settings).trials
     return trial
 

@@ -2,14 +2,11 @@
 
 import csv
 import json
-from pathlib import Path
 
 import pytest
 from steering import Desk
 
 from tests.support.said import cases, said
-from trainkit.backends.slurm import group_chunks
-from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, create_task_run
@@ -59,11 +56,8 @@ def test_what_was_typed_wrong(desk, options):
 
 def test_the_kind_of_bench_may_be_left_out(desk):
     typed = [str(desk.config), "--dry-run"]
-    for kind, more in (
-        ("settings", ["--sweep", "seed=1,2"]),
-        ("settings", ["--sweep=seed=3,4"]),
-        ("layouts", []),
-    ):
+    seeds = (["--sweep", "seed=1,2"], ["--sweep=seed=3,4"])
+    for kind, more in (("settings", seeds[0]), ("settings", seeds[1]), ("layouts", [])):
         short, whole = (desk.typed(*words, *typed, *more) for words in (["bench"], ["bench", kind]))
         assert (short.returncode, short.stdout) == (0, whole.stdout), short.stderr
     typo = desk.typed("bench", "setings", str(desk.config), "--sweep", "seed=1,2")
@@ -79,11 +73,8 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk):
     done = desk.trainkit("bench", "settings", str(desk.config), *BATCHES, *args)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
-    assert [(row["train.device_batch_size"], row["status"]) for row in value["rows"]] == [
-        (4, "finished"),
-        (2, "finished"),
-        (8, "failed (2 of 2)"),
-    ]
+    states = [(row["train.device_batch_size"], row["status"]) for row in value["rows"]]
+    assert states == [(4, "finished"), (2, "finished"), (8, "failed (2 of 2)")]
     assert (value["fastest"]["name"], value["fastest"]["is_clear"]) == ("train.device_batch_size=4", True)
     shown = [line.partition(":")[0] for line in done.stderr.splitlines() if line[1:3] == "/6"]
     batch = "train.device_batch_size"
@@ -98,17 +89,15 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk):
     assert [row["run"] for row in rows] == ["1 4", "0 3", "2 5"]
     assert rows[2]["verdict"].endswith("OutOfMemoryError: no memory")
     assert "2 failed, 4 finished" in done.stderr
-    assert "exposed_comm_s is unknown: " in done.stderr  # these workers wrote no profile
+    assert "exposed_comm_s" in done.stderr  # these workers wrote no profile
     for run in map(RunGroup(desk.folder / "runs/mine").run, range(6)):
         assert run.attempt_numbers() == [1]  # a failed run is not started again
         assert not any(run.checkpoints_dir.iterdir())
     made = read_json(desk.folder / "runs/mine/bench.json")
     assert (made["kind"], made["repeats"]) == ("settings", 2)
     assert made["impossible"].keys() == {"train.device_batch_size=3"}
-    assert json.loads(desk.typed("status", "mine", "--json").stdout)["states"] == {
-        "finished": 4,
-        "failed": 2,
-    }
+    states = json.loads(desk.typed("status", "mine", "--json").stdout)["states"]
+    assert states == {"finished": 4, "failed": 2}
     ended = desk.typed("cancel", "mine", "--json")
     assert (ended.returncode, json.loads(ended.stdout)["state"]) == (0, "ended")
     collected = bench(desk, "--collect", "runs/mine", "--json")
@@ -117,30 +106,6 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk):
 
 SIZES = ("--sweep", "train.device_batch_size=2,4", "--sweep", "resources.gpus_per_node=1,2")
 BATCH, GPUS = "train.device_batch_size", "resources.gpus_per_node"
-
-
-class Sbatch:
-    """Accepts scripts as jobs 77, 78, and so on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken: list[list[str]] = []
-        """The options of each accepted job."""
-        monkeypatch.setattr(group_chunks, "show_config", dict)
-        monkeypatch.setattr(group_chunks, "submit_script", self.submit)
-
-    def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
-        self.taken.append([script.parent.name, *extra_argv])
-        return str(76 + len(self.taken))
-
-
-@pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sbatch:
-    """Return a folder with a config and a Slurm that runs nothing."""
-    (tmp_path / "text.txt").write_text("line\n" * 1000)
-    (tmp_path / "small.yaml").write_text("name: small\ndevice: cpu\ndata: {source: text.txt, seq_len: 32}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_bench, "query_jobs_or_warn", lambda ids, warn: None)
-    return Sbatch(monkeypatch)
 
 
 def submit(*args: str) -> int:
@@ -152,12 +117,8 @@ def test_on_slurm_the_rounds_are_one_array(tmp_path, sbatch):
     assert submit("--sweep", f"{BATCH}=2,4", "--repeats", "2") == 0
     group = RunGroup(tmp_path / "out")
     assert group.record.array == "0-3%1"
-    assert [trial.values for trial in group.trials.values()] == [
-        {BATCH: 2, "repeat": 1},
-        {BATCH: 4, "repeat": 1},
-        {BATCH: 2, "repeat": 2},
-        {BATCH: 4, "repeat": 2},
-    ]
+    points = [(trial.values[BATCH], trial.values["repeat"]) for trial in group.trials.values()]
+    assert points == [(2, 1), (4, 1), (2, 2), (4, 2)]
     run = group.run(1)
     create_task_run(run, "77_1")
     assert read_json(run.plan_file)["batch"]["device_batch_size"] == 4

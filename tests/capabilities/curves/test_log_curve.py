@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.runs import launch_plan, make_attempt
+from tests.support.runs import launch_plan
 from tests.support.said import said
 from trainkit.capabilities.curves import log_curve
 from trainkit.capabilities.curves.log_curve import LogCurve
@@ -12,14 +12,6 @@ from trainkit.run.files import append_jsonl, read_jsonl
 from trainkit.run.history import RunHistory
 
 PLAN = launch_plan(num_nodes=1, workload=Workload(("train",)))
-
-
-@pytest.fixture
-def attempt(tmp_path):
-    found = make_attempt(tmp_path / "run")
-    found.run.events_file.unlink(missing_ok=True)
-    found.run.metrics_file.unlink(missing_ok=True)
-    return found
 
 
 def prints(attempt, text: str) -> None:
@@ -50,14 +42,8 @@ def test_records_are_those_of_a_curve_and_it_is_said_once(attempt):
     follower.end(is_finished=True)
     assert curve(run) == {1: 3.0, 2: None, 3: 2.0, 4: 1.0}
     first = next(read_jsonl(run.metrics_file))
-    assert {**first, "time": 0} == {
-        "step": 1,
-        "time": 0,
-        "attempt": 1,
-        "loss": 3.0,
-        "lr": 1e-3,
-        "source": "log",
-    }
+    own = {"step": 1, "attempt": 1, "loss": 3.0, "lr": 1e-3, "source": "log"}
+    assert first == {**own, "time": first["time"]}
     said("\n".join(reasons(run)))
     best = best_result(run)
     assert (best.metric, best.value, best.step) == ("val_loss", 2.5, 3)
@@ -109,11 +95,9 @@ def test_a_pattern_of_the_user(attempt):
     pattern = r"at (?P<step>\d+): (?P<loss>[\d.]+|-)(, val (?P<val_loss>\S+))?( acc (?P<accuracy>\S+))?"
     prints(attempt, "step 1 loss 3\nat 7: 2.5 acc 0.5\nat 8: -\nat 9: 2.25, val 2.0\n")
     LogCurve(attempt, PLAN, pattern).poll()
-    records = [
-        {key: record.get(key) for key in ("step", "loss", "accuracy")}
-        for record in read_jsonl(attempt.run.metrics_file)
-    ]
-    assert records == [{"step": 7, "loss": 2.5, "accuracy": 0.5}, {"step": 9, "loss": 2.25, "accuracy": None}]
+    records = list(read_jsonl(attempt.run.metrics_file))
+    values = [(record["step"], record.get("loss"), record.get("accuracy")) for record in records]
+    assert values == [(7, 2.5, 0.5), (9, 2.25, None)]
     assert [event.values["val_loss"] for event in read_events(attempt.run, "evaluated")] == [2.0]
     said("\n".join(reasons(attempt.run)))
 
@@ -123,32 +107,22 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     prints(attempt, "a" * 60 + "\n")
     follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
+    prints(attempt, "a" * 60 + "\n")
     follower.end(is_finished=True)
-    problem = (
-        "logging.pattern took more than 0.05 s to search one block of the log, "
-        "so this pattern is no longer used"
-    )
-    assert reasons(attempt.run) == [problem]
+    [problem] = reasons(attempt.run)
+    said(problem)
     assert capfd.readouterr().out == f"warning: {problem}\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "which"),
-    [
-        ("loss {0}.5, epoch 0.{0}\n", "the step number of the loss is unknown"),
-        ("d_loss 1 g_loss {0}\n", "the step number of the loss is unknown"),
-    ],
-)
-def test_it_says_why_there_is_no_curve(attempt, line, which):
+@pytest.mark.parametrize("line", ["loss {0}.5, epoch 0.{0}\n", "d_loss 1 g_loss {0}\n"])
+def test_it_says_why_there_is_no_curve(attempt, line):
     follower = LogCurve(attempt, PLAN, "auto")
     prints(attempt, "".join(map(line.format, range(9))))
     follower.poll()
     assert reasons(attempt.run) == []
     follower.end(is_finished=True)
-    reason = (
-        f"no curve in the log: {which}; set logging.pattern to an expression with the groups step and loss"
-    )
-    assert reasons(attempt.run) == [reason]
+    [reason] = reasons(attempt.run)
+    said(reason)
 
 
 def test_progress_is_known_where_the_log_has_a_total(attempt):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.capabilities.curves.test_printed_curve import LOGS, read
-from tests.support.runs import launch_plan, make_attempt
+from tests.support.runs import launch_plan
 from tests.support.said import said
 from trainkit.capabilities.curves.log_curve import LogCurve
 from trainkit.capabilities.curves.printed_curve import MAX_NAMES, read_line
@@ -14,8 +14,6 @@ from trainkit.run.events import best_result, read_events, training_curve
 from trainkit.run.files import read_jsonl
 
 PLAN = launch_plan(num_nodes=1, workload=Workload(("train",)))
-
-
 LINES = {
     # name: a line, its metrics by name
     "plain": ("step 3 loss 0.5 acc 0.91", {"loss": 0.5, "acc": 0.91}),
@@ -192,12 +190,8 @@ def test_lines_of_one_step_are_one_record(name):
 
 def test_metrics_of_recorded_logs():
     keras = read((LOGS / "keras-lines.log").read_bytes())
-    assert keras.records[64] == {
-        "loss": 10.8303,
-        "mae": keras.records[64]["mae"],
-        "val_loss": 12.3673,
-        "val_mae": 2.8691,
-    }
+    last = {"loss": 10.8303, "mae": keras.records[64]["mae"], "val_loss": 12.3673, "val_mae": 2.8691}
+    assert keras.records[64] == last
     assert keras.found.metrics == ("mae", "val_mae")
     for name in ("plain", "deepspeed", "rich", "tqdm"):
         assert read((LOGS / f"{name}.log").read_bytes()).found.metrics == (), name
@@ -211,15 +205,6 @@ def test_a_step_that_is_computed_again_has_nothing_of_before():
 def test_of_several_ranks_the_first_counts():
     lines = [f"step {n} loss {n}.{rank} acc 0.{rank}" for n in range(3) for rank in (0, 1)]
     assert read("\n".join(lines), is_shared=True).records[2] == {"loss": 2.0, "acc": 0.0}
-
-
-@pytest.fixture
-def attempt(tmp_path):
-    found = make_attempt(tmp_path / "run")
-    found.run.events_file.unlink(missing_ok=True)
-    found.run.metrics_file.unlink(missing_ok=True)
-    found.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
-    return found
 
 
 def records(attempt, text: str, pattern: str = "auto", parts: int = 1) -> dict[int, dict[str, object]]:
@@ -241,20 +226,15 @@ def records(attempt, text: str, pattern: str = "auto", parts: int = 1) -> dict[i
 def test_a_record_has_all_lines_of_its_step_wherever_the_log_is_cut(attempt, parts):
     text = "".join(f"step {n} loss 0.5\nstep {n} acc 0.{n}\n" for n in range(1, 5)) + "step 4 val_loss 0.25"
     found = records(attempt, text, parts=parts)
-    assert found == {
-        **{n: {"loss": 0.5, "acc": n / 10} for n in (1, 2, 3)},
-        4: {"loss": 0.5, "acc": 0.4, "val_loss": 0.25},
-    }
+    whole = {n: {"loss": 0.5, "acc": n / 10} for n in (1, 2, 3)}
+    assert found == {**whole, 4: {"loss": 0.5, "acc": 0.4, "val_loss": 0.25}}
     assert best_result(attempt.run).value == 0.25
 
 
 def test_what_is_not_finite_is_null(attempt):
     found = records(attempt, "step 1 loss 1 acc: nan\nstep 2 loss nan acc: inf\nstep 3 val_loss nan acc 1\n")
-    assert found == {
-        1: {"loss": 1.0, "acc": None},
-        2: {"loss": None, "acc": None},
-        3: {"acc": 1.0, "val_loss": None},
-    }
+    nothing = {"loss": None, "acc": None}
+    assert found == {1: {"loss": 1.0, "acc": None}, 2: nothing, 3: {"acc": 1.0, "val_loss": None}}
 
 
 def test_a_gan_has_a_curve_and_it_is_said_that_none_is_the_loss(attempt):

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 from bdb import BdbQuit
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from steering import wait_for
 
+from tests.support.programs import run_program
 from tests.support.runs import launch_plan, make_attempt
 from tests.support.said import cases, said
 from tests.support.tmux import Tmux, needs_tmux
@@ -28,8 +28,7 @@ from trainkit.run.rundir import RunDir
 
 TRAINKIT = [sys.executable, "-m", "trainkit"]
 SCRIPT = """
-import os
-import time
+import os, time
 rank = int(os.environ["RANK"])
 for step in range(3):
     print(f"rank {rank} step {step}", flush=True)
@@ -124,21 +123,18 @@ def test_post_mortem(desk, terminal):
     typed(terminal, "c", "^failed: a worker ended with exit code 1")
     failure = read_json(run.attempt(1).rank_error(1))
     assert (failure["type"], failure["message"]) == ("ValueError", "bad 1")
-    assert failure["code"]["line"] == 9
+    assert failure["code"]["line"] == 8
 
 
 @needs_tmux
 @pytest.mark.slow(seconds=12)
 def test_a_job_without_a_terminal(desk, terminal):
-    """The chosen rank stops at each breakpoint(), even after its terminal was closed.
-
-    The other rank continues.
-    """
+    """The chosen rank stops at each breakpoint(), even after its terminal was closed; the other continues."""
     argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
     run = RunDir(desk.types("submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
     wait_for(lambda: len(list((attempt.path / "debugger").glob("rank-*.json"))) == 2)
-    waits = f":7: rank 1 waits until you run `trainkit debug {run.path} --rank 1`"
+    waits = f":6: rank 1 waits until you run `trainkit debug {run.path} --rank 1`"
     assert attempt.rank_log(1).read_text().count(waits) == 1
     (record,) = (attempt.path / "debugger").glob("rank-0001-*.json")
     path = Path(read_json(record)["socket"])
@@ -300,11 +296,10 @@ def test_a_rank_of_another_launcher_and_a_command_without_terminal_have_no_debug
         monkeypatch.setenv(name, value)
     assert main(["run", "--debug"]) == 2
     said(capsys.readouterr().err)
-    assert not Path("runs").exists()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "--debug"]) == 2
     said(capsys.readouterr().err)
+    assert not Path("runs").exists()
 
 
 def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
@@ -325,10 +320,8 @@ def test_its_part_of_a_plan_keeps_what_a_newer_version_has_written():
     made = launch_plan(warnings=("one",)).without_hangs().with_part(DebugPlan(0, "pdb"))
     written = made.to_dict()
     keys = [key for key in written if key in ("after", "replay", "debug", "warnings")]
-    assert (keys, written["debug"]) == (
-        ["replay", "debug", "warnings"],
-        {"rank": 0, "mode": "pdb", "port": None},
-    )
+    assert keys == ["replay", "debug", "warnings"]
+    assert written["debug"] == {"rank": 0, "mode": "pdb", "port": None}
     written["debug"]["new"] = 1
     assert LaunchPlan.from_dict(written).part(DebugPlan) == DebugPlan(0, "pdb")
     assert (LaunchPlan.from_dict(written).attended_rank, launch_plan().attended_rank) == (0, None)
@@ -355,14 +348,9 @@ def test_process_groups_of_torch_get_a_week():
     """The default timeout is changed unless the script sets one, and torch is imported once."""
     code = "import torch.distributed as d; print(d.distributed_c10d._get_default_timeout('gloo').days)"
     environ = {
-        **os.environ,
-        "TRAINKIT_JOB_DEBUG": "0 pdb",
-        "TRAINKIT_JOB_AT_START": str(Debugger.at_start),
-        "RANK": "1",
+        **{"TRAINKIT_JOB_DEBUG": "0 pdb", "TRAINKIT_JOB_AT_START": str(Debugger.at_start), "RANK": "1"},
         "TRAINKIT_JOB_AGENT_PID": str(os.getpid()),
+        "PYTHONPATH": str(Path(sys.modules["trainkit"].__file__).parent / "job" / "startup"),
     }
-    environ["PYTHONPATH"] = str(Path(sys.modules["trainkit"].__file__).parent / "job" / "startup")
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    )
+    done = run_program(sys.executable, "-c", code, env=os.environ | environ)
     assert (done.stdout, done.stderr) == ("7\n", "")

@@ -20,7 +20,7 @@ from trainkit.capabilities.diagnose.signatures import (
 from trainkit.capabilities.diagnose.texts import Text
 
 
-def test_the_signatures_are_sound() -> None:
+def test_the_signatures_are_sound():
     signatures, keys = load_signatures(), {"pattern", "cause", *(key.name for key in fields(Signature))}
     assert all(entry.keys() <= keys for entry in yaml.safe_load(FILE.read_text()).values())
     known = {"subject", "rank", "host", "message", "run", "attempt_dir", "command", "waiting"}
@@ -36,7 +36,7 @@ def test_the_signatures_are_sound() -> None:
         assert signature.confidence in get_args(Confidence)
 
 
-def test_no_sentence_for_a_command_names_what_has_no_effect_on_it() -> None:
+def test_no_sentence_for_a_command_names_what_has_no_effect_on_it():
     sections = "task|model|data|tokenizer|optimizer|schedule|precision|parallel|train|checkpoint"
     wrong = re.compile(
         rf"\b(?:{sections})\.[a-z]\w*|trainkit (?:plan|check)\b|the (?:model|data) section|--set device="
@@ -50,7 +50,7 @@ def test_no_sentence_for_a_command_names_what_has_no_effect_on_it() -> None:
             assert "command" not in placeholders(text), (signature.name, text)
 
 
-def test_no_line_of_a_log_takes_a_signature_long() -> None:
+def test_no_line_of_a_log_takes_a_signature_long():
     starts = ["a", " ", "(", '"', ".", "a.", "1", "0x", "rank 1 ", "Error: ", "node1: ", "a=b ", "Traceback "]
     slow = []
     for signature in load_signatures():
@@ -65,7 +65,7 @@ def test_no_line_of_a_log_takes_a_signature_long() -> None:
 
 
 @pytest.mark.parametrize("text", ["CUDA out of memory ", "No space left on device "])
-def test_an_error_that_a_log_repeats_is_judged_once(text: str) -> None:
+def test_an_error_that_a_log_repeats_is_judged_once(text):
     """The log has 400 lines of 1,000 characters. A program survived 50 errors in each line."""
     log, began_s = Text("log", "log", [(text * 1000)[:1000]] * 400), time.process_time()
     found = [match.evidence.line for signature in load_signatures() if (match := log.find(signature))]

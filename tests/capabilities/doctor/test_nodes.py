@@ -16,7 +16,7 @@ from trainkit.job.preflight import Finding
         (["2.13", "2.12"], None, "torch is 2.13 on a; 2.12 on b"),
     ],
 )
-def test_packages_that_differ(versions: list[str | None], host: str | None, text: str) -> None:
+def test_packages_that_differ(versions, host, text):
     """A node is named if most other nodes have another version."""
     reports = [
         NodeReport(name, 0, 7, versions={} if version is None else {"torch": version})
@@ -26,7 +26,7 @@ def test_packages_that_differ(versions: list[str | None], host: str | None, text
     assert found == Finding("packages", "failure", text, found.hint, host)
 
 
-def test_broken_gpu_stops_the_measurement() -> None:
+def test_broken_gpu_stops_the_measurement():
     assert can_measure([Finding("GPU 3", "ok", ""), Finding("disk", "failure", "")])
     assert not can_measure([Finding("GPU 3", "failure", "")])
 
@@ -38,18 +38,12 @@ def states(config: dict[str, str], partitions: str = "") -> dict[str, str]:
     return {check.name: check.state for check in settings_checks(config, partitions)}
 
 
-def test_settings_of_slurm_that_cost_work_are_warnings() -> None:
+def test_settings_of_slurm_that_cost_work_are_warnings():
     assert states({**CONFIG, "AccountingStorageType": "accounting_storage/slurmdbd"}) == {
         **{"Slurm": "ok", "preemption": "ok", "requeue": "ok", "KillWait": "ok", "accounting": "ok"}
     }
-    bad = {
-        **CONFIG,
-        "SLURM_VERSION": "20.02.1",
-        "JobRequeue": "0",
-        "KillWait": "5 sec",
-        "MinJobAge": "10 sec",
-    }
-    bad = {**bad, "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    bad = {**CONFIG, "SLURM_VERSION": "20.02.1", "JobRequeue": "0", "KillWait": "5 sec"}
+    bad |= {"MinJobAge": "10 sec", "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
     assert set(states(bad, "PartitionName=low GraceTime=0 PreemptMode=REQUEUE").values()) == {"warning"}
     (name,) = [key for key, state in states({**bad, "PreemptType": "preempt/none"}).items() if state == "ok"]
     assert name == "preemption"
@@ -63,14 +57,14 @@ def test_settings_of_slurm_that_cost_work_are_warnings() -> None:
         ("0", "warning", "JobRequeue is 0"),
     ],
 )
-def test_requeue(value: str | None, state: str, text: str) -> None:
+def test_requeue(value, state, text):
     config = {**CONFIG, "JobRequeue": value}
     known = {name: setting for name, setting in config.items() if setting is not None}
     (found,) = [found for found in settings_checks(known, "") if found.name == "requeue"]
     assert (found.state, found.value) == (state, text)
 
 
-def test_preemption_says_how_jobs_are_notified() -> None:
+def test_preemption_says_how_jobs_are_notified():
     config = {**CONFIG, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
     partition = "PartitionName=low GraceTime=60"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]

@@ -32,13 +32,14 @@ FINISHED = AttemptEnd("finished", reason="all workers finished")
 EVERYTHING = ("preempted", "timeout", "node_fail", "crash", "hang")
 
 
+def happened(event: str, attempt: int, step: int) -> Event:
+    return Event({"event": event, "attempt": attempt, "step": step})
+
+
 def run_of(first: int, resumed: int, **more) -> RunOutcome:
     """Return a run that computed the steps up to `first`, and resumed from step `resumed`."""
     again = [StepRecord({**one.values, "attempt": 2}) for one in REFERENCE[resumed:]]
-    events = [
-        Event({"event": "training", "attempt": 1, "step": 0}),
-        Event({"event": "training", "attempt": 2, "step": resumed}),
-    ]
+    events = [happened("training", 1, 0), happened("training", 2, resumed)]
     ended = RunOutcome(FINISHED, [*REFERENCE[:first], *again], events, [], "runs/drill/x")
     return replace(ended, **more)
 
@@ -47,14 +48,13 @@ def judged(name: str, record: Result, outcome: RunOutcome, reference=REFERENCE, 
     return evaluate(BY_NAME[name], replace(record, scenario=name), outcome, reference, interval, on)
 
 
-def record(action: str = "", **more) -> Result:
+def record(**more) -> Result:
     """Return the result of a scenario before its run is evaluated."""
-    return Result("", action=action, **more)
+    return Result("", **more)
 
 
 def with_event(outcome: RunOutcome, event: str, attempt: int, step: int) -> RunOutcome:
-    more = Event({"event": event, "attempt": attempt, "step": step})
-    return replace(outcome, events=[more, *outcome.events])
+    return replace(outcome, events=[happened(event, attempt, step), *outcome.events])
 
 
 def test_a_graceful_stop_costs_no_step():
@@ -170,7 +170,7 @@ def test_the_first_difference_is_named():
         *((loss, 1e-5, False) for loss in ("NaN", "null", "0.0", "-3.25")),
     ],
 )
-def test_on_another_number_of_nodes_sums_are_rounded(loss: str, tolerance: float, is_equal: bool):
+def test_on_another_number_of_nodes_sums_are_rounded(loss, tolerance, is_equal):
     points = [CURVE[0], point(2, loss, 32), CURVE[2]]
     assert (compare(CURVE, points, tolerance) == "") == is_equal
 
@@ -183,12 +183,12 @@ def attempt(number: int, *steps: int) -> list[StepRecord]:
     return [point(step, "1.0", step, number) for step in steps]
 
 
-def begin(number: int, step: int) -> dict:
-    return Event({"event": "checkpoint_begin", "attempt": number, "step": step})
+def begin(number: int, step: int) -> Event:
+    return happened("checkpoint_begin", number, step)
 
 
-def training(number: int, step: int) -> dict:
-    return Event({"event": "training", "attempt": number, "step": step})
+def training(number: int, step: int) -> Event:
+    return happened("training", number, step)
 
 
 def test_steps_of_a_save_that_was_cut_off():

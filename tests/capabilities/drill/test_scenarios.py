@@ -2,7 +2,6 @@ import os
 import random
 import signal
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,9 +75,7 @@ def run(tmp_path) -> RunDir:
     return run
 
 
-def test_a_run_of_which_slurm_says_nothing_is_waited_for(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_which_slurm_says_nothing_is_waited_for(run, monkeypatch):
     looks: list[None] = []
 
     def away(entry: object) -> None:
@@ -111,7 +108,7 @@ def save(run: RunDir, step: int) -> None:
     write_json(folder / MANIFEST_NAME, {**manifest, SEAL: seal(manifest)})
 
 
-def test_flipped_bytes_are_found_only_by_the_hash(tmp_path: Path):
+def test_flipped_bytes_are_found_only_by_the_hash(tmp_path):
     run = RunDir(tmp_path)
     save(run, 5)
     save(run, 10)

@@ -31,7 +31,7 @@ def given(files: dict[str, str] | None = None, values: dict[str, str] | None = N
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
-def test_a_launcher_starts_the_ranks_of_its_node(launcher: str) -> None:
+def test_a_launcher_starts_the_ranks_of_its_node(launcher):
     """Launchers bring their own interpreter."""
     workload = Workload(("python", "train.py", "--x"), launcher)
     plan = replace(PLAN, workload=workload, environment=WorkerEnvironment(python=("/venv/bin/python",)))
@@ -39,7 +39,7 @@ def test_a_launcher_starts_the_ranks_of_its_node(launcher: str) -> None:
     said("\n".join(argv))
 
 
-def test_deepspeed_gets_the_gpus_of_the_run_and_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_gets_the_gpus_of_the_run_and_the_path_of_its_file(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
     here = replace(PLAN, backend="local", device="cuda", workload=Workload(("train.py",), "deepspeed"))
     (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]
@@ -51,13 +51,13 @@ def test_deepspeed_gets_the_gpus_of_the_run_and_the_path_of_its_file(monkeypatch
     said(worker_argv(plan, PLACE, RUN)[-1])
 
 
-def test_script_of() -> None:
+def test_script_of():
     assert script_of(("/usr/bin/python3.11", "a.py", "-x")) == ("a.py", "-x")
     assert script_of(("a.py", "-x")) == ("a.py", "-x")
     assert script_of(("python",)) == ("python",)
 
 
-def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_for() -> None:
+def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_for():
     command = ("train.py", "--nodes={num_nodes}", "{other}")
     plan = replace(PLAN, workload=Workload(command, "lightning"), parts=given(values={"num_nodes": "2"}))
     plan = replace(plan, environment=WorkerEnvironment(python=("/venv/bin/python",)))
@@ -65,7 +65,7 @@ def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_fo
     assert not plan.workload.has_launcher
 
 
-def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
+def test_accelerate_reads_the_kind_of_processes_from_its_file():
     plan = replace(PLAN, workload=Workload(("train.py",), "accelerate"))
     assert "--multi_gpu" in worker_argv(plan, PLACE, RUN)
     argv = worker_argv(replace(plan, parts=given(files={"accelerate.yaml": ""})), PLACE, RUN)
@@ -73,7 +73,7 @@ def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
     assert argv[-2:] == ("--config_file=/runs/mine/accelerate.yaml", "train.py")
 
 
-def test_megatron_is_torchrun_with_flags_behind_the_command() -> None:
+def test_megatron_is_torchrun_with_flags_behind_the_command():
     files = {"megatron_args.txt": "--bf16\n--train-iters 5\n"}
     plan = replace(PLAN, workload=Workload(("python", "pretrain_gpt.py", "--x"), "megatron"))
     argv = worker_argv(replace(plan, parts=given(files=files)), PLACE, RUN)

@@ -1,7 +1,9 @@
 """Tests images, histograms and texts: the accepted values, the written files, and how they are read."""
 
 import json
+import math
 import zlib
+from io import BytesIO
 from pathlib import Path
 from threading import Event, Timer
 
@@ -137,8 +139,6 @@ def test_a_png_has_the_pixels():
 
 def test_a_png_is_read_by_other_programs():
     image = pytest.importorskip("PIL.Image")
-    from io import BytesIO
-
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     assert (np.asarray(image.open(BytesIO(encode_png(pixels.tobytes(), 7, 5, 3)))) == pixels).all()
 
@@ -148,12 +148,7 @@ HISTOGRAMS = {
     "two ends": ([0.0, 1.0], (0, 1), {0: 1, NUM_BINS - 1: 1}, 0),
     "equal values": ([3.0] * 5, (3, 3), {0: 5}, 0),
     "one": (torch.tensor(2), (2, 2), {0: 1}, 0),
-    "nan and inf": (
-        torch.tensor([0.0, float("nan"), 1.0, float("inf"), -float("inf")]),
-        (0, 1),
-        {0: 1, 63: 1},
-        3,
-    ),
+    "nan and inf": (torch.tensor([0.0, math.nan, 1.0, math.inf, -math.inf]), (0, 1), {0: 1, 63: 1}, 3),
     "negative": (np.array([-4.0, -2.0]), (-4, -2), {0: 1, 63: 1}, 0),
     "bool": (torch.tensor([True, False, True]), (0, 1), {0: 1, 63: 2}, 0),
     "bf16": (torch.tensor([0.0, 0.5], dtype=torch.bfloat16), (0, 0.5), {0: 1, 63: 1}, 0),
@@ -247,10 +242,8 @@ def test_of_a_name_the_first_of_a_step_counts(attempt):
         own.text("out", text)
     own.text("out", "later", step=2)
     own.close()
-    assert [(item.step, item.text("text")) for item in read_items(attempt.run)] == [
-        (1, "first"),
-        (2, "later"),
-    ]
+    texts = [(item.step, item.text("text")) for item in read_items(attempt.run)]
+    assert texts == [(1, "first"), (2, "later")]
 
 
 def test_in_the_validation_names_begin_with_val(attempt):
@@ -260,22 +253,20 @@ def test_in_the_validation_names_begin_with_val(attempt):
     assert [item.name for item in read_items(attempt.run)] == ["val_out"]
 
 
-@pytest.mark.parametrize("name", ["", "a" * 129, "two\nlines", "\x1b[31m", None, 3, b"x"])
-def test_what_is_no_name(attempt, name):
-    with pytest.raises(UsageError, match="invalid name for an image, histogram or text"):
-        recorder(attempt).text(name, "x")
-
-
-@pytest.mark.parametrize("step", [-1, 1.5, "3", True])
-def test_what_is_no_step(attempt, step):
-    with pytest.raises(UsageError, match="is logged for the invalid step"):
-        recorder(attempt).text("x", "y", step)
-
-
-@pytest.mark.parametrize("text", [None, 3, b"x", ["a"]])
-def test_what_is_no_text(attempt, text):
-    with pytest.raises(UsageError, match="text 'x' must be a str"):
-        recorder(attempt).text("x", text)
+@pytest.mark.parametrize(
+    ("message", "name", "text", "step"),
+    [
+        *(
+            ("invalid name", name, "x", 1)
+            for name in ("", "a" * 129, "two\nlines", "\x1b[31m", None, 3, b"x")
+        ),
+        *(("invalid step", "x", "y", step) for step in (-1, 1.5, "3", True)),
+        *(("must be a str", "x", text, 1) for text in (None, 3, b"x", ["a"])),
+    ],
+)
+def test_what_is_no_name_step_or_text(attempt, message, name, text, step):
+    with pytest.raises(UsageError, match=message):
+        recorder(attempt).text(name, text, step)
 
 
 def test_names_that_differ_in_a_slash_have_files_of_their_own(attempt):
@@ -292,12 +283,8 @@ def test_a_resume_replaces_later_steps(attempt):
     run = attempt.run
     for number, steps in ((1, (10, 20, 30)), (2, (20, 25)), (3, (25,))):
         for step in steps:
-            append_jsonl(
-                index_file(run),
-                {"step": step, "attempt": number, "name": "out", "kind": "text", "text": f"{number}"},
-            )
-        name = {"step": 0, "attempt": number, "name": "before", "kind": "text", "text": f"{number}"}
-        append_jsonl(index_file(run), name)
+            append_jsonl(index_file(run), {"step": step, "attempt": number, "name": "out", "kind": "text"})
+        append_jsonl(index_file(run), {"step": 0, "attempt": number, "name": "before", "kind": "text"})
     places = [(item.step, item.name, item.attempt) for item in read_items(run)]
     assert places == [(0, "before", 3), (10, "out", 1), (20, "out", 2), (25, "out", 3)]
 
@@ -350,11 +337,8 @@ def test_a_run_keeps_no_more_than_its_bounds(attempt, monkeypatch, caplog):
         own.text("a", "x", step)
     own.close()
     assert [item.step for item in read_items(attempt.run)] == [1, 2, 3]
-    problem = (
-        "the run has 3 images, histograms and texts with a total of 0 MiB, so no more of them are written; "
-    )
-    problem += "log them less often"
-    assert [event.reason for event in read_events(attempt.run, "media")] == [problem]
+    [problem] = [event.reason for event in read_events(attempt.run, "media")]
+    said(problem)
     assert caplog.messages == [problem]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -52,12 +51,11 @@ def board(run: RunDir):
     return found
 
 
-def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_path: Path) -> None:
+def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_path):
     overrides = [
         *(f"task={__file__}:Pictures", "train.steps=4", "train.eval_every=2", "train.log_every=1"),
         *("checkpoint.every_steps=2", "checkpoint.async=false", "checkpoint.best_metric=null"),
-        "train.eval_at_start=false",
-        "logging.tensorboard=true",
+        *("train.eval_at_start=false", "logging.tensorboard=true"),
     ]
     run = RunDir(tmp_path / "run")
     train(run.path, [*overrides, "train.stop_at_step=3"], 2, expect=75)
@@ -67,19 +65,15 @@ def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_pat
     train(run.path, overrides, 2)
     items = read_items(run)
     names = ("inputs", "inputs/values", "labels")
-    assert [(item.step, item.attempt) for item in items if item.name == "labels"] == [
-        (1, 1),
-        (2, 1),
-        (3, 2),
-        (4, 2),
-    ]
+    labels = [(item.step, item.attempt) for item in items if item.name == "labels"]
+    assert labels == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert {item.name for item in items} == {*names, *(f"val_{name}" for name in names)}
     assert {item.step for item in items if item.name.startswith("val_")} == {2, 4}
     # The texts are equal after the resume, because the samples are the same.
-    texts = [
+    before, after = (
         {item.step: item.text("text") for item in own if item.name == "labels"} for own in (first, items)
-    ]
-    assert texts[0][3] == texts[1][3]
+    )
+    assert before[3] == after[3]
     images = [item for item in items if item.kind == "image"]
     assert all(read_image(run, item) for item in images)
     assert {item.text("caption") for item in images} == {"training True", "training False"}
@@ -92,11 +86,10 @@ def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_pat
         assert shown.Scalars(name)[-1].value == pytest.approx(last[name])
 
 
-def test_a_loop_logs_numbers_and_images_under_one_name(tmp_path: Path) -> None:
+def test_a_loop_logs_numbers_and_images_under_one_name(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
-    for _ in range(2):  # the second call has nothing to do
-        script = start_script(tmp_path, ["loop.py"], tmp_path / "log", os.environ)
-        assert wait_for_all([script], TIMEOUT_S) == [0], (tmp_path / "log").read_text()
+    script = start_script(tmp_path, ["loop.py"], tmp_path / "log", os.environ)
+    assert wait_for_all([script], TIMEOUT_S) == [0], (tmp_path / "log").read_text()
     run = RunDir(tmp_path / "run")
     items = read_items(run)
     assert [(item.step, item.name) for item in items if item.kind == "text"] == [(0, "before")]

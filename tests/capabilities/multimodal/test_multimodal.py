@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
 from tests.support.said import said
 from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
-from trainkit.capabilities.task_check.worker import Smoke
+from trainkit.capabilities.task_check.worker import Smoke, unreadable_samples
 from trainkit.cli.main import main
+from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_USAGE, TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.user_task import UserTask, load_task
@@ -27,10 +29,8 @@ ARGS = "medium: curve, size: 16, patch: 4, width: 32, queries: 3"
 
 
 def write(file: Path, rows: list[Any]) -> Path:
-    lines = [
-        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
-        for row in rows
-    ]
+    texts = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
+    lines = [text if isinstance(text, bytes) else text.encode() for text in texts]
     file.write_bytes(b"".join(line + b"\n" for line in lines))
     return file
 
@@ -55,24 +55,18 @@ def options(folder: Path, *, args: str = ARGS, steps: int = 4) -> tuple[str, ...
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
+def test_shards_have_the_curve_of_one_process(tmp_path):
     common = options(tmp_path)
-    cases = [
-        Case("alone", 1, {}),
-        Case("ddp", 2, {"dp_replicate": 2}),
-        Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}),
-        Case("hsdp", 4, {"dp_shard": 2, "dp_replicate": 2}),
-    ]
+    cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"})]
     run_cases(tmp_path, cases, common)
-    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
-    assert max(found.values()) < 1e-5, found
+    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
     records = read_metrics(RunDir(tmp_path / "alone"))
     assert records[-1]["val_loss"] < records[1]["val_loss"]
     assert {"token_accuracy", "answer_accuracy", "val_answer_accuracy"} <= set(records[-1])
 
 
 @pytest.mark.slow
-def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path: Path) -> None:
+def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path):
     first = options(tmp_path, args=f"{ARGS}, frozen: ['lm.*']")
     run_cases(tmp_path, [Case("phase-1", 2, {"dp_shard": 2})], first)
     second = options(tmp_path, args=f"{ARGS}, frozen: ['encoder.*']", steps=2)
@@ -94,8 +88,6 @@ def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path: Path) -> 
 
 
 def config_of(*overrides: str) -> RunConfig:
-    from trainkit.config import load_config
-
     return load_config(None, overrides=["model.preset=nano", *overrides], layers=False).config
 
 
@@ -106,23 +98,21 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("transformers")
-def test_a_language_model_of_transformers(tmp_path: Path) -> None:
+def test_a_language_model_of_transformers(tmp_path):
     need("transformers")
     folder = save_model(tmp_path / "model")
-    common = (
-        *(item for item in options(tmp_path) if "num_layers" not in item),
-        *(f"model.hf={folder}", "data.tokenizer=bytes"),
-    )
+    own = [item for item in options(tmp_path) if "num_layers" not in item]
+    common = (*own, f"model.hf={folder}", "data.tokenizer=bytes")
     cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})]
     run_cases(tmp_path, cases, common)
     assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
 
 
-def test_the_smoke_test_has_no_problems(tmp_path: Path) -> None:
+def test_the_smoke_test_has_no_problems(tmp_path):
     assert list(Smoke(config_of(*options(tmp_path))).problems()) == []
 
 
-def test_only_answers_count(tmp_path: Path) -> None:
+def test_only_answers_count(tmp_path):
     config = config_of(*options(tmp_path))
     task = load_task(config)
     assert isinstance(task, MultimodalLM)
@@ -138,7 +128,7 @@ def test_only_answers_count(tmp_path: Path) -> None:
     assert alone.count == len(answers[0])
 
 
-def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path: Path) -> None:
+def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path):
     task = load_task(config_of(*options(tmp_path)))
     torch.manual_seed(0)
     model = task.build_model().eval()
@@ -153,7 +143,7 @@ def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path: Path) -> Non
         assert not torch.allclose(logits[:, 0], model(patches + 1, tokens)[:, 0], atol=1e-6)
 
 
-def test_the_patches_of_an_image(tmp_path: Path) -> None:
+def test_the_patches_of_an_image(tmp_path):
     image = pytest.importorskip("PIL.Image")
     pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
     image.fromarray(pixels).save(tmp_path / "x.png")
@@ -163,7 +153,7 @@ def test_the_patches_of_an_image(tmp_path: Path) -> None:
     assert torch.allclose(patches[2], expected)
 
 
-def test_a_curve_is_sampled_at_equal_times() -> None:
+def test_a_curve_is_sampled_at_equal_times():
     uneven = [[0.0, 0.0], [1.0, 2.0], [4.0, 8.0]]
     patches = CURVE.read_curve(uneven)
     assert patches.shape == (4, 36)
@@ -172,7 +162,7 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
     assert torch.allclose(CURVE.read_curve([0.0, 8.0]).view(16, 9)[:, 0], values)
 
 
-def test_a_row_without_its_image(tmp_path: Path) -> None:
+def test_a_row_without_its_image(tmp_path):
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write(tmp_path / "train.jsonl", [row])
     with pytest.raises(UsageError, match=r"train\.jsonl:1: the image .*1\.png does not exist"):
@@ -193,29 +183,23 @@ def test_a_row_without_its_image(tmp_path: Path) -> None:
         ("mediun: curve", "task_args do not fit: got an unexpected keyword argument 'mediun'"),
     ],
 )
-def test_arguments_that_cannot_be_used(tmp_path: Path, args: str, message: str) -> None:
+def test_arguments_that_cannot_be_used(tmp_path, args, message):
     with pytest.raises(TrainkitError) as caught:
         load_task(config_of(*options(tmp_path, args=args)))
     assert message in caught.value.message
 
 
-def test_frozen_names_a_parameter(tmp_path: Path) -> None:
+def test_frozen_names_a_parameter(tmp_path):
     task = load_task(config_of(*options(tmp_path, args=f"{ARGS}, frozen: [llm.*]")))
     with pytest.raises(UsageError, match=r"'llm\.\*', which matches no parameter"):
         task.build_model()
 
 
-def test_the_example_files(tmp_path: Path) -> None:
+def test_the_example_files(tmp_path, monkeypatch):
     pytest.importorskip("PIL")
-    import runpy
-    import sys
-
     script = Path(__file__).parents[3] / "examples" / "make_questions.py"
-    before, sys.argv = sys.argv, ["make_questions.py", str(tmp_path / "data"), "--train", "3", "--val", "2"]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv = before
+    monkeypatch.setattr("sys.argv", [script.name, str(tmp_path / "data"), "--train", "3", "--val", "2"])
+    runpy.run_path(str(script), run_name="__main__")
     image = MediumFormat("image", 32, 8)
     samples = MediumSamples(tmp_path / "data" / "images" / "train.jsonl", image, "bytes", 50)
     assert len(samples) == 3
@@ -248,7 +232,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)
-def test_a_bad_row(tmp_path: Path, row: Any, message: str) -> None:
+def test_a_bad_row(tmp_path, row, message):
     file = write(tmp_path / "rows.jsonl", [GOOD, "", row, {**GOOD, "curve": [[0, 1], [1, 2]], "answer": 3}])
     with pytest.raises(UsageError) as caught:
         MediumSamples(file, MediumFormat("curve", 16, 4), "bytes", 60)
@@ -267,28 +251,24 @@ def config(folder: Path, rows: list[Any], args: str = "medium: curve, size: 16, 
 
 
 @pytest.mark.slow
-def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rows_and_images_of_a_config(tmp_path, capsys):
     assert main(["data", "validate", config(tmp_path, [GOOD, *[row for row, _ in BAD] * 3])]) == EXIT_FAILED
     shown = capsys.readouterr()
-    lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
+    lines = shown.out.splitlines()
     assert len(lines) == 21
-    assert f"{file}:2: the line is not JSON" in lines[0]
-    assert lines[13] == f"{file}:15: the row has 105 tokens, more than 60"
-    assert lines[20] == f"and {3 * len(BAD) - 20} more"
+    said(f"{lines[0]}\n{lines[13]}\n{lines[20]}")
     assert "1 problem\n" in shown.err
     image = pytest.importorskip("PIL.Image")
     image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:999])
-    rows = [
-        {"image": name, "question": "what?", "answer": "noise"}
-        for name in ("good.png", "cut.png", "good.png")
-    ]
-    assert main(["data", "validate", config(tmp_path, rows, "medium: image"), "--json"]) == EXIT_FAILED
-    [found] = json.loads(capsys.readouterr().out)["problems"]
-    assert f"sample 1: ValueError: the image {tmp_path / 'cut.png'} cannot be opened: " in found
+    question = {"question": "what?", "answer": "noise"}
+    rows = [{"image": name, **question} for name in ("good.png", "cut.png", "good.png")]
+    loaded = load_config(Path(config(tmp_path, rows, "medium: image")), layers=False)
+    [found] = unreadable_samples(loaded.config)
+    said(found.message.partition(" opened")[0])
 
 
-def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_without_files_to_check(tmp_path, capsys):
     path = config(tmp_path, [GOOD])
     assert main(["data", "validate", path, "stdlib"]) == EXIT_USAGE
     said(capsys.readouterr().err)
@@ -317,16 +297,13 @@ class Mine(Task):
 
 
 @pytest.mark.slow
-def test_the_samples_of_an_own_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_samples_of_an_own_task(tmp_path, capsys):
     code = tmp_path / "mine.py"
     code.write_text(OWN)
     (tmp_path / "mine.yaml").write_text(f"task: {code}:Mine\n")
     assert main(["data", "validate", str(tmp_path / "mine.yaml")]) == EXIT_FAILED
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
-    assert lines[0] == f"train_dataset() sample 3: KeyError: 'column' ({code}:9)"
-    assert (len(lines), lines[20]) == (21, f"{code}:Mine: 5 more problems")
+    assert len(lines) == 21
+    said(f"{lines[0]}\n{lines[20]}")
     assert "25 problems" in shown.err
-    code.write_text(OWN.replace("== 3", "== 5"))
-    assert main(["data", "validate", str(tmp_path / "mine.yaml"), "--json"]) == EXIT_OK
-    assert json.loads(capsys.readouterr().out)["problems"] == []
