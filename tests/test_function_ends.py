@@ -44,6 +44,15 @@ def exit_with(code: object) -> None:
     sys.exit(code)  # type: ignore[arg-type]
 
 
+class Unpicklable(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def raise_unpicklable() -> None:
+    raise Unpicklable(1, 2)
+
+
 def raised(error: BaseException) -> None:
     raise error
 
@@ -74,9 +83,11 @@ ENDS: list[tuple[Callable[[], Any], type[Exception], str, str]] = [
     (call(raised, KeyboardInterrupt()), RunError, "KeyboardInterrupt", "KeyboardInterrupt"),
     (call(raised, RESET), ConnectionResetError, "peer", "ConnectionResetError"),
     (call(raised, NCCL), RuntimeError, "NCCL", "RuntimeError"),
+    (call(raised, TimeoutError("of the function")), TimeoutError, "of the function", "TimeoutError"),
+    (raise_unpicklable, RunError, "1 and 2", "Unpicklable"),
     (lambda: (n for n in range(3)), TypeError, "the function returned a generator", "TypeError"),
 ]
-BY_CHANCE = (ConnectionResetError, RuntimeError)
+BY_CHANCE = (ConnectionResetError, RuntimeError, TimeoutError)
 """Exceptions in `ENDS` that may not occur again."""
 
 
