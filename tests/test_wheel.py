@@ -19,13 +19,6 @@ extends: models/tiny.yaml
 name: outside
 train: {steps: 2, device_batch_size: 1, global_batch_size: 2}
 """
-IMPORT_ALL = """
-import importlib, pkgutil, sys, trainkit
-names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
-for name in names:
-    importlib.import_module(name)
-print(trainkit.__file__, len(names))
-"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
@@ -109,26 +102,15 @@ def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
     assert len(licences) == 1
 
 
-def test_every_module_can_be_imported(installed: Path, outside: Path) -> None:
-    origin, count = command(installed / "python", "-c", IMPORT_ALL, cwd=outside).split()
-    assert Path(origin).is_relative_to(installed.parent)
-    assert int(count) > 100
-
-
-def test_a_task_to_start_from(installed: Path, outside: Path) -> None:
-    written = command(installed / "trainkit", "init", "--task", "ring", cwd=outside).split()
-    assert written == ["ring.py", "ring.yaml", "test_ring.py"]
-    assert "class Ring(Task)" in (outside / "ring.py").read_text()
-    assert "task: ring.py:Ring" in (outside / "ring.yaml").read_text()
-
-
 def test_commands(installed: Path, outside: Path) -> None:
     def typed(*words: str) -> str:
         return command(installed / "trainkit", *words, cwd=outside)
 
-    assert typed("--help").startswith("Usage: trainkit")
     assert "_shipped/configs/models/tiny.yaml" in typed("check", "outside.yaml", "--show-origin")
     typed("check", "outside.yaml", "--profile", "smoke")
     plan = typed("submit", "outside.yaml", "--nodes", "2", "--dry-run", "--json")
     assert json.loads(plan)["num_nodes"] == 2
     assert not (outside / "runs").exists()
+    assert typed("init", "--task", "ring").split() == ["ring.py", "ring.yaml", "test_ring.py"]
+    assert "class Ring(Task)" in (outside / "ring.py").read_text()
+    assert "task: ring.py:Ring" in (outside / "ring.yaml").read_text()
