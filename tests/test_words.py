@@ -13,7 +13,7 @@ WORDS = (
     *("station", "comeback", "comebacks", "crew", "glance", "beside", "surroundings", "troubles", "moments"),
     *("meeting", "pulse", "steer", "strike", "aim", "told", "tell"),
 )
-"""Words that no name of a file, function or class contains, so `find_comebacks` and `CrewLog` are not allowed."""
+"""Words that the names of files, functions and classes do not contain, so `CrewLog` is not allowed."""
 
 PHRASES = {
     "goes on": r"\b(?:go|goes|going|went) on\b",
@@ -35,7 +35,7 @@ PHRASES = {
 }
 """Maps a phrase to its pattern. A space matches any white space, also a line break in a comment.
 
-Legitimate uses are not matched: a GPU or a rank that holds a shard, a lock that is held, `besides`, a user who
+Legitimate uses are not matched: a rank that holds a shard, a lock that is held, `besides`, a user who
 does something, and questions that begin with Who.
 """
 
