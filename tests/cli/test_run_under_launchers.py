@@ -36,18 +36,10 @@ class Ranks:
         self.run = RunDir(desk.folder / "runs/small")
         self.started: list[subprocess.Popen[str]] = []
 
-    def environ(self, rank: int, size: int = 4, launcher: str = "torchrun") -> dict[str, str]:
-        values = map(str, (rank, rank % 2, size, 2))
+    def environ(self, rank: int) -> dict[str, str]:
+        values = map(str, (rank, rank % 2, 4, 2))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        return {**dict(zip(LAUNCHERS[launcher], values, strict=True)), **address}
-
-    def start(self, *args: str, launcher: str = "torchrun") -> list[subprocess.Popen[str]]:
-        """Start all ranks of `trainkit` with these arguments, the last rank first."""
-        started = {
-            rank: self.started_as(self.desk.argv(*args), self.environ(rank, launcher=launcher))
-            for rank in (3, 2, 1, 0)
-        }
-        return [started[rank] for rank in sorted(started)]
+        return {**dict(zip(LAUNCHERS["torchrun"], values, strict=True)), **address}
 
     def started_as(self, argv: list[str], environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -57,7 +49,10 @@ class Ranks:
         return process
 
     def run_all(self) -> list[subprocess.Popen[str]]:
-        return self.start("run", str(self.desk.config))
+        """Start all ranks of `trainkit run`, the last rank first."""
+        argv = self.desk.argv("run", str(self.desk.config))
+        started = {rank: self.started_as(argv, self.environ(rank)) for rank in (3, 2, 1, 0)}
+        return [started[rank] for rank in sorted(started)]
 
     def wait_for_ranks(self) -> None:
         for rank in range(4):
@@ -79,13 +74,12 @@ def ranks(desk):
         process.communicate(timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_every_rank_joins_the_run_of_rank_0(ranks, launcher):
+def test_every_rank_joins_the_run_of_rank_0(ranks):
     ranks.desk.works(SHOWS_RANK)
     # An earlier start at the same address was killed and left this announcement.
-    before = LaunchedRank(launcher, 0, 0, (2, 2), "127.0.0.1", ranks.port)
+    before = LaunchedRank("torchrun", 0, 0, (2, 2), "127.0.0.1", ranks.port)
     announce(ranks.run.path.parent, before, RunDir(ranks.desk.folder / "gone").attempt(1))
-    first, *others = ranks.start("run", str(ranks.desk.config), launcher=launcher)
+    first, *others = ranks.run_all()
     shown, words = first.communicate(timeout=LIMIT_S)
     assert first.returncode == 0, words
     assert [end_of(process)[0] for process in others] == [0, 0, 0]
