@@ -5,13 +5,13 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
 from tests.support.programs import run_program
+from tests.test_packaging import copied_by_dockerfile
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
@@ -30,28 +30,18 @@ def command(*argv: object, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
-def sources() -> Iterator[Path]:
-    """Yield the files of the checkout that a build can need."""
-    for name in (
-        *("setup.cfg", "pyproject.toml", "trainkit_hpc.py", "MANIFEST.in", "README.md", "LICENSE"),
-        "CHANGELOG.md",
-    ):
-        if (ROOT / name).exists():
-            yield ROOT / name
-    for folder in ("trainkit", "hydra_plugins", "configs", "templates"):
-        suffixes = (".py", ".pyi", ".yaml", ".j2", ".js", ".typed")
-        yield from (item for item in (ROOT / folder).rglob("*") if item.suffix in suffixes)
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel of this checkout's source distribution."""
+    """Return the wheel of the source distribution of the files that the images copy."""
     folder = tmp_path_factory.mktemp("wheel")
-    for path in sources():
-        copy = folder / "checkout" / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-    (folder / "checkout" / "constraints.txt").touch()
+    others = {name: name for name in ("MANIFEST.in", "CHANGELOG.md")}
+    for source, target in {**copied_by_dockerfile(), **others}.items():
+        copy = folder / "checkout" / target
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / source, copy)
     build = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
     command(sys.executable, "-c", build, folder, cwd=folder / "checkout")
     [archive] = folder.glob("trainkit_hpc-*.tar.gz")
