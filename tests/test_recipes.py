@@ -51,7 +51,6 @@ class Recipe:
 
 RECIPES = [
     Recipe("gpt_3d", 3.3, is_text=True, steps=24, num_procs=4),
-    Recipe("dual_gpu_gpt", 3.3, is_text=True, steps=24),
     Recipe("temporal_encoder", 0.05, is_text=False, num_procs=2),  # its learning rate depends on the ranks
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),
