@@ -42,6 +42,7 @@ from trainkit.run.trial import as_number, values_of
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
 LIMIT_S = 120.0
+WAITS = "waiting for earlier runs of the group"
 
 
 @pytest.fixture(autouse=True)
@@ -636,7 +637,7 @@ async def _value(run: api.Run | api.Group, timeout_s: float | None = None) -> An
 def test_an_array_and_a_sweep() -> None:
     group = api.map_array(add, range(3), [10] * 4, limit=2, name="three")
     last = group[-1]
-    assert (last.status.state, last.status.reason) == ("pending", "waiting for earlier runs of the group")
+    assert (last.status.state, last.status.reason) == ("pending", WAITS)
     with pytest.raises(UsageError, match="has not started"):
         last.cancel()
     assert last.result(LIMIT_S) == (12, "0")

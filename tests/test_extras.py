@@ -235,7 +235,7 @@ for extra in extras.split():
 """
     shown = re.sub(r"\x1b\[\d*m", "", execute(python, code, tmp_path))  # `error:` is red in a terminal
     assert "error: the package textual " in shown
-    assert "hint: `pip install 'textual>=8,<9'`; `trainkit watch --once` and `trainkit status` work" in shown
+    assert "hint: `pip install 'textual>=8,<9'`; " in shown
     log = (tmp_path / "runs/quickstart/attempts/001/logs/rank-0000.log").read_text()
     [line] = [line for line in log.splitlines() if "tensorboard" in line.lower()]
     assert "No module" in line

@@ -254,7 +254,7 @@ def test_demo_kills_a_run_and_shows_the_same_losses(
     monkeypatch.chdir(tmp_path)
     demo.main()
     shown = capsys.readouterr().out
-    assert "killed after step 20; first step written after the resume: 13\n" in shown
+    assert ["20", "13"] in [re.findall(r"\d+", line) for line in shown.splitlines()]
     table = re.findall(r"^ +(\d+) +(\S+) +(\S+)$", shown, re.MULTILINE)
     assert table == [(str(step), repr(1 / step), repr(1 / step)) for step in range(1, 49)]
 

@@ -223,7 +223,7 @@ def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
     assert code == 1
     first, _, hint = err.partition("\n\n")
     said(first)
-    assert hint.startswith("hint: free disk space")
+    assert hint.startswith("hint: free disk")
 
 
 def test_an_error_that_does_not_fit_on_the_disk_is_printed_to_stderr(tmp_path):

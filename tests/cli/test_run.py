@@ -44,7 +44,7 @@ def test_ctrl_c_saves_and_ends(desk):
     process.send_signal(signal.SIGINT)
     shown, words = process.communicate(timeout=120)
     assert (process.returncode, "asked by SIGINT" in shown) == (130, True)
-    assert "saving a checkpoint before stopping" in words
+    assert "saving a checkpoint" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
 
@@ -165,7 +165,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         assert (list(run.attempt(1).path.iterdir()), run.events_file.exists()) == ([], False)
     if not is_moved:
         assert process.returncode == 1
-        assert "runs/small was deleted" in words
+        assert "small was deleted" in words
         return
     assert process.returncode == 0, words
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
@@ -188,7 +188,7 @@ def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
         wait_for(lambda: run.metrics_file.exists() and run.metrics_file.read_text().count("\n") > 1)
         run.path.rename(moved.path)
         words = process.communicate(timeout=120)[1]
-    assert f"saved after SIGTERM: the run folder was moved to {moved.path}" in words
+    assert f"was moved to {moved.path}" in words
     assert not run.path.exists()
     newest = published(moved.checkpoints_dir)[-1]
     assert newest.step == read_json(moved.attempt(1).end_file)["step"]

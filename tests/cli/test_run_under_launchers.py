@@ -128,7 +128,7 @@ def test_a_killed_rank_ends_the_others(ranks):
     started[0].send_signal(signal.SIGTERM)
     code, words = end_of(started[0])
     assert code == 1
-    assert "SIGKILL\nlast lines of" in words
+    assert "SIGKILL\nlast lines" in words
     assert end_of(started[3])[0] == 137
     end = read_json(ranks.run.attempt(1).end_file)
     assert (end["verdict"]["rank"], end["verdict"]["message"]) == (3, "killed by SIGKILL")

@@ -200,8 +200,8 @@ def test_a_long_detail_goes_on_below_its_value(project, show):
 
 def test_the_reason_of_a_trial_uses_a_wide_terminal(project, show):
     wide, usual = (show("status runs/sweep", columns=columns)[0] for columns in (200, 80))
-    assert "a restart would not help" in wide
-    assert "a restart" not in usual
+    assert "would not help" in wide
+    assert "would not" not in usual
     assert all(text_width(line) <= 80 for line in click.unstyle(usual).split("\n\n")[1].splitlines())
 
 

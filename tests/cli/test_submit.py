@@ -71,6 +71,15 @@ def test_follow_of_a_failure_ends_with_the_verdict(desk):
     assert len(done.stdout.splitlines()) == 1
 
 
+def test_ctrl_c_detaches(desk):
+    follower = desk.start("submit", str(desk.config), "--follow")
+    wait_for(lambda: "attempt 1 rank 0" in follower.stdout.readline())
+    follower.send_signal(signal.SIGINT)
+    _, words = follower.communicate(timeout=120)
+    assert (follower.returncode, "detached; " in words) == (130, True)
+    assert desk.status(RunDir(desk.folder / "runs/small"))["state"] in ("starting", "running")
+
+
 def test_closing_the_terminal_does_not_end_the_job(desk):
     primary, secondary = os.openpty()
     # Under nohup, the tests ignore SIGHUP, and so would the command.
@@ -82,11 +91,6 @@ def test_closing_the_terminal_does_not_end_the_job(desk):
     run = RunDir(desk.folder / "runs/small")
     wait_for(lambda: run.job_file.exists() and read_json(run.job_file)["attempts"])
     desk.wait_for_log(run, "attempt 1 rank 0")
-    other = desk.start("logs", "small", "-f")
-    assert "attempt 1 rank 0" in other.stdout.readline()
-    other.send_signal(signal.SIGINT)
-    _, words = other.communicate(timeout=120)
-    assert (other.returncode, "detached; " in words) == (130, True)
     os.close(primary)
     os.killpg(follower.pid, signal.SIGHUP)
     follower.wait(timeout=120)
