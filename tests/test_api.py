@@ -42,7 +42,6 @@ from trainkit.run.trial import as_number, values_of
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
 LIMIT_S = 120.0
-WAITS = "waiting for earlier runs of the group"
 
 
 @pytest.fixture(autouse=True)
@@ -637,7 +636,7 @@ async def _value(run: api.Run | api.Group, timeout_s: float | None = None) -> An
 def test_an_array_and_a_sweep() -> None:
     group = api.map_array(add, range(3), [10] * 4, limit=2, name="three")
     last = group[-1]
-    assert (last.status.state, last.status.reason) == ("pending", WAITS)
+    assert (last.status.state, "earlier runs" in (last.status.reason or "")) == ("pending", True)
     with pytest.raises(UsageError, match="has not started"):
         last.cancel()
     assert last.result(LIMIT_S) == (12, "0")
