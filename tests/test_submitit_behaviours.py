@@ -74,14 +74,14 @@ PROVEN = {
         "`JobEnvironment` contains the ranks",
         "`JobEnvironment` contains `job_id` and `paths`",
         "`submit_array(functions)`",
-        "the folder name contains spaces, quotes and backslashes",
-        "`%j` in the folder name is replaced",
     ),
     "test_submitit_behaviours.py::test_the_error_names_the_rank": ("the error names the task that failed",),
     "test_submitit_behaviours.py::test_the_code_and_the_environment_of_a_job": (
         "`helpers.RsyncSnapshot`",
         "`helpers.clean_env()` in a job that submits another job",
         "a pickled function refers to its module by name",
+        "the folder name contains spaces, quotes and backslashes",
+        "`%j` in the folder name is replaced",
     ),
     "test_submitit_behaviours.py::test_the_call_after_a_stop": (
         "`checkpoint()` returns None",
@@ -172,9 +172,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         here = importlib.import_module("here")
         now: dict[str, Any] = {"device": "cpu", "now": True}
         started: dict[str, Any] = {
-            "ranks": api.submit(of_rank, gpus_per_node=2, run_dir=folder / "runs" / "a \"0'\\; %j", **now),
+            "ranks": api.submit(of_rank, gpus_per_node=2, **now),
             "flaky": api.submit(flaky, gpus_per_node=2, **now),
-            "job": api.submit(in_the_job, here.pickled_here, config={"launch": {"snapshot": True}}, **now),
+            "job": api.submit(
+                in_the_job, here.pickled_here, run_dir="runs/a \"0'\\; %j", launch={"snapshot": True}, **now
+            ),
             "calls": api.map_array(lambda call: call(), [of_rank, lambda: 2], device="cpu", name="calls"),
             "pickle": pickle.dumps(here.add),
         }
@@ -192,7 +194,6 @@ def test_the_environment_of_a_job(runs: dict[str, Any]) -> None:
     assert all(job_id.isdigit() and array is None for _, job_id, array, *_ in found)
     assert {log for *_, log, _ in found} == {"in the log\n"}
     assert found[0][4] == str(run.path / "submitit")
-    assert run.path.name == "a \"0'\\; %j"
     assert calls[1] == 2
 
 
@@ -206,6 +207,7 @@ def test_the_error_names_the_rank(runs: dict[str, Any]) -> None:
 def test_the_code_and_the_environment_of_a_job(runs: dict[str, Any]) -> None:
     found = runs["job"].result(LIMIT_S)
     assert found == ("as at submit", str(runs["job"].path / "work"), [], 21, runs["pickle"])
+    assert runs["job"].path.name == "a \"0'\\; %j"
 
 
 class Stopped(helpers.Checkpointable):  # type: ignore[misc]
