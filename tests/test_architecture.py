@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from configparser import ConfigParser
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import requires
 from itertools import pairwise
 from operator import add, ge, le
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from tests.test_packaging import setup_cfg
 from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -412,8 +415,7 @@ def test_an_error_says_what_to_do() -> None:
 
 def test_every_package_is_shipped() -> None:
     """setup.cfg lists the packages one by one, because some of them are outside trainkit/."""
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup = setup_cfg()
     listed = set(setup["options"]["packages"].split())
     found = {".".join(path.relative_to(ROOT).parent.parts) for path in files()}
     outside = {"hydra_plugins", "trainkit._shipped.configs", "trainkit._shipped.templates"}
@@ -422,13 +424,7 @@ def test_every_package_is_shipped() -> None:
 
 def test_the_lock_has_every_package_that_the_package_needs() -> None:
     """Each package has a hash and no named source, all are allowed, and torch has the installed version."""
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup = setup_cfg()
     text = (ROOT / "requirements-lock.txt").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     pins = [re.fullmatch(r"([\w.-]+)==([\w.+]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
@@ -459,10 +455,8 @@ def pinned(file: str) -> str:
 
 
 def test_torch_is_pinned_to_a_version_that_the_package_allows() -> None:
-    from packaging.requirements import Requirement
 
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup = setup_cfg()
     wanted = map(Requirement, setup["options"]["install_requires"].split("\n")[1:])
     specifier = next(item.specifier for item in wanted if item.name == "torch")
 

@@ -1,6 +1,5 @@
 """Tests each extra of setup.cfg in an environment that has nothing else."""
 
-import configparser
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from packaging.requirements import Requirement
 
 from tests.support.programs import run_program
 from tests.support.runs import make_attempt
+from tests.test_packaging import setup_cfg
 from trainkit import DISTRIBUTION
 from trainkit.extras import PACKAGES, install_line, own_install_line
 from trainkit.run.files import append_jsonl, read_json, utc_now, write_json
@@ -132,15 +132,14 @@ assert [*Path("run").glob("wandb/offline-run-*/*.wandb")]
 pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.xdist_group("extras")]
 
 
-def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
+def requirements() -> tuple[list[str], dict[str, list[str]]]:
     """Return the requirements in setup.cfg, and the additional ones of each extra."""
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
+    config = setup_cfg()
     extras = {
         name: [line for line in text.split("\n") if line and not line.startswith("#")]
-        for name, text in parser["options.extras_require"].items()
+        for name, text in config["options.extras_require"].items()
     }
-    return parser["options"]["install_requires"].split("\n")[1:], extras
+    return config["options"]["install_requires"].split("\n")[1:], extras
 
 
 def closure(requirements: list[str]) -> set[str]:
@@ -204,7 +203,7 @@ def saved_run(folder: Path, setting: str) -> None:
 def test_an_extra_is_all_that_its_feature_needs(
     extra: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    core, extras = setup_cfg()
+    core, extras = requirements()
     if extra in TRACKERS:
         saved_run(tmp_path, TRACKERS[extra])
     if "llama" in USES[extra]:
@@ -213,7 +212,7 @@ def test_an_extra_is_all_that_its_feature_needs(
 
 
 def test_a_run_without_any_extra(tmp_path: Path) -> None:
-    python = environment(tmp_path, setup_cfg()[0])
+    python = environment(tmp_path, requirements()[0])
     code = f"""import contextlib, importlib, io, os, pkgutil, pty, sys
 {TRAINS}
 for line in ("watch last --once", "watch --once", "status last", "report last"):
@@ -242,11 +241,11 @@ for extra in extras.split():
 
 
 def test_every_extra_has_a_use_here() -> None:
-    assert set(setup_cfg()[1]) - {"test"} == set(USES)
+    assert set(requirements()[1]) - {"test"} == set(USES)
 
 
 def test_messages_name_the_packages_of_setup_cfg() -> None:
-    _, extras = setup_cfg()
+    _, extras = requirements()
     named = {name: tuple(extras[name]) for name in extras if name != "test"}
     assert named == dict(PACKAGES)
     assert install_line("hf", "peft", python="/a b/python") == (
