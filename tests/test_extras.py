@@ -83,9 +83,9 @@ except ValueError as error:
 from transformers import AutoModelForCausalLM
 from trainkit.adapters import add_adapters
 from trainkit.config import load_config
-lora = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
+given = ["model.hf=llama", "data.tokenizer=bytes", "model.lora={r: 2, target_modules: [q_proj, v_proj]}"]
 model = AutoModelForCausalLM.from_pretrained("llama")
-add_adapters(model, load_config(None, overrides=["model.hf=llama", lora]).config)
+add_adapters(model, load_config(None, overrides=given).config)
 assert {name.split(".")[-3] for name, one in model.named_parameters() if one.requires_grad} == {
     "lora_A", "lora_B"
 }
