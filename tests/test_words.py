@@ -52,7 +52,11 @@ def texts() -> dict[Path, str]:
 def test_no_name_contains_a_word_that_was_given_up() -> None:
     word = re.compile(rf"(?:^|_)(?:{'|'.join(WORDS)})(?:_|$)")
     for path, text in texts().items():
-        names = [path.stem, *re.findall(r"\b(?:def|class) (\w+)", text)] if path.suffix == ".py" else []
+        names = (
+            [path.stem, *re.findall(r"(?m)^\s*(?:async )?(?:def|class) (\w+)[(:]", text)]
+            if path.suffix == ".py"
+            else []
+        )
         snake = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in names]
         assert [name for name in snake if word.search(name)] == [], path
 
