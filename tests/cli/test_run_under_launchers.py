@@ -168,9 +168,9 @@ def test_a_run_that_belongs_to_another_user_is_not_joined(ranks, tmp_path):
 
 
 def torchrun(ranks: Ranks, hosts: int, *args: str) -> list[subprocess.Popen[str]]:
-    """Start one rank of `trainkit` on each of some hosts."""
+    """Start two ranks of `trainkit` on one or two hosts."""
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{ranks.port}"]
-    shape = ["--nnodes", str(hosts), "--nproc-per-node", "1"]
+    shape = ["--nnodes", str(hosts), "--nproc-per-node", str(2 // hosts)]
     argv = [sys.executable, "-m", "torch.distributed.run", *shape, *place, "-m", "trainkit", *args]
     return [ranks.started_as(argv) for _ in range(hosts)]
 
@@ -179,7 +179,7 @@ TRAINS = ("data.seq_len=64", "model.preset=nano", "train.log_every=1", "train.ev
 
 
 @pytest.mark.slow(seconds=40)
-def test_torchrun_saves_on_all_hosts_resumes_with_fewer_ranks_and_ends_them(desk, ranks):
+def test_torchrun_saves_on_all_hosts_resumes_on_one_host_and_ends_its_ranks(desk, ranks):
     run = ranks.run
     settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]
     both = torchrun(ranks, 2, "run", "small.yaml", *settings)
@@ -194,11 +194,13 @@ def test_torchrun_saves_on_all_hosts_resumes_with_fewer_ranks_and_ends_them(desk
     last = end["mark"] + 3
     [one] = torchrun(ranks, 1, "resume", "runs/small")
     wait_for(lambda: read_metrics(run)[-1]["step"] >= last)
-    assert read_json(run.attempt(2).plan_file)["world_size"] == 1
-    os.kill(ranks_of(run)[0], signal.SIGKILL)
+    plan = read_json(run.attempt(2).plan_file)
+    assert (plan["num_nodes"], plan["world_size"]) == (1, 2)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
     assert end_of(one)[0] == 1
     end = read_json(run.attempt(2).end_file)
-    assert (end["state"], end["verdict"]["message"]) == ("failed", "killed by SIGKILL")
+    assert (end["state"], end["verdict"]["rank"]) == ("failed", 1)
+    assert end["verdict"]["message"] == "killed by SIGKILL"
     records = read_metrics(run)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert {record["step"] for record in records if record["attempt"] == 2} >= {last - 2, last - 1, last}
