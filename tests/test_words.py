@@ -43,7 +43,12 @@ does something, and questions that begin with Who.
 @cache
 def texts() -> dict[Path, str]:
     """Return every text except this one."""
-    found = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
+    found = [
+        ROOT / "README.md",
+        ROOT / "Makefile",
+        ROOT / "tests" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
     found += [*(ROOT / "templates").rglob("*.j2"), *(ROOT / "configs").rglob("*.yaml")]
     found += {*(ROOT / "trainkit").rglob("*.py"), *(ROOT / "tests").rglob("*.py")} - {Path(__file__)}
     return {path: path.read_text(encoding="utf-8") for path in sorted(found)}

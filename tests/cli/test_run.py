@@ -177,7 +177,8 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
 
 @pytest.mark.slow(seconds=15)
 def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
-    steps = "train: {steps: 100000, device_batch_size: 1, log_every: 1}"
+    batch = "device_batch_size: 1, global_batch_size: 2"
+    steps = f"train: {{steps: 100000, {batch}, eval_every: null, log_every: 1}}"
     nano = "model: {preset: nano}\ndata: {seq_len: 64}"
     desk.config.write_text(f"name: small\ndevice: cpu\n{nano}\n{steps}\n")
     argv = [sys.executable, "-m", "trainkit", "run", str(desk.config)]
