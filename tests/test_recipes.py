@@ -34,7 +34,7 @@ class Recipe:
     """True if the export is a model of transformers."""
     before: str | None = None
     """The recipe whose model this recipe starts with. A recipe of a second phase is killed and resumed."""
-    steps: int = 64
+    steps: int = 96
     num_procs: int = 1
 
     @property
