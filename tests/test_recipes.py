@@ -50,10 +50,10 @@ class Recipe:
 
 
 RECIPES = [
-    Recipe(
-        "dual_gpu_gpt", 3.3, is_text=True, steps=24
-    ),  # learns as gpt_3d, whose layout needs four processes
-    Recipe("temporal_encoder", 0.05, is_text=False, num_procs=2),  # its learning rate depends on the ranks
+    # gpt_3d trains the same kind of model, in a layout that needs four processes.
+    Recipe("dual_gpu_gpt", 3.3, is_text=True, steps=24),
+    # The learning rate of this recipe depends on the ranks.
+    Recipe("temporal_encoder", 0.05, is_text=False, num_procs=2),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),
 ]
