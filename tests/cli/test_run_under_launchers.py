@@ -36,10 +36,10 @@ class Ranks:
         self.run = RunDir(desk.folder / "runs/small")
         self.started: list[subprocess.Popen[str]] = []
 
-    def environ(self, rank: int) -> dict[str, str]:
+    def environ(self, rank: int, launcher: str = "torchrun") -> dict[str, str]:
         values = map(str, (rank, rank % 2, 4, 2))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        return {**dict(zip(LAUNCHERS["torchrun"], values, strict=True)), **address}
+        return {**dict(zip(LAUNCHERS[launcher], values, strict=True)), **address}
 
     def started_as(self, argv: list[str], environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -48,10 +48,10 @@ class Ranks:
         self.started.append(process)
         return process
 
-    def run_all(self) -> list[subprocess.Popen[str]]:
+    def run_all(self, launcher: str = "torchrun") -> list[subprocess.Popen[str]]:
         """Start all ranks of `trainkit run`, the last rank first."""
         argv = self.desk.argv("run", str(self.desk.config))
-        started = {rank: self.started_as(argv, self.environ(rank)) for rank in (3, 2, 1, 0)}
+        started = {rank: self.started_as(argv, self.environ(rank, launcher)) for rank in (3, 2, 1, 0)}
         return [started[rank] for rank in sorted(started)]
 
     def wait_for_ranks(self) -> None:
@@ -103,8 +103,8 @@ def test_every_rank_joins_the_run_of_rank_0(ranks):
     assert not announcement_file(ranks.run.path.parent, before).exists()
 
 
-def test_a_signal_to_all_ranks_saves_and_ends_them(ranks):
-    started = ranks.run_all()
+def test_a_signal_to_all_ranks_of_mpirun_saves_and_ends_them(ranks):
+    started = ranks.run_all("mpirun")
     ranks.wait_for_ranks()
     assert ranks.desk.status(ranks.run)["state"] == "running"
     for process in started:

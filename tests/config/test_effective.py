@@ -123,7 +123,7 @@ def write(file: Path, content: str) -> None:
 def test_hostile_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [(text, fault) for text, fault, _ in tried(40, seed=2) if fault] == []
+    assert [(text, fault) for text, fault, _ in tried(100, seed=2) if fault] == []
 
 
 def test_values_that_are_nested_too_deeply(tmp_path):
