@@ -59,34 +59,12 @@ def add(one: int, other: int = 1) -> tuple[int, str]:
     return one + other, os.environ["RANK"]
 
 
-def rank_of_submitit() -> tuple[int, int, int, int]:
-    import submitit
-
-    job = submitit.JobEnvironment()
-    return job.global_rank, job.local_rank, job.num_tasks, job.num_nodes
-
-
 def fail(what: str) -> None:
     raise LookupError(f"no {what}")
 
 
 def late() -> None:
     raise TimeoutError("of the function")
-
-
-def leave_first() -> str:
-    if os.environ["RANK"] == "0":
-        os._exit(0)
-    return "here"
-
-
-class Unpicklable(Exception):
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} and {other}")
-
-
-def fail_unpicklable() -> None:
-    raise Unpicklable(1, 2)
 
 
 def lose_a_peer() -> None:
@@ -336,7 +314,7 @@ def test_a_run_has_the_values_of_its_arguments(
             [{"config.lr": 0.1}, {"config.lr": "1e-4"}],
         ),
         (train, [[Asked(a=1), Asked(a=2)]], [{"a": 1}, {"a": 2}]),
-        (lambda call: call(), [[late, leave_first]], [{"call": "late"}, {"call": "leave_first"}]),
+        (lambda call: call(), [[late, lose_a_peer]], [{"call": "late"}, {"call": "lose_a_peer"}]),
     ],
 )
 def test_a_group_has_the_values_of_its_items(function: Any, items: list, values: list[dict]) -> None:
@@ -620,18 +598,10 @@ def test_a_function(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert f'{__file__}", line ' in str(error.value.__cause__)
     assert failed.status.failure is not None
     assert (failed.status.failure.type, failed.status.failure.message) == ("LookupError", "no luck")
-    with pytest.raises(trainkit.RunError, match="1 and 2"):
-        api.submit(fail_unpicklable, requeue=ONCE).result(LIMIT_S)
-    with pytest.raises(trainkit.RunError, match=r"rank 0 of .* wrote no result"):
-        api.submit(leave_first, gpus_per_node=2, device="cpu").result(LIMIT_S)
-    assert isinstance(api.submit(late, requeue=ONCE).exception(LIMIT_S), TimeoutError)
-    ranks = api.submit(rank_of_submitit, gpus_per_node=2, device="cpu")
-    assert ranks.results(LIMIT_S) == [(0, 0, 2, 1), (1, 1, 2, 1)]
-    lost = api.submit(os._exit, 3, requeue=ONCE)
-    assert "diagnose" in lost.exception(LIMIT_S).hint
     lost = api.submit(lose_a_peer, gpus_per_node=2, requeue=ONCE, device="cpu")
-    with pytest.raises(trainkit.RunError, match="SIGKILL"):
+    with pytest.raises(trainkit.RunError, match="SIGKILL") as killed:
         lost.result(LIMIT_S)
+    assert "diagnose" in killed.value.hint
     assert asyncio.run(_awaited()) == [(2, "0"), (3, "0")]
     assert api.Run("add-2").done()
     assert capfd.readouterr() == ("", "")
@@ -658,31 +628,30 @@ async def _awaited() -> list[tuple[int, str]]:
     return [*await asyncio.gather(*(_value(api.submit(add, number)) for number in (1, 2)))]
 
 
-async def _value(run: api.Run, timeout_s: float | None = None) -> tuple[int, str]:
+async def _value(run: api.Run | api.Group, timeout_s: float | None = None) -> Any:
     return await asyncio.wait_for(run, timeout_s)
 
 
-@pytest.mark.slow(seconds=15)
-def test_an_array_of_eight_and_a_sweep() -> None:
-    group = api.map_array(add, range(8), [10] * 9, limit=2, name="eight")
+@pytest.mark.slow(seconds=10)
+def test_an_array_and_a_sweep() -> None:
+    group = api.map_array(add, range(3), [10] * 4, limit=2, name="three")
     last = group[-1]
-    assert (last.status.state, last.status.reason) == ("pending", "waiting for earlier runs of the group")
+    assert (last.status.state, "earlier runs" in (last.status.reason or "")) == ("pending", True)
     with pytest.raises(UsageError, match="has not started"):
         last.cancel()
-    assert last.result(LIMIT_S) == (17, "0")
-    assert (len(group), [value for value, _ in group.results(LIMIT_S)]) == (8, [*range(10, 18)])
-    assert ([run.name for run in group[2:4]], group[-1].result()[0]) == (["eight/2", "eight/3"], 17)
-    assert group.status.states == {"finished": 8}
-    assert api.Group("eight").path == group.path
-    assert {one.name for one in api.runs()} == {"eight"}
-    assert "<tr><td>7</td><td>7</td><td>10</td><td>finished</td><td>(17, &#x27;0&#x27;)</td></tr>" in plain(
-        group
-    )
-    assert sorted(run.result()[0] for run in api.as_completed(group, LIMIT_S)) == [*range(10, 18)]
-    swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
-    assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
-    assert [trial.values for trial in swept.status.trials][1] == {"one": 1, "other": 4}
-    assert api.submit(sys.exit, 0).result(LIMIT_S) is None
+    assert last.result(LIMIT_S) == (12, "0")
+    results = [(10, "0"), (11, "0"), (12, "0")]
+    assert (len(group), group.results(LIMIT_S), asyncio.run(_value(group))) == (3, results, results)
+    assert ([run.name for run in group[1:3]], group[-1].result()[0]) == (["three/1", "three/2"], 12)
+    assert group.status.states == {"finished": 3}
+    assert api.Group("three").path == group.path
+    assert {one.name for one in api.runs()} == {"three"}
+    row = "<tr><td>2</td><td>2</td><td>10</td><td>finished</td><td>(12, &#x27;0&#x27;)</td></tr>"
+    assert row in plain(group)
+    assert sorted(run.result()[0] for run in api.as_completed(group, LIMIT_S)) == [10, 11, 12]
+    swept = api.sweep(add, {"one": [1, 2], "other": [3]}, limit=4)
+    assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5]
+    assert [trial.values for trial in swept.status.trials][1] == {"one": 2, "other": 3}
     with pytest.raises(UsageError, match="is a single run, not a group"):
         api.Group(group[0].path)
     with pytest.raises(UsageError, match="nothing to call"):

@@ -1,6 +1,5 @@
 """Tests each extra of setup.cfg in an environment that has nothing else."""
 
-import configparser
 import json
 import os
 import re
@@ -13,8 +12,13 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.programs import run_program
+from tests.support.runs import make_attempt
+from tests.test_packaging import setup_cfg
 from trainkit import DISTRIBUTION
 from trainkit.extras import PACKAGES, install_line, own_install_line
+from trainkit.run.files import append_jsonl, read_json, utc_now, write_json
+from trainkit.run.manifest import MANIFEST_NAME
+from trainkit.run.record import create_job
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
@@ -33,7 +37,7 @@ sets = "device=cpu data.tokenizer=bytes data.seq_len=32 train.steps=2 train.devi
 code = main(["run", "quickstart", *(w for item in sets.split() for w in ("--set", item)), *more])
 assert code == 0, code
 """
-ADAPTERS = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
+TRACKERS = {"mlflow": "logging.mlflow.tracking_uri=store", "wandb": "logging.wandb.mode=offline"}
 USES = {
     "plot": """
 from pathlib import Path
@@ -75,12 +79,25 @@ try:
 except ValueError as error:
     assert "cannot be opened" in str(error)
 """,
-    "peft": f"""import sys
-sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}]
-{TRAINS}""",
-    "qlora": f"""import sys
-sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}, "model.quantize=nf4"]
-{TRAINS}""",
+    "peft": """
+from transformers import AutoModelForCausalLM
+from trainkit.adapters import add_adapters
+from trainkit.config import load_config
+given = ["model.hf=llama", "data.tokenizer=bytes", "model.lora={r: 2, target_modules: [q_proj, v_proj]}"]
+model = AutoModelForCausalLM.from_pretrained("llama")
+add_adapters(model, load_config(None, overrides=given).config)
+assert {name.split(".")[-3] for name, one in model.named_parameters() if one.requires_grad} == {
+    "lora_A", "lora_B"
+}
+""",
+    "qlora": """
+import peft, torch, transformers
+from trainkit.trainer.quantization import NF4Linear
+layer = torch.nn.Linear(64, 64)
+quantized = NF4Linear(layer)
+quantized.quantize(layer.weight)
+assert (quantized.weight_in(torch.float32) - layer.weight).abs().max() < 0.05
+""",
     "tensorboard": f"""import sys
 sys.argv[1:] = ["logging.tensorboard=true"]
 {TRAINS}
@@ -97,33 +114,32 @@ async def quit_it():
     assert app.return_code == 0
 asyncio.run(quit_it())
 """,
-    "mlflow": f"""import sys
-sys.argv[1:] = ["logging.mlflow.tracking_uri=store"]
-{TRAINS}
+    "mlflow": """
+from trainkit.cli.main import main
+assert main(["sync", "run"]) == 0
 import mlflow
 mlflow.set_tracking_uri("sqlite:///store/mlflow.db")
 assert len(mlflow.search_runs(search_all_experiments=True)) == 1
 """,
-    "wandb": f"""import sys
-sys.argv[1:] = ["logging.wandb.mode=offline"]
-{TRAINS}
+    "wandb": """
 from pathlib import Path
-assert [*Path("runs").glob("*/wandb/offline-run-*/*.wandb")]
+from trainkit.cli.main import main
+assert main(["sync", "run"]) == 0
+assert [*Path("run").glob("wandb/offline-run-*/*.wandb")]
 """,
 }
 
 pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.xdist_group("extras")]
 
 
-def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
+def requirements() -> tuple[list[str], dict[str, list[str]]]:
     """Return the requirements in setup.cfg, and the additional ones of each extra."""
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
+    config = setup_cfg()
     extras = {
         name: [line for line in text.split("\n") if line and not line.startswith("#")]
-        for name, text in parser["options.extras_require"].items()
+        for name, text in config["options.extras_require"].items()
     }
-    return parser["options"]["install_requires"].split("\n")[1:], extras
+    return config["options"]["install_requires"].split("\n")[1:], extras
 
 
 def closure(requirements: list[str]) -> set[str]:
@@ -173,37 +189,31 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
+def saved_run(folder: Path, setting: str) -> None:
+    """Create a run with a step and a checkpoint, which its nodes could not send to a tracker."""
+    attempt = make_attempt(folder / "run", [setting])
+    write_json(attempt.run.plan_file, read_json(attempt.plan_file))
+    create_job(attempt.run, backend="local", name="run", cwd=str(folder), code=None)
+    append_jsonl(attempt.run.metrics_file, {"step": 1, "time": utc_now(), "attempt": 1, "loss": 1.0})
+    attempt.run.checkpoint_dir(1).mkdir(parents=True)
+    (attempt.run.checkpoint_dir(1) / MANIFEST_NAME).write_text("{}")
+
+
 @pytest.mark.parametrize("extra", sorted(USES))
 def test_an_extra_is_all_that_its_feature_needs(
     extra: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    core, extras = setup_cfg()
+    core, extras = requirements()
+    if extra in TRACKERS:
+        saved_run(tmp_path, TRACKERS[extra])
     if "llama" in USES[extra]:
         (tmp_path / "llama").symlink_to(request.getfixturevalue("llama"))
     execute(environment(tmp_path, core + extras[extra]), USES[extra], tmp_path)
 
 
-def test_trainkit_is_imported_without_any_extra(tmp_path: Path) -> None:
-    """Only the screen of `watch` and the class of figures need their libraries to be imported."""
-    python = environment(tmp_path, setup_cfg()[0])
-    code = """
-import importlib, pkgutil, trainkit
-names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
-names.remove("trainkit.capabilities.watch.screen")
-names.remove("trainkit.capabilities.report.figure")
-for name in names:
-    importlib.import_module(name)
-extras = "matplotlib torchao transformers pyarrow PIL peft bitsandbytes mlflow wandb tensorboard textual"
-for extra in extras.split():
-    assert importlib.util.find_spec(extra) is None, extra
-print(len(names))
-"""
-    assert int(execute(python, code, tmp_path)) > 100
-
-
 def test_a_run_without_any_extra(tmp_path: Path) -> None:
-    python = environment(tmp_path, setup_cfg()[0])
-    code = f"""import contextlib, io, os, pty, sys
+    python = environment(tmp_path, requirements()[0])
+    code = f"""import contextlib, importlib, io, os, pkgutil, pty, sys
 {TRAINS}
 for line in ("watch last --once", "watch --once", "status last", "report last"):
     assert main(line.split()) == 0, line
@@ -212,21 +222,30 @@ for line in ("check quickstart --set logging.tensorboard=true", "ui last"):
         assert main(line.split()) == 2, line
     assert "pip install 'tensorboard>=2.16'" in said.getvalue()
 assert os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "trainkit", "watch", "last"])) == 2
+import trainkit
+names = {{m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name}}
+assert len(names) > 100
+# Only the screen of `watch` and the class of figures need their libraries to be imported.
+for name in names - {{"trainkit.capabilities.watch.screen", "trainkit.capabilities.report.figure"}}:
+    importlib.import_module(name)
+extras = "matplotlib torchao transformers pyarrow PIL peft bitsandbytes mlflow wandb tensorboard textual"
+for extra in extras.split():
+    assert importlib.util.find_spec(extra) is None, extra
 """
     shown = re.sub(r"\x1b\[\d*m", "", execute(python, code, tmp_path))  # `error:` is red in a terminal
     assert "error: the package textual " in shown
-    assert "hint: `pip install 'textual>=8,<9'`; `trainkit watch --once` and `trainkit status` work" in shown
+    assert "hint: `pip install 'textual>=8,<9'`; " in shown
     log = (tmp_path / "runs/quickstart/attempts/001/logs/rank-0000.log").read_text()
     [line] = [line for line in log.splitlines() if "tensorboard" in line.lower()]
     assert "No module" in line
 
 
 def test_every_extra_has_a_use_here() -> None:
-    assert set(setup_cfg()[1]) - {"test"} == set(USES)
+    assert set(requirements()[1]) - {"test"} == set(USES)
 
 
 def test_messages_name_the_packages_of_setup_cfg() -> None:
-    _, extras = setup_cfg()
+    _, extras = requirements()
     named = {name: tuple(extras[name]) for name in extras if name != "test"}
     assert named == dict(PACKAGES)
     assert install_line("hf", "peft", python="/a b/python") == (

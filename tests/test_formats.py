@@ -33,6 +33,16 @@ def test_a_table():
     assert table([["a", "b"], ["c", ""]]) == "a  b\nc"
 
 
+def test_narrow_columns_wrap_and_more_columns_follow_below():
+    rows = [["run", "where", "n"], ["a", "/one/two/three/four/five", "1"]]
+    assert table(rows, fit=80) == table(rows)
+    wrapped = "run  where           n\na    /one/two/three  1\n     /four/five"
+    assert table(rows, right=[2], fit=22) == wrapped
+    many = [[f"head-{index}" for index in range(6)], ["key", *"12345"]]
+    first, second = "head-0  head-1  head-2\nkey     1       2", "head-0  head-3  head-4\nkey     3       4"
+    assert table(many, fit=24) == f"{first}\n\n{second}\n\nhead-0  head-5\nkey     5"
+
+
 SHOWN = [
     # A duration has at most two units.
     (duration, {None: "-", 0: "0s", 59.9: "59s", 61: "1m01s", 3_600: "1h00m", 90_000: "1d01h"}),

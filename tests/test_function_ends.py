@@ -2,11 +2,10 @@
 
 import functools
 import importlib
+import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,58 +15,46 @@ import torch
 
 import trainkit
 from tests.support.runs import runs_from
-from tests.test_api import LIMIT_S
-from trainkit import RunError, api
-from trainkit.run.files import read_object
-from trainkit.run.rundir import RunDir
+from tests.test_api import LIMIT_S, ended_run
+from trainkit import RunError, api, function
+from trainkit.cli.main import main
+from trainkit.function import CALL_FILE, Call, dumps, read_pickle
+from trainkit.run.files import read_object, write_atomic
+from trainkit.run.rundir import AttemptDir, RunDir
 
 pytestmark = pytest.mark.xdist_group("ends")  # the tests share the runs of the fixture
-TWO = {"gpus_per_node": 2, "requeue": {"max_crashes": 0}}
-ONCE = {"requeue": {"max_crashes": 0}}
 call = functools.partial
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the current folder of all runs of this module."""
-    path = tmp_path_factory.mktemp("ends")
-    with runs_from(path):
-        yield path
-
-
-def key_error() -> None:
-    {"a": 1}["b"]
+def called(folder: Path, function_: Callable[..., Any], *args: Any) -> AttemptDir:
+    """Call a function in this process as the only rank of a run."""
+    attempt = RunDir(ended_run(folder, state="failed").path).attempt(1)
+    write_atomic(attempt.run.path / CALL_FILE, dumps(Call(function_, args)))
+    environ = {"RUN_DIR": str(attempt.run.path), "ATTEMPT": "1", "DONE_FILE": str(folder / "done")}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        for name, value in {**{f"TRAINKIT_JOB_{key}": environ[key] for key in environ}, **ranks}.items():
+            patch.setenv(name, value)
+        function.main()
+    return attempt
 
 
 def exit_with(code: object) -> None:
     sys.exit(code)  # type: ignore[arg-type]
 
 
-def one_leaves(code: int, rank: str) -> str:
-    if os.environ["RANK"] == rank:
-        os._exit(code)
-    return "returned"
+class Unpicklable(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
+def raise_unpicklable() -> None:
+    raise Unpicklable(1, 2)
 
 
-def kill(number: int) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(60)
-
-
-def refuse_connection() -> None:
-    raise ConnectionResetError("by the peer")
-
-
-def nccl() -> None:
-    raise RuntimeError("NCCL error in ProcessGroupNCCL.cpp: unhandled system error")
-
-
-def returned(make: Callable[[], Any]) -> Any:
-    return make()
+def raised(error: BaseException) -> None:
+    raise error
 
 
 def in_a_module_of_the_job(what: str) -> Any:
@@ -84,94 +71,113 @@ def group() -> None:
     raise ExceptionGroup("two", [ValueError("one"), TypeError("other")])  # noqa: F821
 
 
-ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, tuple[str, bool]]] = {
-    # Maps a case to (function, options, what result() raises, its text, (type of the failure, is it final)).
-    "an exception": (key_error, {}, KeyError, "b", ("KeyError", True)),
-    "a group of exceptions": (group, {}, Exception, "two", ("ExceptionGroup", True)),
-    "an exception of a module that is not here": (
-        call(in_a_module_of_the_job, "raised"),
-        {},
-        RunError,
-        r"Traceback [^$]*only_in_the_job.Odd: of the job",
-        ("Odd", True),
-    ),
-    "a value of a module that is not here": (
-        call(in_a_module_of_the_job, "returned"),
-        {},
-        RunError,
-        "the result of rank 0 of .* cannot be loaded in this process: ModuleNotFoundError: .*only_in_the_job",
-        ("", False),
-    ),
-    "sys.exit with a text": (
-        call(exit_with, "no GPU here"),
-        {},
-        RunError,
-        "SystemExit: no GPU here",
-        ("SystemExit", True),
-    ),
-    "sys.exit(3)": (call(exit_with, 3), {}, RunError, "SystemExit: 3", ("SystemExit", True)),
-    "sys.exit(78)": (call(exit_with, 78), {}, RunError, "a restart would not help", ("exit", False)),
-    "os._exit(0)": (
-        call(one_leaves, 0, "0"),
-        {},
-        RunError,
-        "rank 0 of .*/runs/.* wrote no result",
-        ("NoResult", True),
-    ),
-    "os._exit(0) of another rank": (
-        call(one_leaves, 0, "1"),
-        TWO,
-        RunError,
-        "rank 1 of .*/runs/.* wrote no result",
-        ("NoResult", True),
-    ),
-    "os._exit(5)": (call(one_leaves, 5, "0"), ONCE, RunError, "exit code 5", ("exit", False)),
-    "KeyboardInterrupt": (interrupt, {}, RunError, "KeyboardInterrupt", ("KeyboardInterrupt", True)),
-    "SIGKILL": (call(kill, signal.SIGKILL), ONCE, RunError, "SIGKILL", ("exit", False)),
-    "os.abort": (os.abort, ONCE, RunError, "SIGABRT", ("exit", False)),
-    "a lost connection": (
-        refuse_connection,
-        ONCE,
-        ConnectionResetError,
-        "peer",
-        ("ConnectionResetError", False),
-    ),
-    "an error of NCCL": (nccl, ONCE, RuntimeError, "NCCL", ("RuntimeError", False)),
-    "a generator": (
-        call(returned, lambda: (n for n in range(3))),
-        {},
-        TypeError,
-        "the function returned a generator, which cannot be pickled; return plain values or a list",
-        ("TypeError", True),
-    ),
+ODD = call(in_a_module_of_the_job, "raised")
+RESET = ConnectionResetError("by the peer")
+NCCL = RuntimeError("NCCL error in ProcessGroupNCCL.cpp: unhandled system error")
+ENDS: list[tuple[Callable[[], Any], type[Exception], str, str]] = [
+    # Each row is a function, what result() raises, its text, and the type of the failure.
+    (group, Exception, "two", "ExceptionGroup"),
+    (ODD, RunError, r"Traceback [^$]*only_in_the_job.Odd: of the job", "Odd"),
+    (call(exit_with, "no GPU here"), RunError, "SystemExit: no GPU here", "SystemExit"),
+    (call(exit_with, 3), RunError, "SystemExit: 3", "SystemExit"),
+    (call(raised, KeyboardInterrupt()), RunError, "KeyboardInterrupt", "KeyboardInterrupt"),
+    (call(raised, RESET), ConnectionResetError, "peer", "ConnectionResetError"),
+    (call(raised, NCCL), RuntimeError, "NCCL", "RuntimeError"),
+    (call(raised, TimeoutError("of the function")), TimeoutError, "of the function", "TimeoutError"),
+    (raise_unpicklable, RunError, "1 and 2", "Unpicklable"),
+    (lambda: (n for n in range(3)), TypeError, "the function returned a generator", "TypeError"),
+]
+BY_CHANCE = (ConnectionResetError, RuntimeError, TimeoutError)
+"""Exceptions in `ENDS` that may not occur again."""
+
+
+@pytest.mark.parametrize(("function_", "kind", "text", "failure"), ENDS)
+def test_an_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function_: Callable[[], Any],
+    kind: type[Exception],
+    text: str,
+    failure: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((Exception, SystemExit)):
+        called(tmp_path, function_)
+    sys.modules.pop("only_in_the_job", None)
+    run = api.Run(tmp_path / "runs" / "made")
+    with pytest.raises(kind, match=text):
+        run.result()
+    record = read_object(run.path / "attempts/001/errors/rank-0000.json")
+    assert (record["type"], record["final"]) == (failure, kind not in BY_CHANCE)
+    assert record["traceback"].startswith("Traceback") or "Exception Group" in record["traceback"]
+
+
+def test_a_value_of_a_module_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    called(tmp_path, in_a_module_of_the_job, "returned")
+    sys.modules.pop("only_in_the_job")
+    with pytest.raises(RunError, match="cannot be loaded in this process: ModuleNotFoundError"):
+        api.Run(tmp_path / "runs" / "made").result()
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_an_exit_without_an_error_is_a_return(tmp_path: Path, code: object) -> None:
+    attempt = called(tmp_path, exit_with, code)
+    assert read_pickle(attempt.rank_result(0)).value is None
+    assert (tmp_path / "done").exists()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the current folder of the runs of this module."""
+    path = tmp_path_factory.mktemp("ends")
+    with runs_from(path):
+        yield path
+
+
+def one_leaves(rank: str) -> str:
+    if os.environ["RANK"] == rank:
+        os._exit(0)
+    return "returned"
+
+
+def key_error() -> None:
+    {"a": 1}["b"]
+
+
+RUNS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
+    # Maps a case to (function, what result() raises, its text, the type of the failure).
+    "an exception": (key_error, KeyError, "b", "KeyError"),
+    "sys.exit(78)": (call(exit_with, 78), RunError, "a restart would not help", "exit"),
+    "another rank": (call(one_leaves, "1"), RunError, "rank 1 of .*/runs/.* wrote no result", "NoResult"),
 }
 
 
 @pytest.fixture(scope="module")
 def started(folder: Path) -> dict[str, api.Run]:
     """Start all runs at once."""
-    return {
-        name: api.submit(function, name=f"end-{number}", device="cpu", now=True, **options)
-        for number, (name, (function, options, *_)) in enumerate(ENDS.items())
+    runs = {
+        name: api.submit(row[0], name=f"end-{number}", device="cpu", gpus_per_node=1 + number // 2, now=True)
+        for number, (name, row) in enumerate(RUNS.items())
     }
+    functions = [function for function, _ in closures().values()]
+    return {**runs, "values": api.submit(call_all, functions, name="values", device="cpu", now=True)}
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.parametrize("name", ENDS)
-def test_an_end(started: dict[str, api.Run], name: str) -> None:
-    _, _, kind, text, (failure, final) = ENDS[name]
+@pytest.mark.parametrize("name", RUNS)
+def test_the_end_of_a_run(started: dict[str, api.Run], name: str) -> None:
+    _, kind, text, failure = RUNS[name]
     run = started[name]
-    with pytest.raises(kind, match=text) as error:
+    with pytest.raises(kind, match=text):
         run.result(LIMIT_S)
-    assert isinstance(run.exception(), type(error.value))
     assert RunDir(run.path).attempt_numbers() == [1]
-    record = read_object(run.path / "attempts/001/errors/rank-0000.json")
-    record = record or read_object(run.path / "attempts/001/errors/rank-0001.json")
-    assert (record.get("type", ""), record.get("final") or False) == (failure, final)
+    rank = int(name == "another rank")
+    record = read_object(run.path / f"attempts/001/errors/rank-000{rank}.json")
+    assert (record["type"], record.get("final") or False) == (failure, failure != "exit")
     status = run.status
-    assert status.state == ("failed" if failure else "finished")
-    if final and failure != "NoResult":
-        assert record["traceback"].startswith("Traceback") or "Exception Group" in record["traceback"]
+    assert status.state == "failed"
+    if failure == "KeyError":
         assert status.failure is not None
         assert (status.failure.type, status.failure.message) == (record["type"], record["message"])
 
@@ -226,28 +232,22 @@ def closures() -> dict[str, tuple[Callable[..., Any], Any]]:
         "a builtin": (abs, 14),
         "None": (lambda x: None, None),
         "a tensor": (lambda x: torch.ones(2) * x, torch.ones(2) * 14),
-        "64 MB": (lambda x: b"x" * 64_000_000, b"x" * 64_000_000),
-        "sys.exit(None)": (lambda x: sys.exit(None), None),
-        "sys.exit(0)": (lambda x: sys.exit(0), None),
+        "16 MB": (lambda x: b"x" * 16_000_000, b"x" * 16_000_000),
         "an exception that is returned": (lambda x: repr(KeyError(x)), "KeyError(14)"),
     }
 
 
-@pytest.fixture(scope="module")
-def values(folder: Path) -> dict[str, api.Run]:
-    """Start a run of each function at once."""
-    return {
-        name: api.submit(function, 14, name=f"value-{number}", device="cpu", now=True)
-        for number, (name, (function, _)) in enumerate(closures().items())
-    }
+def call_all(functions: list[Callable[[int], Any]]) -> list[Any]:
+    return [function(14) for function in functions]
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.parametrize("name", closures())
-def test_a_value(values: dict[str, api.Run], name: str) -> None:
-    value, expected = values[name].result(LIMIT_S), closures()[name][1]
-    assert type(value) is type(expected)
-    assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
+def test_values_of_all_kinds(started: dict[str, api.Run]) -> None:
+    values = started["values"].result(LIMIT_S)
+    for value, (name, (_, expected)) in zip(values, closures().items(), strict=True):
+        assert type(value) is type(expected), name
+        same = torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
+        assert same, name
 
 
 MAIN = """
@@ -260,14 +260,11 @@ class Odd(Exception):
     pass
 
 def times(x):
-    if x < 0:
-        raise Odd(x)
-    return factor * x
+    raise Odd(factor * x)
 
 if __name__ == "__main__":
-    good = trainkit.submit(times, 14, device="cpu", now=True)
-    bad = trainkit.submit(times, -1, device="cpu", now=True)
-    print(good.result(100), type(bad.exception(100)) is Odd)
+    error = trainkit.submit(times, 14, device="cpu", now=True).exception(100)
+    print(error, type(error) is Odd)
 """
 
 
@@ -279,21 +276,13 @@ def test_a_function_of_a_script(folder: Path) -> None:
 
 
 @pytest.mark.slow(seconds=5)
-def test_a_rank_that_does_not_exist(started: dict[str, api.Run]) -> None:
-    run = started["os._exit(0) of another rank"].wait(LIMIT_S)
+def test_a_rank_that_does_not_exist(started: dict[str, api.Run], capsys: pytest.CaptureFixture[str]) -> None:
+    run = started["another rank"].wait(LIMIT_S)
     assert run.logs(1) == ""
-    with pytest.raises(trainkit.UsageError, match="has no rank 2") as error:
-        run.logs(2)
+    for rank in (2, -1):
+        with pytest.raises(trainkit.UsageError, match=f"has no rank {rank}") as error:
+            run.logs(rank)
     assert error.value.hint == "there are 0 to 1"
-    with pytest.raises(trainkit.UsageError, match="has no rank -1"):
-        run.logs(-1)
-    found = command("diagnose", str(run.path)).stdout
-    assert "rank 1 on" in found
-    assert "exited with code 0 before its function returned" in found
-    shown = command("logs", str(run.path), "--rank", "2")
-    assert (shown.returncode, "has no rank 2" in shown.stderr) == (2, True)
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "trainkit", *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
+    assert main(["diagnose", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rank"] == 1
+    assert main(["logs", str(run.path), "--rank", "2"]) == 2

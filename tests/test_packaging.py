@@ -1,10 +1,8 @@
 """Checks the recipes for images and packages in docker/, conda/ and spack/ against setup.cfg."""
 
 import ast
-import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping
 from configparser import ConfigParser
@@ -77,25 +75,6 @@ def test_both_images_are_built_alike() -> None:
     install = re.search(r"^RUN (uv pip install .*)", DOCKERFILE.read_text(), re.MULTILINE)
     assert install is not None
     assert shlex.split(install[1]) == shlex.split(shell[shell.index("uv pip install") :])
-
-
-@pytest.mark.slow(seconds=15)
-def test_the_copied_files_make_a_complete_wheel(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    for source, target in copied_by_dockerfile().items():
-        place = tmp_path / "src" / target
-        if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / source, place)
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
-    run_program(*pip, "--target", tmp_path / "installed", tmp_path / "src", check=True)
-    check = ("-m", "trainkit", "check", "quickstart", "--backend", "local", "--set", "device=cpu")
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    done = run_program(sys.executable, *check, cwd=tmp_path, env=environ)
-    assert done.returncode == 0, done.stderr
-    where = (sys.executable, "-c", "import trainkit; print(trainkit.__file__)")
-    assert str(tmp_path) in run_program(*where, cwd=tmp_path, env=environ).stdout
 
 
 def test_launch_container_accepts_the_apptainer_image(tmp_path: Path) -> None:

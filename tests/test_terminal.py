@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.formats import table
@@ -94,6 +94,7 @@ def test_a_text_is_cut(text: str, room: int, at_end: str, in_middle: str) -> Non
     assert (cut(text, room), cut_in_the_middle(text, room)) == (at_end, in_middle)
 
 
+@settings(max_examples=40)
 @given(st.text(), st.integers(1, 40))
 def test_what_is_cut_or_wrapped_fits(text: str, room: int) -> None:
     assert text_width(cut(text, room)) <= room

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 import trainkit
+from tests.golden.__main__ import unpack_run
 from tests.support.programs import run_program, wait_for
 from trainkit.backend import backend_of
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
-from trainkit.run.files import read_json
+from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup
+from trainkit.run.process import ProcessId
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -146,6 +148,16 @@ class Desk:
             entry = read_job(run).newest
             if entry is not None and entry.alive():
                 backend_of(entry).kill(run, entry)
+
+
+def unpack_live_run(source: Path, folder: Path) -> Path:
+    """Make a recorded run `live` in the runs/ of a folder, as if this process were its supervisor."""
+    run = unpack_run(source, folder / "live", os.uname().nodename).rename(folder / "runs" / "live")
+    job, own = read_json(run / "job.json"), ProcessId.of(os.getpid())
+    job["attempts"][0].update(pid=own.pid, boot_id=own.boot_id, start_ticks=own.start_ticks)
+    write_json(run / "job.json", job)
+    (run / "attempts/001/end.json").unlink()
+    return run
 
 
 @pytest.fixture

@@ -17,15 +17,6 @@ from trainkit.run.record import change_newest, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 
 
-def test_cancel_saves_and_ends(desk):
-    run = desk.submit("--nodes", "2")
-    done = desk.trainkit("cancel", "last", "--wait", code=0)
-    assert "has ended" in done.stderr
-    end = desk.wait_for_end(run)
-    assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
-    assert "asked by SIGTERM" in run.attempt(1).rank_log(1).read_text()
-
-
 def test_cancel_now_kills_the_whole_tree(desk):
     desk.works("time.sleep(600)")
     run = desk.submit("--nodes", "2", "--gpus-per-node", "2")
@@ -38,7 +29,7 @@ def test_cancel_now_kills_the_whole_tree(desk):
 
 
 def test_cancel_while_it_starts(desk):
-    for _ in range(3):
+    for _ in range(2):
         submitted = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--json")
         run_dir = json.loads(submitted.stdout)["run_dir"]
         assert desk.trainkit("cancel", run_dir, "--wait").returncode == 0
@@ -50,7 +41,8 @@ def test_a_run_that_was_killed_before_its_host_got_another_name(desk):
     run = desk.submit()
     renamed = ["unshare", "--uts", "sh", "-c", 'hostname dhcp-7; exec "$0" "$@"']
     assert desk.trainkit("cancel", str(run.path), "--wait", within=renamed).returncode == 0
-    assert desk.wait_for_end(run)["state"] == "cancelled"
+    end = desk.wait_for_end(run)
+    assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
     run = desk.submit("--name", "other")
     pid = read_json(run.job_file)["attempts"][0]["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -87,20 +79,6 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
     link.symlink_to(moved)
     assert desk.trainkit("cancel", str(link), "--wait").returncode == 0
     assert "saved after SIG" in desk.wait_for_end(RunDir(moved), attempt=2)["reason"]
-
-
-def test_a_job_file_that_came_from_another_run_signals_nobody(desk):
-    run = desk.submit()
-    job = read_json(run.job_file)
-    other = desk.folder / "runs/other"
-    shutil.copytree(run.path, other, symlinks=True)
-    entry = {key: value for key, value in job["attempts"][0].items() if key != "inode"}
-    home = desk.folder / "runs/gone"
-    write_json(other / "job.json", {**job, "attempts": [{**entry, "folder": str(home)}]})
-    for words in (["cancel", "--now"], ["cancel"], ["requeue"]):
-        done = desk.typed(*words, str(other))
-        assert (done.returncode, f"which is {home}" in done.stderr) == (2, True)
-    assert desk.status(run)["state"] in ("starting", "running")
 
 
 def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
@@ -150,9 +128,16 @@ def test_a_request_whose_command_was_killed_before_its_signal(desk, asked, state
         assert (end["state"], end["reason"] == KILLED) == (state, asked == "now")
 
 
-def test_run_of_another_host_is_not_touched(desk):
+def test_run_of_another_host_or_folder_is_not_touched(desk):
     run = desk.submit()
     job = read_json(run.job_file)
+    other, home = desk.folder / "runs/other", desk.folder / "runs/gone"
+    shutil.copytree(run.path, other, symlinks=True)
+    entry = {key: value for key, value in job["attempts"][0].items() if key != "inode"}
+    write_json(other / "job.json", {**job, "attempts": [{**entry, "folder": str(home)}]})
+    for words in (["cancel", "--now"], ["cancel"], ["requeue"]):
+        done = desk.typed(*words, str(other))
+        assert (done.returncode, f"which is {home}" in done.stderr) == (2, True)
     away = {**job["attempts"][0], "host": "elsewhere", "boot_id": "another"}
     write_json(run.job_file, {**job, "attempts": [away]})
     for words in (["cancel"], ["requeue"], ["resume"]):
@@ -162,19 +147,6 @@ def test_run_of_another_host_is_not_touched(desk):
     write_json(run.job_file, job)
     time.sleep(0.1)
     assert desk.status(run)["state"] in ("starting", "running")
-
-
-def test_requeue_of_a_live_run_comes_back_by_itself(desk):
-    run = desk.submit("--nodes", "2")
-    done = desk.trainkit("requeue", "last", "--json", code=0)
-    assert checked("requeue", done.stdout)["attempt"] == 2
-    desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
-    said(read_json(run.attempt(1).end_file)["reason"])
-    assert desk.status(run)["attempt"] == 2
-    # The same run again, and a cancel right after it.
-    assert desk.trainkit("requeue", str(run.path)).returncode == 0
-    assert desk.trainkit("cancel", str(run.path), "--wait").returncode == 0
-    assert desk.status(run)["state"] == "cancelled"
 
 
 def test_cancel_of_an_ended_run_says_so_and_requeue_keeps_config_and_plan(desk):
@@ -192,13 +164,20 @@ def test_cancel_of_an_ended_run_says_so_and_requeue_keeps_config_and_plan(desk):
         assert (run.attempt(2).path / name).read_bytes() == (run.attempt(1).path / name).read_bytes()
 
 
-def test_logs_follow_a_run_over_its_attempts(desk):
-    run = desk.submit()
+def test_a_run_is_requeued_and_cancelled_while_its_log_is_followed(desk):
+    run = desk.submit("--nodes", "2")
     reader = desk.start("logs", str(run.path), "-f")
     first = reader.stdout.readline()
-    desk.trainkit("requeue", str(run.path))
+    done = desk.trainkit("requeue", "last", "--json", code=0)
+    assert checked("requeue", done.stdout)["attempt"] == 2
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
-    desk.trainkit("cancel", str(run.path), "--wait")
+    said(read_json(run.attempt(1).end_file)["reason"])
+    assert "asked by SIGTERM" in run.attempt(1).rank_log(1).read_text()
+    assert desk.status(run)["attempt"] == 2
+    # The same run again, and a cancel right after it.
+    assert desk.trainkit("requeue", str(run.path)).returncode == 0
+    assert "has ended" in desk.trainkit("cancel", str(run.path), "--wait", code=0).stderr
+    assert desk.status(run)["state"] == "cancelled"
     shown, _ = reader.communicate(timeout=120)
     lines = [line for attempt in (1, 2) for line in (f"attempt {attempt} rank 0", "asked by SIGTERM")]
-    assert (first + shown).splitlines() == lines
+    assert (first + shown).splitlines()[:4] == lines

@@ -10,12 +10,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from steering import unpack_live_run
 
 from tests.golden.__main__ import HERE as GOLDEN
 from tests.golden.__main__ import unpack_run
 from trainkit.cli.main import main
 from trainkit.run.events import diverged_since, training_curve
-from trainkit.run.process import ProcessId
 from trainkit.run.rundir import RunDir
 
 
@@ -38,11 +38,7 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     host = os.uname().nodename
     diverge(unpack_run(GOLDEN / "folders" / "finished", folder, host), 4)
-    live = unpack_run(GOLDEN / "folders" / "finished", folder / "live", host).rename(folder / "runs" / "live")
-    job, own = json.loads((live / "job.json").read_text()), ProcessId.of(os.getpid())
-    job["attempts"][0].update(pid=own.pid, boot_id=own.boot_id, start_ticks=own.start_ticks)
-    (live / "job.json").write_text(json.dumps(job))
-    (live / "attempts/001/end.json").unlink()
+    live = unpack_live_run(GOLDEN / "folders" / "finished", folder)
     diverge(live, 5)
     sweep = unpack_run(GOLDEN / "folders" / "sweep", folder, host)
     diverge(sweep / "2", 3)

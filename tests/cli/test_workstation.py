@@ -78,11 +78,11 @@ def kill(run: RunDir) -> None:
 
 @pytest.mark.slow(seconds=30)
 def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstation):
-    desk, seeds = workstation, ",".join(map(str, range(8)))
+    desk, seeds = workstation, ",".join(map(str, range(5)))
     group = RunGroup(submit(desk, "--gpus-per-node", "1", "--sweep", f"seed={seeds}", "--array", "%2"))
     zero, one, two, three = map(group.run, range(4))
     wait_for(lambda: has_begun(zero) and has_begun(one))
-    assert status(desk, group.path)["states"] == {"running": 2, "pending": 6}
+    assert status(desk, group.path)["states"] == {"running": 2, "pending": 3}
     (desk.folder / "end-0").touch()
     wait_for(lambda: has_begun(two))
 
@@ -93,7 +93,7 @@ def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstatio
     wait_for(lambda: has_begun(one, attempt=2))
     kill(two)
     wait_for(lambda: has_begun(three))
-    assert status(desk, group.path)["states"] == {"died": 1, "running": 2, "pending": 4, "finished": 1}
+    assert status(desk, group.path)["states"] == {"died": 1, "running": 2, "pending": 1, "finished": 1}
 
     # The records refer to processes of an earlier boot of the machine.
     process = RunGroup(group.path).record.process
@@ -104,14 +104,14 @@ def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstatio
     for file in (group.sweep_file, *(run.job_file for run in (one, two, three))):
         write_json(file, json.loads(file.read_text().replace(process.boot_id, "another boot")))
     found = status(desk, group.path)
-    assert found["states"] == {"died": 7, "finished": 1}
-    assert found["points"][7]["reason"].endswith(f"`trainkit resume {group.path}` starts the remaining runs")
+    assert found["states"] == {"died": 4, "finished": 1}
+    assert found["points"][4]["reason"].partition("`")[2].startswith(f"trainkit resume {group.path}`")
 
     (desk.folder / "end").touch()
     desk.trainkit("resume", str(group.path), code=0)
-    wait_for(lambda: len(done(desk)) == 8)
-    wait_for(lambda: status(desk, group.path)["states"] == {"finished": 8})
-    assert Counter(done(desk)) == {str(index): 1 for index in range(8)}
+    wait_for(lambda: len(done(desk)) == 5)
+    wait_for(lambda: status(desk, group.path)["states"] == {"finished": 5})
+    assert Counter(done(desk)) == {str(index): 1 for index in range(5)}
     assert not (desk.folder / "shared").exists()
     assert desk.typed("report", str(group.path)).returncode == 0
 

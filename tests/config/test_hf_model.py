@@ -95,9 +95,6 @@ def test_lora_needs_transformers(tmp_path):
     assert load(tmp_path, "model.lora={r: 8}").config.model.architecture == "transformers"
 
 
-THEIRS = "model.architecture=transformers"
-
-
 CONTRADICTIONS = f"""\
 model.dim=128
 model.preset=7b
