@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, start
-from benchmarks.slow_host import MAX_STEPS_LATER, slow_one
-from benchmarks.wrappers import disturb, prepare
 from tests.on_slurm.broken_runs import BROKEN, diagnosed, make
-from tools.slurm_cluster import cgroups
 from tools.slurm_cluster.cluster import Cluster, running
 
 CAMPAIGN = Path(__file__).resolve().parents[2] / "benchmarks/port_clashes.py"
@@ -26,18 +23,6 @@ def test_two_jobs_and_two_steps_of_one_job_at_once(login):
     figures = json.loads(done.stdout.splitlines()[-1])
     assert (figures["sets_of_ranks"], figures["clashes"]) == (12, 0)
     assert done.stdout.count("13384 of 26768 ports are taken") == 2
-
-
-@pytest.mark.slow(seconds=30)
-@pytest.mark.skipif(not (cgroups.ROOT / "cpu/cpu.cfs_quota_us").exists(), reason="needs cgroup v1")
-def test_a_slow_host_is_named_within_30_steps(login):
-    # This share is less than a rank gets on a busy machine.
-    seen = slow_one(login, 3, cpus=0.04, before=30, num_layers=2)
-    # Other work on the machine may have slowed down other ranks too.
-    assert seen.steps_later is not None, seen.line
-    assert 0 < seen.steps_later <= MAX_STEPS_LATER, seen.line
-    [first, *_] = [event for event in seen.events if event["host"] == seen.slowed_host]
-    assert (first["event"], first["rank"], first["phase"]) == ("slow_rank", 2, "compute")
 
 
 NUM_HOSTS = 8
@@ -59,14 +44,6 @@ def test_a_run_costs_little_and_goes_on_without_a_lost_host(eight_hosts, seed):
         idle(job, table, opens, seconds=3)
         lose_host(job, table, "shrink", random.Random(seed).randint(2, NUM_HOSTS))
     assert table.missed == []
-
-
-def test_no_step_is_lost_below_a_wrapper(login):
-    prepare(login.folder, uv=None)
-    names = ["tee", "nested sh", "check_call", "trap that forwards"]
-    cells = disturb(login, names, ["preempted", "cancel"], nodes=2)
-    assert {key: cell.text for key, cell in cells.items()} == dict.fromkeys(cells, "1 / 0")
-    assert len(cells) == 2 * len(names)
 
 
 QUICK = (

@@ -45,15 +45,3 @@ def test_a_command_survives_all_that_can_be_tried(login):
     # The ranks of the other node wait for the dead ranks, and only Slurm reports that these are dead.
     assert ends(tried["rank"]["run_dir"]) == ends(tried["node"]["run_dir"]) == [("restart", "crash")]
     assert not (login.folder / ".state").exists()  # the user's list of runs
-
-
-@pytest.mark.slow(seconds=40)
-def test_a_drill_with_a_range_interrupts_the_ranks_that_there_are(login):
-    command = ("--", "python", login.script(two_lines(steps=60), "train.py"))
-    only = ("--seed", "7", "--only", "rank", "--only", "node")  # the second of two ranks
-    with login.other_job("--partition=high", "--nodes=3"):
-        found = drill(login, *only, "--partition", "high", *command, nodes="1-2")
-    assert {name: (result["state"], result["curve"]) for name, result in found.items()} == dict.fromkeys(
-        ("rank", "node"), ("passed", "equal")
-    )
-    assert [result["action"][-1] for result in found.values()] == ["0", "0"]

@@ -83,17 +83,3 @@ def test_what_slurm_gets_arrives_as_it_is(login, backend):
     shown = login.run(["squeue", "--noheader", "--format=%k", "--jobs", login.job_id(run)], check=True).stdout
     assert shown.strip().partition(" ")[2] == comment
     assert_nothing_was_executed(login.folder)
-
-
-def test_such_values_of_options_are_refused(login):
-    values = (SHELL, "--wrap=touch executed", f"low\n#SBATCH --wrap=x\ntouch {EXECUTED}")
-    refused = [(option, values[0]) for option in ("--partition", "--account", "--qos", "--constraint")]
-    submit = ["submit", str(login.config)]
-    for done in login.trainkit_at_once(
-        *([*submit, *pair, "--", "true"] for pair in (*refused, *(("--qos", value) for value in values[1:])))
-    ):
-        assert done.returncode == 2
-        assert "hint: " in done.stderr or "must be one line" in done.stderr
-    assert login.jobs() == []
-    assert not (login.folder / "runs").exists() or list((login.folder / "runs").iterdir()) == []
-    assert_nothing_was_executed(login.folder)

@@ -1,16 +1,12 @@
 """Tests a run whose job gets as many nodes as are free: two, then four, then fewer, with one curve."""
 
-import json
-
 import pytest
 
 from tests.on_slurm import survival
-from tests.on_slurm.login import log_of, settings, wait_for
+from tests.on_slurm.login import settings, wait_for
 from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.events import read_events, read_metrics
-from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
 
 GROWS_SOON = """
@@ -71,20 +67,3 @@ def test_a_run_that_has_lost_a_node_has_more_again(login):
     login.wait_for_log(run, "of 3", attempt=3)
     assert lost not in survival.hosts_of(run, 3)
     assert "nodes: 3, 2, 3" in login.trainkit("status", str(run.path)).stdout
-
-
-@pytest.mark.slow(seconds=20)
-def test_each_point_of_a_sweep_takes_what_there_is(login):
-    login.script('import os; print(os.environ["WORLD_SIZE"], "ranks", os.environ["LR"])', "size.py")
-    shape = ("--nodes", "1-4", "--gpus-per-node", "1", "--partition", "high")
-    sweep = ("--sweep", "launch.env.LR=1,2,3", "--array", "%1", "--json", "--", "python", "size.py")
-    with login.other_job("--partition=high", "--nodes=2"):
-        done = login.trainkit("submit", str(login.config), *shape, *sweep)
-        assert done.returncode == 0, done.stderr
-        group = RunGroup(json.loads(done.stdout)["run_dir"])
-        for index in range(3):
-            run = group.run(index)
-            login.wait_for_log(run, f" ranks {index + 1}")
-            size = LaunchPlan.read(run.attempt(1).plan_file).num_nodes
-            assert size in (1, 2)  # the last node of the previous trial may still be completing
-            assert f"{size} ranks" in log_of(run)

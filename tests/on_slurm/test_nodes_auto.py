@@ -97,11 +97,3 @@ def test_the_job_has_the_nodes_that_were_chosen(login):
     assert done.returncode == 0, done.stderr
     assert "4*" in done.stderr
     login.wait_for_log(run, "of 4", attempt=2)
-
-
-@pytest.mark.slow(seconds=20)
-def test_without_the_controller_the_request_stays(login):
-    login.cluster.stop_slurmctld()
-    done = login.trainkit("submit", "quickstart", *AUTO, "--set", "resources.nodes=2", "--dry-run")
-    assert (done.returncode, "#SBATCH --nodes=2\n" in done.stdout) == (0, True), done.stderr
-    assert "unchanged: 2 nodes" in done.stderr

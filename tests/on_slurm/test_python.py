@@ -6,8 +6,6 @@ import pytest
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import wait_for
-from tests.test_hydra import APP
-from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 COUNTS = """
@@ -98,18 +96,3 @@ def test_job_environment_on_slurm(login):
     )
     script = (login.folder / "runs" / "group-0" / "submit.sbatch").read_text()
     assert "#SBATCH --array=0-1%1" in script
-
-
-@pytest.mark.slow(seconds=25)
-def test_a_multirun_of_hydra(login):
-    pytest.importorskip("hydra")
-    options = ["hydra.launcher.name=four", "hydra.launcher.gpus_per_node=1"]
-    device = "+hydra.launcher.overrides.device=cpu"
-    argv = [sys.executable, login.script(APP, "app.py"), "-m", "hydra/launcher=trainkit", device, *options]
-    done = login.run([*argv, "x=1,2,3,4"])
-    assert done.returncode == 0, done.stderr
-    group = RunGroup(login.folder / "runs" / "four")
-    assert group.job_id is not None
-    assert [group.run(n).attempt(1).rank_log(0).read_text() for n in range(4)] == [
-        f"rank 0 x {n + 1}\n" for n in range(4)
-    ]

@@ -86,7 +86,7 @@ def test_interactive_steps_and_saves(cluster, nfs):
     login = Login(cluster, nfs)
     (nfs / "nano.yaml").write_text(NANO)
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]
-    values = ("train.steps=4", "train.global_batch_size=16", "checkpoint.every_steps=1")
+    values = ("train.steps=4", "checkpoint.every_steps=1")
     done = login.run([*step, *settings(*values, "train.stop_at_step=2")], timeout_s=300)
     assert done.returncode == 0, done.stderr
     run = on_server(RunDir(done.stdout.splitlines()[0]), nfs)

@@ -5,17 +5,13 @@ import pytest
 from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings
 
 
-@pytest.fixture
-def quoted(login: Login) -> Login:
-    """Return a login whose folder has a space and quotes in its name."""
+@pytest.mark.parametrize(
+    ("backend", "command"), zip(BACKENDS, ([], ["--", "echo", "two words"]), strict=True)
+)
+def test_the_dry_run_is_what_is_submitted(login, backend, command):
     folder = login.folder / """my "first" run's"""
     folder.mkdir()
-    return Login(login.cluster, folder)
-
-
-@pytest.mark.parametrize("command", [(), ("--", "python", "listens.py", "two words")])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_dry_run_is_what_is_submitted(quoted, backend, command):
+    quoted = Login(login.cluster, folder)
     setting = settings("resources.extra.hold=true", "launch.setup=['echo ü']", "resources.comment=it's %j")
     args = ["--backend", backend, "--nodes", "2", *setting]
     files = set(quoted.folder.rglob("*"))
@@ -46,10 +42,9 @@ def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login):
     assert not plain.code_dir.exists()
 
 
-@pytest.mark.parametrize("what", ["--nodes=2", "--array=0-3"])
-def test_test_only_asks_slurm_and_submits_nothing(login, what):
+def test_test_only_asks_slurm_and_submits_nothing(login):
     files = set(login.folder.rglob("*"))
-    done = login.trainkit("submit", str(login.config), what, "--test-only")
+    done = login.trainkit("submit", str(login.config), "--array=0-3", "--test-only")
     assert done.returncode == 0, done.stderr
     assert "to start at" in done.stdout
     assert set(login.folder.rglob("*")) == files

@@ -43,22 +43,3 @@ def test_secrets_reach_the_ranks_and_no_file(login):
     for value in SECRETS.values():
         assert [file for run in runs for file in files_with(run.path, value)] == []
         assert value not in printed
-
-
-def test_a_secret_on_the_command_line_is_refused(login):
-    token = SECRETS["HF_TOKEN"]
-    for args in (
-        ["--set", f"launch.env.WORDS={token}", "--", "true"],
-        ["--", "python", "train.py", f"--token={token}"],
-        ["--set", f"resources.comment={token}", "--", "true"],
-        ["--set", f"launch.setup=['export T={token}']", "--", "true"],
-    ):
-        login.script("pass", "train.py")
-        done = login.trainkit("submit", str(login.config), *args, env=SECRETS)
-        assert done.returncode == 2, args
-        assert "value of HF_TOKEN would" in done.stderr
-        assert token not in done.stdout + done.stderr
-    shown = login.trainkit("submit", str(login.config), "--dry-run", *args, env=SECRETS)
-    assert token not in shown.stdout
-    assert login.jobs() == []
-    assert files_with(login.folder, token) == []

@@ -92,22 +92,19 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login):
 
 
 def test_a_requeued_job_goes_on_as_the_next_attempt(login):
-    run = train(login, "--nodes", "1")
+    run = login.submit_listeners("--nodes", "1", num_ranks=1)
     reader = login.start([*TRAINKIT, "logs", str(run.path), "--follow"])
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, "is running as" in refused.stderr) == (2, True)
     asked = login.trainkit("requeue", str(run.path), "--json")
     assert json.loads(asked.stdout)["attempt"] == 2
-    wait_for(lambda: steps_of(run)[-1][0] == 2, "a step of attempt 2")
+    login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
     assert login.wait_for_end(run, 2)["state"] == "cancelled"
     end = login.wait_for_end(run, 1)
     assert end["reason"].startswith("saved after SIGUSR2"), f"Slurm ended attempt 1 in another way: {end}"
     shown, _ = reader.communicate(timeout=240)
     assert shown == log_of(run, attempt=1) + log_of(run, attempt=2)
-    done = steps_of(run)
-    assert [step for _, step in done] == list(range(1, len(done) + 1))
-    assert done == sorted(done)
     assert "requeue_decision" in events(run, 1)
 
 
@@ -171,7 +168,7 @@ def test_cancel_of_a_job_that_just_starts(login):
         assert login.wait_for_end(run)["state"] == "cancelled"
 
 
-def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(login):
+def test_a_job_whose_id_was_never_learned_is_found(login):
     run = login.submit("--gpus-per-node", "1", *HOLD, "--", "true")
     job_id = login.job_id(run)
     assert login.status(run)["state"] == "pending"
@@ -184,8 +181,3 @@ def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(lo
     assert (cancelled.returncode, "from the queue" in cancelled.stderr) == (0, True)
     assert login.status(run)["state"] == "cancelled"
     assert login.jobs() == []
-    run.job_file.write_text("garbage")
-    refused = login.trainkit("resume", str(run.path), *settings("seed=7"))
-    assert refused.returncode == 2
-    assert f"error: runs/{run.name}/job.json" in refused.stderr
-    assert run.attempt_numbers() == [1]
