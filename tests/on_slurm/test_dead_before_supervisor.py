@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tests.on_slurm.broken_runs import diagnosed
 from tests.on_slurm.login import BACKENDS, HOLD, log_of, settings
 from trainkit.run.files import read_jsonl
 from trainkit.run.group import RunGroup
@@ -48,37 +47,6 @@ def test_a_broken_node_is_left_out_by_the_requeue(login):
         assert f"trainkit: ended on {bad} with exit code 137 " in log
         assert f" queue, without {bad}\n" in log
     assert not list(login.folder.glob(f"runs/*/{STARTS_FOLDER}/*"))
-
-
-@pytest.mark.slow(seconds=15)
-def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login):
-    bad = login.cluster.hosts[2]
-    line, pinned = "echo 'no scratch disk'; kill -9 $$", f"resources.extra.nodelist={bad}"
-    options = (*ON_ONE, *settings(pinned), *setup(line), *PRINTS_HOST)
-    run = login.submit("--backend", "submitit", *options)
-    login.wait_for_job(run, "FAILED")
-    status = login.status(run)
-    why = f"the job was killed by SIGKILL; it ended on {bad} before the supervisor began"
-    assert (status["state"], status["host"]) == ("died", bad)
-    assert status["reason"] == f"Slurm reports FAILED; {why}"
-    assert status["batch_log"][0] == "no scratch disk"
-    shown = login.trainkit("status", str(run.path)).stdout
-    assert "batch script:\n  no scratch" in shown
-    for follow in ([], ["-f"]):
-        done = login.trainkit("logs", str(run.path), *follow)
-        assert done.returncode == len(follow)  # `-f` exits with the state of the run
-        assert done.stdout.startswith("no scratch disk\n")
-    found = diagnosed(login, run, 1)
-    assert (found["name"], found["host"], found["rank"]) == ("start-failed", bad, None)
-    assert found["tail"][0]["text"] == "no scratch disk"
-    again = login.trainkit("resume", str(run.path))
-    assert f"not {bad}, which resources.extra.nodelist" in again.stderr
-    login.wait_for_job(run, "FAILED")
-    free = settings("resources.extra.nodelist=false", "launch.setup=[]")
-    resumed = login.trainkit("resume", str(run.path), *free)
-    assert f"#SBATCH --exclude={bad}\n" in run.script_file.read_text(), resumed.stderr
-    assert login.wait_for_end(run, 3)["state"] == "finished"
-    assert failed_hosts(run) == [bad, bad]
 
 
 @pytest.mark.slow(seconds=20)

@@ -24,17 +24,6 @@ def maintenance(login: Login, in_minutes: int) -> Iterator[None]:
         login.run(["scontrol", "delete", "reservation=maintenance"], check=True)
 
 
-@contextmanager
-def time_limit(login: Login, partition: str, minutes: int, before: int) -> Iterator[None]:
-    """Change the time limit of a partition, and restore it afterwards."""
-    change = ["scontrol", "update", f"partitionname={partition}"]
-    login.run([*change, f"maxtime={minutes}"], check=True)
-    try:
-        yield
-    finally:
-        login.run([*change, f"maxtime={before}"], check=True)
-
-
 @pytest.mark.slow(seconds=45)
 def test_each_load_has_its_earliest_end(login):
     def chosen(*options: str) -> tuple[int, str, set[float]]:
@@ -63,12 +52,8 @@ def test_each_load_has_its_earliest_end(login):
     # one slice fits before the maintenance, and the others run after it
     with maintenance(login, in_minutes=90):
         assert chosen("--partition", "high", "--time", "08:00:00") == (4, "high", {3600})
-    with time_limit(login, "debug", 20, before=5):
-        assert chosen("--partition", "debug", "--time", "60") == (1, "debug", {1200})
     with maintenance(login, in_minutes=30):
         assert chosen(*high, "--time-min", "20") == (4, "high", {1200})
-    with login.other_job("--partition=high", "--nodes=3"):
-        assert chosen(*high) == (1, "high", {3600})
     with login.other_job("--partition=high", "--nodes=2", "--time=10"):  # the run should wait for this job
         assert chosen(*high) == (4, "high", {3600})
     with login.other_job("--partition=low", "--nodes=4"):

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import Login, log_of, settings
-from tests.on_slurm.test_steps import NANO
-from tests.support.nfs import CACHE_S, FAST_S, mounted_by, nfs_clients
-from tests.support.runs import losses
+from tests.on_slurm.login import Login, log_of
+from tests.support.nfs import FAST_S, mounted_by, nfs_clients
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import parse_time, read_jsonl
 from trainkit.run.rundir import RunDir
@@ -80,23 +78,3 @@ def test_a_run_starts_and_restarts_at_once(cluster, nfs):
     login.wait_for_end(run, attempt=2)
     for attempt in (1, 2):
         assert max(start_times_s(run, attempt)) < FAST_S, login.logs_and_attempts(run)
-
-
-def test_interactive_steps_and_saves(cluster, nfs):
-    login = Login(cluster, nfs)
-    (nfs / "nano.yaml").write_text(NANO)
-    step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]
-    values = ("train.steps=4", "checkpoint.every_steps=1")
-    done = login.run([*step, *settings(*values, "train.stop_at_step=2")], timeout_s=300)
-    assert done.returncode == 0, done.stderr
-    run = on_server(RunDir(done.stdout.splitlines()[0]), nfs)
-    assert list(losses(run.path)) == [1, 2]
-    resumed = login.trainkit("resume", str(nfs / "runs/nano"), *settings("train.stop_at_step=null"))
-    assert resumed.returncode == 0, resumed.stderr
-    login.wait_for_end(run, attempt=2)
-    assert list(losses(run.path)) == [1, 2, 3, 4], login.logs_and_attempts(run)
-    for attempt in (1, 2):
-        seconds = time_of(run, attempt, "training") - time_of(run, attempt, "started")
-        assert seconds < CACHE_S, login.logs_and_attempts(run)
-    assert time_of(run, 2, "training") - time_of(run, 2, "rendezvous") < FAST_S
-    assert not [event for event in read_jsonl(run.events_file) if event["event"] == "checkpoint_rejected"]

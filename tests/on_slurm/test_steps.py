@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from tests.on_slurm.login import HOLD, agents_of, log_of, node_logs, wait_for
+from tests.on_slurm.login import agents_of, log_of, wait_for
 from tests.support.runs import losses
-from trainkit.errors import EXIT_NO_RESTART
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
@@ -111,25 +110,3 @@ def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login):
     done = login.run([*components, "--het-group=1", "trainkit", "env", "--json"])
     assert [one["world_size"] for one in env_of(done.stdout)] == [2, 2]
     assert not (login.folder / "runs").exists()
-
-
-def test_a_step_that_is_not_the_plan_ends_for_good(login):
-    """Somebody edits the srun line of the script and submits it."""
-    run = login.submit("--nodes", "2", "--gpus-per-node", "2", *HOLD, "--", "true")
-    lines = run.script_file.read_text().splitlines()
-    kept = [line for line in lines if not line.startswith("    --ntasks-per-node")]
-    assert "    --ntasks=4" in kept
-    script = login.folder / "edited.sbatch"
-    script.write_text("\n".join(kept).replace("    --ntasks=4", "    --ntasks=3 --overcommit"))
-    job_id = login.run(["sbatch", "--parsable", str(script)], check=True).stdout.strip()
-    login.run(["scancel", login.job_id(run)], check=True)
-    run.job_file.write_text(run.job_file.read_text().replace(f'"{login.job_id(run)}"', f'"{job_id}"'))
-    login.run(["scontrol", "release", job_id], check=True)
-    end = login.wait_for_end(run)
-    assert (end["state"], end["exit_code"]) == ("failed", EXIT_NO_RESTART)
-    words = "2 nodes with 2 tasks each (--per gpu), but Slurm started 2 nodes with 2,1 tasks"
-    assert words in end["verdict"]["message"]
-    assert words in node_logs(run)
-    assert log_of(run) == ""
-    assert login.wait_for_job(run, "FAILED")["ExitCode"] == f"{EXIT_NO_RESTART}:0"
-    assert login.status(run)["verdict"]["message"] == end["verdict"]["message"]

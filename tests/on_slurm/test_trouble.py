@@ -128,19 +128,6 @@ def test_a_refusal_leaves_the_run_as_it_was(login, sbatch):
     assert not (login.folder / "runs/new").exists()
 
 
-def test_the_controller_is_away_at_a_submit(login):
-    login.cluster.stop_slurmctld()
-    submit = ["submit", str(login.config)]
-    submits = [[*submit, "--backend", backend, "--json", "--", "true"] for backend in BACKENDS]
-    for done in login.trainkit_at_once(*submits, [*submit, "--test-only"]):
-        assert done.returncode == 3, done.stderr
-        assert "scontrol ping" in done.stdout + done.stderr
-    assert not (login.folder / "runs").exists()
-    login.cluster.start_slurmctld()
-    submitted_by_both(login, "true")
-    assert len(jobs_of(login)) == 2
-
-
 def test_the_controller_is_restarted_while_jobs_save_to_come_back(login):
     command = [*ON_TWO_HOSTS, "--", "python", login.script(SAVES_SLOWLY)]
     runs = [login.submit("--backend", backend, *command) for backend in BACKENDS]
@@ -162,10 +149,6 @@ def test_the_controller_is_restarted_while_jobs_save_to_come_back(login):
 
 def test_a_cluster_without_accounting(login):
     login.cluster.stop_accounting()
-    run = login.submit_listeners(*ON_TWO_HOSTS)
-    assert login.status(run)["state"] in ("starting", "running")
-    assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
-    assert login.status(run)["state"] == "cancelled"
     lost = login.submit(*HOLD, "--", "true")
     login.run(["scancel", login.job_id(lost)], check=True)
     assert login.status(lost)["state"] == "cancelled"
