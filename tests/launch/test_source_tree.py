@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,16 +42,6 @@ IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py
 PUBLIC_KEY = "deploy/id_ed25519.pub"
 
 
-def test_files_in_conflict_are_there_once(repository):
-    for branch, text in (("one", "1"), ("two", "2")):
-        git(repository, "checkout", "-q", "-b", branch, "trunk")
-        (repository / "tracked.py").write_text(text)
-        git(repository, "commit", "-qam", branch)
-    with pytest.raises(subprocess.CalledProcessError):
-        git(repository, "merge", "one")
-    assert list(known(repository).files).count("tracked.py") == 1
-
-
 def test_nothing_of_runs(repository):
     mine = make_run(repository / "pkg" / "odd [a]* run")
     make_run(repository / "runs" / "quickstart")
@@ -80,14 +69,6 @@ def test_secrets_are_left_out_unless_they_are_tracked(repository):
     names = {".env", "deploy/id_ed25519", "server.pem"}
     assert set(tree.left_out) == {(name, "looks like a secret") for name in names}
     assert set(tree.files) - set(IN_REPOSITORY) == {"certs/ca.pem", ".env.example", PUBLIC_KEY}
-
-
-def test_environment_of_a_git_hook_does_not_matter(repository, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    tree = known(repository)
-    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
-    assert sorted(tree.files) == IN_REPOSITORY
 
 
 def test_no_repository_and_no_git(repository, tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import Login, log_of
+from tests.on_slurm.survival import events_of, time_of
 from tests.support.nfs import FAST_S, mounted_by, nfs_clients
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.run.files import parse_time, read_jsonl
 from trainkit.run.rundir import RunDir
 
 MOUNT = """
@@ -47,34 +47,13 @@ def _mount(cluster: Cluster, host: int, descriptor: int, folder: Path) -> None:
     subprocess.run(argv, env=cluster.environ, pass_fds=[descriptor], check=True, timeout=30, cwd=root)
 
 
-def on_server(run: RunDir, shared: Path) -> RunDir:
-    """Return the run folder as the server sees it, without a cache."""
-    return RunDir(shared.with_name("server") / run.path.relative_to(shared))
-
-
-def time_of(run: RunDir, attempt: int, name: str) -> float:
-    """Return the time of an attempt's event in seconds since the epoch."""
-    (found,) = [
-        event["time"]
-        for event in read_jsonl(run.events_file)
-        if event["event"] == name and event["attempt"] == attempt
-    ]
-    time = parse_time(found)
-    assert time is not None
-    return time.timestamp()
-
-
-def start_times_s(run: RunDir, attempt: int, num_ranks: int = 2) -> list[float]:
-    """Return the seconds from the start of the step to the start of each rank."""
-    logs = [log_of(run, rank, attempt) for rank in range(num_ranks)]
-    return [float(log.split("started at ")[1].split()[0]) - time_of(run, attempt, "started") for log in logs]
-
-
 def test_a_run_starts_and_restarts_at_once(cluster, nfs):
     login = Login(cluster, nfs)
     login.script(FAILS_ONCE)
-    args = ["--nodes", "2", "--gpus-per-node", "1", "--", "python", "script.py"]
-    run = on_server(login.submit(*args), nfs)
+    run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--", "python", "script.py")
+    run = RunDir(nfs.with_name("server") / run.path.relative_to(nfs))  # the server has no cache
     login.wait_for_end(run, attempt=2)
-    for attempt in (1, 2):
-        assert max(start_times_s(run, attempt)) < FAST_S, login.logs_and_attempts(run)
+    for attempt, started in enumerate(events_of(run, "started"), 1):
+        for rank in range(2):
+            began_s = float(log_of(run, rank, attempt).split("started at ")[1].split()[0])
+            assert began_s - time_of(started) < FAST_S, login.logs_and_attempts(run)
