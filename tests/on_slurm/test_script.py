@@ -1,8 +1,13 @@
-"""Tests that Slurm gets the script that is shown, and that later edits change nothing in the job."""
+"""Tests that Slurm gets the script that is shown, names stay literal, and later edits change nothing."""
+
+import json
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings
+from trainkit.run.rundir import RunDir
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,79 @@ def test_test_only_asks_slurm_and_submits_nothing(login):
     assert "to start at" in done.stdout
     assert set(login.folder.rglob("*")) == files
     assert login.jobs() == []
+
+
+EXECUTED = "executed"
+SHELL = f'$(touch {EXECUTED}) `touch {EXECUTED}`; touch {EXECUTED} & | >{EXECUTED} "${{HOME}}" $0'
+HOSTILE = {
+    "quotes": "'single' \"double\"",
+    "shell": SHELL.replace("/", ":"),
+    "newline": f"two\n#SBATCH --hold\ntouch {EXECUTED}",
+    "backslash": "back\\slash \\$(x) \\",
+    "percent": " %j  %x 100% ",
+    "dashes": "--hold #SBATCH # -x * ? [a-z] {1,2} ~ !!",
+    "control": "Größe 模型 🚀 \u2028 tab\tbell\a escape\x1b[31m",
+}
+SHOWS = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('VALUE'), os.getcwd()]))"
+NOT_FOR_SUBMITIT = {"backslash", "newline"}
+
+
+def hostile(login: Login, name: str) -> Login:
+    """Return a login whose folder has a hostile name."""
+    folder = login.folder / HOSTILE[name]
+    folder.mkdir()
+    return Login(login.cluster, folder)
+
+
+def in_env(value: str) -> list[str]:
+    """Return options that put a value into the environment of every rank."""
+    text = yaml.safe_dump(value, default_style='"', width=1_000_000).strip()
+    return settings(f"launch.env.VALUE={text}")
+
+
+def assert_nothing_was_executed(*folders: Path) -> None:
+    places = [*folders, Path("/"), Path.home(), Path.cwd()]
+    assert [place for place in places if (place / EXECUTED).exists()] == []
+
+
+CASES = {"sbatch": tuple(HOSTILE), "submitit": ("quotes", "shell", "newline", "backslash", "percent")}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_folders_with_such_names(login, backend):
+    runs = {}
+    for name in CASES[backend]:
+        there, value = hostile(login, name), HOSTILE[name]
+        command = ["python", "-c", SHOWS, value, "", "*"]
+        args = ["--backend", backend, "--nodes", "2", "--run-dir", f"runs/{value}", *in_env(value)]
+        done = there.trainkit("submit", str(there.config), "--json", *args, "--", *command)
+        answer = json.loads(done.stdout)
+        if done.returncode:
+            assert done.returncode == 2
+            assert answer["hint"], answer
+            assert name == "newline" or (backend == "submitit" and name in NOT_FOR_SUBMITIT), answer
+            assert not (there.folder / "runs").exists() or list((there.folder / "runs").iterdir()) == []
+            assert set(there.jobs()) <= {login.job_id(run) for _, run in runs.values()}
+        else:
+            runs[name] = there, RunDir(answer["run_dir"])
+    for name, (there, run) in runs.items():
+        value = HOSTILE[name]
+        there.finish(run)
+        assert run.path == there.folder / "runs" / value
+        for rank in range(2):
+            assert json.loads(log_of(run, rank)) == [[value, "", "*"], value, str(run.work_dir)]
+        if name == "shell":
+            assert there.status(run)["state"] == "finished"
+            assert there.trainkit("logs", str(run.path)).stdout == log_of(run)
+    assert_nothing_was_executed(login.folder, *(path for path in login.folder.rglob("*") if path.is_dir()))
+
+
+def test_what_slurm_gets_arrives_as_it_is(login):
+    """`slurm/test_quoting.py` has the options that trainkit writes into a script itself."""
+    comment = f'it\'s 100% "mine" {SHELL} ; 1#2 模型'
+    asked = ["--qos", "short", "--constraint", "rack1", "--account", "research", "--time", "5"]
+    given = settings(f"resources.comment={comment}", "resources.extra.hold=true")
+    run = login.submit("--backend", "submitit", *asked, *given, "--", "true")
+    shown = login.run(["squeue", "--noheader", "--format=%k", "--jobs", login.job_id(run)], check=True).stdout
+    assert shown.strip().partition(" ")[2] == comment
+    assert_nothing_was_executed(login.folder)

@@ -1,6 +1,7 @@
 """Tests that a training run survives usual failures of clusters, and resumes with the same curve.
 
-`python -m benchmarks.survival` tests all of them for every backend and mode; `test_slices` has a time limit.
+`python -m benchmarks.survival` tests all of them for every backend and mode.
+`test_node_range` has a time limit.
 """
 
 import pytest

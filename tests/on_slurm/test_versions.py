@@ -7,7 +7,7 @@ import pytest
 from tests.on_slurm import (
     test_cgroups,
     test_interactive,
-    test_preemptions,
+    test_signals,
     test_steps,
     test_trouble,
 )
@@ -72,7 +72,7 @@ def test_as_on_the_installed_version(login, test):
 
 @pytest.mark.parametrize("slurm_version", VERSIONS[-1:], indirect=True)
 def test_preemptions_on_the_newest(login):
-    test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes(login)
+    test_signals.test_preemptions_are_neither_crashes_nor_faults_of_nodes(login)
 
 
 @pytest.mark.usefixtures("its_commands")
