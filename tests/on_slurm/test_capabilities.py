@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, start
 from tests.on_slurm.broken_runs import BROKEN, diagnosed, make
-from tests.on_slurm.login import ON_TWO_HOSTS, agents_of, log_of, settings, wait_for
+from tests.on_slurm.login import agents_of, log_of, settings, wait_for
 from tests.on_slurm.survival import events_of
 from tests.on_slurm.test_secrets import files_with
 from tests.support.tasks import write_tutorial
@@ -23,14 +23,16 @@ from trainkit.run.rundir import RunDir
 
 @pytest.mark.slow(seconds=45)
 def test_a_command_survives_all_that_can_be_tried(login):
+    """With a range of nodes, the drill interrupts only ranks that every number of nodes has."""
     command = ("--", "python", login.script(two_lines(steps=100), "train.py"))
-    args = ("drill", str(login.config), "--json", *ON_TWO_HOSTS, *command)
-    done = login.trainkit(*args, timeout_s=1200.0)
+    shape = ("--nodes", "1-2", "--gpus-per-node", "1", "--seed", "7")  # the seed of the second of two ranks
+    done = login.trainkit("drill", str(login.config), "--json", *shape, *command, timeout_s=1200.0)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {result["scenario"]: result for result in json.loads(done.stdout)["scenarios"]}
     tried = {name: result for name, result in found.items() if result["state"] != "skipped"}
     assert {result["state"] for result in tried.values()} == {"passed"}
     assert {result["curve"] for result in tried.values()} == {"equal"}
+    assert [tried[name]["action"][-1] for name in ("rank", "node")] == ["0", "0"]
     assert (tried["signal"]["num_recomputed"], tried["requeue"]["num_recomputed"]) == (0, 0)
     ends = {
         name: [(e["action"], e["cause"]) for e in events_of(RunDir(result["run_dir"]), "requeue_decision")]
