@@ -11,7 +11,7 @@ from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, sta
 from tests.on_slurm.broken_runs import BROKEN, diagnosed, make
 from tests.on_slurm.login import agents_of, log_of, settings, wait_for
 from tests.on_slurm.survival import events_of
-from tests.on_slurm.test_secrets import files_with
+from tests.on_slurm.test_script import files_with
 from tests.support.tasks import write_tutorial
 from tests.support.two_lines import two_lines
 from tests.support.webhooks import SECRET, webhook

@@ -114,16 +114,6 @@ def test_the_first_run_completes_without_its_gpus(login):
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
 
 
-def test_without_accounting(cluster_without_accounting, tmp_path, cuda):
-    login = Login(cluster_without_accounting, tmp_path)
-    done = login.trainkit("init")
-    assert done.returncode == 0, done.stderr
-    assert "# Accounts are not" in profile_of(login).read_text()
-    args = ["--account", "any", "--qos", "any", "--no-estimate"]
-    assert login.trainkit("check", "first-run.yaml", *args, env=cuda).returncode == 0
-    assert problems(login, "--partition", "hgih")
-
-
 def test_an_ordinary_user_gets_the_same_answers(login):
     nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     assert login.run([*nobody, *PARTITIONS_ARGV], check=True).stdout == login.run(PARTITIONS_ARGV).stdout

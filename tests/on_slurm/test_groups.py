@@ -6,7 +6,6 @@ import resource
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,25 +114,6 @@ def test_a_point_is_steered_alone(login):
     wait_for_states(login, group, cancelled=3)
 
 
-def test_points_that_wait(login):
-    group = submit(login, "--array", "0-9%4", *HOLD, *LISTENS)
-    assert {path.name for path in group.path.iterdir() if path.is_dir()} <= {"code", "logs"}
-    text = login.trainkit("status", str(group.job_id)).stdout
-    assert f"job         {group.job_id} [0-9%4], submitted" in text
-    assert "runs        10: 10 pending" in text
-    assert "scontrol release" in text
-    job_id, parts = group.job_id, group.parts  # the answer to this submission is treated as lost
-    group.update(job_id=None, parts=[replace(part, job_id=None) for part in parts])
-    assert status(login, group)["job_id"] == job_id
-    group.update(job_id=job_id, parts=parts)
-    assert login.trainkit("cancel", "small/7").returncode == 0
-    assert status(login, group)["states"] == {"pending": 9, "cancelled": 1}
-    done = login.trainkit("cancel", "small", "--json")
-    assert json.loads(done.stdout)["num_waiting"] == 9
-    assert status(login, group)["states"] == {"cancelled": 10}
-    assert login.jobs() == []
-
-
 def quick(ask: Callable[[], T]) -> T:
     """Return the answer of a command that takes less than two seconds of processor time.
 
@@ -162,27 +142,15 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login):
         login.trainkit("cancel", str(group.path))
 
 
-def test_a_task_that_fails_before_its_run_begins(login):
-    group = submit(login, "--array", "0-1", *settings("launch.setup=['echo looking; exit 9']"), *LISTENS)
-    seen = wait_for_states(login, group, died=2)
-    reason = seen["points"][0]["reason"]
-    assert re.search(r"FAILED; exit code 9; .* tk\S+ ", reason)
-    starts = [path.read_text() for path in (group.path / "starts").iterdir()]
-    assert len(set(starts)) > 1, "each was tried on another host"
-    log = login.trainkit("logs", f"{group.job_id}_0", "--all").stdout
-    assert "supervisor | looking" in log
-
-
-def test_points_in_a_folder_with_a_hostile_name_without_accounting(login, cluster):
-    folder = login.folder / "a b;'$(touch x)"
-    group = submit(login, "--array", "0-1", "--run-dir", str(folder), "--", "true")
-    assert group.path == folder
-    wait_for_states(login, group, finished=2)
-    assert RunDir(folder / "1").exists()
-    assert not (login.folder / "x").exists()
-    cluster.stop_accounting()
-    assert all(group.run(index).attempt(1).end_file.exists() for index in (0, 1))
-    assert status(login, group)["states"] == {"finished": 2}
+def test_one_of_the_points_that_wait_is_cancelled(login):
+    group = submit(login, "--array", "0-9%4", *HOLD, *LISTENS)
+    text = login.trainkit("status", str(group.job_id)).stdout
+    assert f"job         {group.job_id} [0-9%4], submitted" in text
+    assert "scontrol release" in text
+    assert login.trainkit("cancel", "small/7").returncode == 0
+    assert status(login, group)["states"] == {"pending": 9, "cancelled": 1}
+    done = login.trainkit("cancel", "small", "--json")
+    assert json.loads(done.stdout)["num_waiting"] == 9
 
 
 @pytest.mark.slow
