@@ -141,12 +141,13 @@ def test_full_disk_leaves_nothing(project, tmp_path):
 
 def test_plan_is_what_is_taken(project, run):
     write(project, "a.py", ".env")
+    git(project, "init")
     planned, _ = plan_copy(project, run, TRAINER)
     assert names(run.path) == []
     assert take(project, run) == planned
     with pytest.raises(UsageError, match="code already exists"):
         take(project, run)
-    inside = RunDir(project / "mine")
+    inside = RunDir(project / "odd [a]* run")
     inside.path.mkdir()
     inside.config_file.touch()
     assert take(project, inside).num_files == 1

@@ -49,9 +49,9 @@ def test_what_slurm_and_the_profile_of_the_cluster_say(login, cuda, has_profile)
     assert problems(login, *args, "--set", "device=cpu") == [
         "3 problems",
         "",
+        f"--account reserch: resources.account: is reserch, but you have no such account on {name}",
         "--time 00:10:00: resources.time: is 00:10:00, but partition debug allows at most 00:05:00",
         "--nodes 2: resources.nodes: is 2, but a job in partition debug can have at most 1 node",
-        f"--account reserch: resources.account: is reserch, but you have no such account on {name}",
     ]
     options = ["--partition=debug", "--time=10", "--nodes=1", "--test-only", "--wrap=true"]
     assert login.run(["sbatch", *options]).returncode == 0  # sbatch itself accepts these options
@@ -77,15 +77,6 @@ def test_what_slurm_would_not_take(login, cuda):
     assert done.returncode == 2
     assert "reservation" in done.stderr.splitlines()[0]
     assert login.trainkit(*args, "--no-estimate", env=cuda).returncode == 0
-
-
-def test_nodes_out_of_service_are_no_problem_of_the_config(knowing):
-    name = knowing.cluster.hosts[0]
-    knowing.run(["scontrol", "update", f"nodename={name}", "state=drain", "reason=test"], check=True)
-    args = ["--partition", "debug", "--time", "5", "--set", "device=cpu"]
-    done = knowing.trainkit("check", QUICKSTART, *args)
-    assert done.returncode == 0, done.stderr
-    assert "node configuration is not" in done.stdout
 
 
 def test_init(login, cuda):
