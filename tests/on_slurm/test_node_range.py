@@ -42,9 +42,10 @@ def test_a_run_takes_what_there_is_grows_and_loses_a_host(login, tmp_path):
         assert stays in str(status["growth"])
         assert status["num_nodes"] == 1
     wait_for_steps(run, 2, 5)
-    login.cluster.kill_host(login.cluster.hosts.index(survival.hosts_of(run, 2)[1]) + 1)
-    wait_for_steps(run, 3, 1)
-    assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
+    with login.other_job("--partition=high", "--nodes=2"):  # the run cannot grow again
+        login.cluster.kill_host(login.cluster.hosts.index(survival.hosts_of(run, 2)[1]) + 1)
+        wait_for_steps(run, 3, 1)
+        assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     sizes = [len(survival.hosts_of(run, number)) for number in run.attempt_numbers()]
     assert sizes == [1, 2, 1]
     assert [r["loss"] for r in read_metrics(run)] == pytest.approx(
