@@ -21,7 +21,7 @@ from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
 
-@pytest.mark.slow(seconds=45)
+@pytest.mark.slow(seconds=65)
 def test_a_command_survives_all_that_can_be_tried(login):
     """With a range of nodes, the drill interrupts only ranks that every number of nodes has."""
     command = ("--", "python", login.script(two_lines(steps=100), "train.py"))
@@ -140,7 +140,7 @@ class Faulty(Frequency):
 """
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=50)
 def test_a_job_names_the_host_that_flipped_a_bit(login):
     config = write_tutorial(login.folder)
     login.script(FAULTY, "faulty.py")

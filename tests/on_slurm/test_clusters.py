@@ -13,7 +13,7 @@ from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
 
-pytestmark = pytest.mark.slow(seconds=45)
+pytestmark = pytest.mark.slow(seconds=25)
 SHAPE = ("--nodes", "2", "--gpus-per-node", "1")
 
 

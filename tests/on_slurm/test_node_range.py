@@ -92,7 +92,7 @@ def maintenance(login: Login, in_minutes: int) -> Iterator[None]:
         login.run(["scontrol", "delete", "reservation=maintenance"], check=True)
 
 
-@pytest.mark.slow(seconds=45)
+@pytest.mark.slow(seconds=10)
 def test_each_load_has_its_earliest_end(login):
     def chosen(*options: str) -> tuple[int, str, set[float]]:
         """Return nodes and partition of the plan, and the limits of the requests with the earliest end."""
@@ -128,7 +128,7 @@ def test_each_load_has_its_earliest_end(login):
         assert chosen("--partition", "low,high", "--time", "60") == (4, "high", {3600})
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=20)
 def test_the_job_has_the_nodes_that_were_chosen(login):
     with login.other_job("--partition=high", "--nodes=2"):
         given = (*AUTO, "--backend", "submitit", "--partition", "high", "--time", "60")

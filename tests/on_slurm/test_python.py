@@ -42,7 +42,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=30)
 def test_a_function_is_preempted_and_continues(login):
     script = login.start([sys.executable, login.script(COUNTS, "counts.py")])
     run = RunDir(login.folder / "runs" / "counts")
@@ -77,7 +77,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=20)
 def test_job_environment_on_slurm(login):
     done = login.run([sys.executable, login.script(IDS, "ids.py")])
     assert done.returncode == 0, done.stderr
