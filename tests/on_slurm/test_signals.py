@@ -9,6 +9,7 @@ import pytest
 from tests.on_slurm.broken_runs import diagnosed
 from tests.on_slurm.login import (
     BACKENDS,
+    DEAF,
     DIES_ONCE,
     HOLD,
     ON_TWO_HOSTS,
@@ -150,6 +151,16 @@ def test_cancel_now_kills(login):
         assert login.wait_for_end(run)["state"] == "cancelled"
         assert log_of(run) == "attempt 1 rank 0 of 2\n"
         assert login.wait_for_end(run)["reason"] == KILLED
+
+
+def test_what_does_not_listen_is_killed_after_the_grace_time(login):
+    deaf = login.script(DEAF)
+    run = login.submit("--set", "requeue.grace_s=1", *ON_TWO_HOSTS, "--", "python", deaf)
+    login.wait_for_log(run, "deaf")
+    login.trainkit("cancel", str(run.path))
+    end = login.wait_for_end(run)
+    assert (end["state"], end["verdict"]) == ("cancelled", None)
+    assert "the grace time" in end["reason"]
 
 
 def test_cancel_of_a_job_that_just_starts(login):
