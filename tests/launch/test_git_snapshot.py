@@ -237,7 +237,7 @@ def test_a_later_commit_is_not_seen(project, run):
     assert answers(again.work_dir) == before
 
 
-@pytest.mark.parametrize("shape", [cloned, submodules], ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("shape", [dirty, cloned, submodules], ids=lambda shape: shape.__name__)
 def test_what_holds_without_the_original(project, run, shape):
     """The original was deleted, its objects were pruned, or a node does not see its disk."""
     shape(project)
