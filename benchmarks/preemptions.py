@@ -29,11 +29,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.on_slurm.login import Login, settings
-from tests.on_slurm.preemptions import Shape, draw_shapes, hurry, notes_about_nodes
+from tests.on_slurm.login import BACKENDS, Login, settings
+from tests.on_slurm.preemptions import Shape, hurry, notes_about_nodes
 from tests.on_slurm.survival import preempt, set_preemption
 from tests.support.programs import ranks_of
-from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.cluster import NUM_HOSTS, up
+from tools.slurm_cluster.config_files import NUM_GPUS
 from tools.slurm_cluster.processes import Pid
 from trainkit.run.rundir import RunDir
 
@@ -41,6 +42,21 @@ AGAIN = 4
 """Number of times that a run is preempted before other runs replace it."""
 END_S = 400.0
 Runs = Sequence[tuple[Shape, RunDir]]
+
+
+def draw_shapes(rng: random.Random) -> list[Shape]:
+    """Draw some shapes that fit together on the hosts of the cluster."""
+    free, shapes = [NUM_GPUS] * NUM_HOSTS, list[Shape]()
+    for _ in range(12):
+        shape = Shape(
+            rng.choice((1, 2)), rng.randint(1, NUM_GPUS), rng.choice(("gpu", "node")), rng.choice(BACKENDS)
+        )
+        fitting = [host for host, gpus in enumerate(free) if gpus >= shape.ranks_per_host][: shape.hosts]
+        if len(fitting) == shape.hosts:
+            shapes.append(shape)
+            for host in fitting:
+                free[host] -= shape.ranks_per_host
+    return shapes
 
 
 @dataclass(frozen=True)

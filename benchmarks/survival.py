@@ -20,17 +20,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
-from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
+from tests.on_slurm.survival import RESTART_S, Curve, hosts_of, wait_for_steps, wait_until_over
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
 from trainkit.run.events import read_metrics
@@ -211,8 +214,28 @@ def host_death(table: Table) -> None:
         table.login.cluster.restore()
 
 
+BUGS = """
+import os, sys
+if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
+    from trainkit.trainer.progress import Progress
+    from trainkit.trainer.causal_lm import CausalLM
+    begin_step, nll_sum = Progress.begin_step, CausalLM.nll_sum
+    now = 0
+    def begin(progress, step):
+        global now
+        now = step
+        begin_step(progress, step)
+        if step == 37 and os.environ["BUG"] == "raise":
+            raise ValueError("a bug of step 37")
+    def loss(*args):
+        return nll_sum(*args) * (float("nan") if now >= 37 and os.environ["BUG"] == "nan" else 1)
+    Progress.begin_step, CausalLM.nll_sum = begin, loss
+"""
+"""A sitecustomize.py that breaks the training run at step 37 in the way that $BUG names."""
+
+
 def bugs(table: Table) -> None:
-    table.login.script(survival.BUGS, "sitecustomize.py")
+    table.login.script(BUGS, "sitecustomize.py")
     table.login.script("import time\nimport no_such_module\n", "bad.py")
     verdicts = {"raise": "ValueError", "nan": "DivergedError", "import": "ModuleNotFoundError"}
     for bug, kind in verdicts.items():
@@ -225,13 +248,54 @@ def bugs(table: Table) -> None:
     (table.login.folder / "sitecustomize.py").unlink()
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Describes how a run requests nodes, and how many of the four are free at each of its starts."""
+
+    options: tuple[str, ...]
+    free: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Variant:
+        rng = random.Random(seed)
+        options = [
+            *("--nodes", rng.choice(("1-4", "1,2,4"))),
+            *("--backend", rng.choice(BACKENDS)),
+            *("--per", rng.choice(("gpu", "node"))),
+            *("--partition", rng.choice(("high", "debug,high"))),  # debug has one host, so a job gets one
+            *rng.choice(((), ("--time-min", "3"))),
+        ]
+        return cls((*options, "--time", "5"), tuple(rng.randint(1, 4) for _ in range(3)))
+
+    def run(self, login: Login, config: Path, name: str) -> RunDir:
+        """Return the finished run, which was requeued whenever the number of free nodes changed."""
+        run: RunDir | None = None
+        for attempt, free in enumerate(self.free, 1):
+            with ExitStack() as others:
+                if free < 4:
+                    # Another job that waits for nodes of the run gets them before the requeued run does.
+                    others.enter_context(
+                        login.other_job("--partition=high", f"--nodes={4 - free}", waits=run is not None)
+                    )
+                if run is None:
+                    run = login.submit(*self.options, "--name", name, config=config)
+                else:
+                    done = login.trainkit("requeue", str(run.path))
+                    assert done.returncode == 0, done.stderr
+                wait_for_steps(run, attempt, 5)
+                assert len(hosts_of(run, attempt)) in {1, 2, 4} & {*range(free + 1)}, (self, attempt)
+        assert run is not None
+        assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
+        return run
+
+
 def sizes(table: Table) -> None:
     """Check runs that get a different number of nodes at each start, requested in several ways."""
     folder = table.login.folder
     config = survival.range_config(folder)
     expected = survival.losses_on_one(Path(tempfile.mkdtemp(dir=folder)), config)
     for seed in range(NUM_VARIANTS):
-        variant, begin_s = survival.Variant.of(seed), time.monotonic()
+        variant, begin_s = Variant.of(seed), time.monotonic()
         backend, per = variant.options[3], variant.options[5]
         try:
             run = variant.run(table.login, config, f"sizes{seed}-{backend}-{per}")
@@ -243,7 +307,7 @@ def sizes(table: Table) -> None:
         pairs = zip(losses, expected, strict=False)
         is_equal = len(losses) == len(expected) and all(math.isclose(*pair, rel_tol=1e-5) for pair in pairs)
         curve = "within 1e-5" if is_equal else "OTHER"
-        got = "-".join(str(len(survival.hosts_of(run, number))) for number in run.attempt_numbers())
+        got = "-".join(str(len(hosts_of(run, number))) for number in run.attempt_numbers())
         what = f"{got} of {'-'.join(map(str, variant.free))} hosts, {' '.join(variant.options[:2])}"
         passes = not survival.computed_twice(run)
         table.row(what, run, f"{time.monotonic() - begin_s:.0f}", passes, curve)

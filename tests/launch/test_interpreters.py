@@ -1,6 +1,5 @@
 """Tests which interpreter, environment and container a run uses, and problems of these keys."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,6 @@ def test_nothing_asked_for_is_the_submitting_interpreter(tmp_path):
     assert find(tmp_path) == Interpreter(
         (SUBMITTING,), (SUBMITTING,), options=PYTHON_OPTIONS, host_options=PYTHON_OPTIONS
     )
-
-
-def test_real_virtual_environment(tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True, timeout=60)
-    found = find(tmp_path, venv="v")
-    assert found.argv == found.host_argv == (f"{tmp_path}/v/bin/python",)
-    assert found.venv == f"{tmp_path}/v"
-    done = subprocess.run([*found.argv, *found.options, "-c", ""], timeout=30)
-    assert done.returncode == 0
-    assert found.options == PYTHON_OPTIONS
 
 
 def test_an_older_python_is_not_given_what_it_does_not_know(tmp_path):

@@ -83,7 +83,14 @@ def no_commits_and_an_empty_folder(root: Path) -> None:
 
 def folders_of_a_key_of_runs_and_of_nothing(root: Path) -> None:
     git(root, "init")
-    write(root, "train.py", "keys/id_rsa", "my/deep/r1/job.json", "my/deep/r1/attempts/001/end.json")
+    write(root, "train.py", "runs/analyse.py")
+    commit(root)
+    write(root, "keys/id_rsa", "my/deep/r1/job.json", "my/deep/r1/attempts/001/end.json", "runs/junk.py")
+    # A run that never started, and the copy of the code of another run.
+    write(root, "out/held/job.json", "out/held/plan.json", "out/held/code/train.py", "pkg/runs/x.py")
+    write(root, "out/first/job.json", "out/first/attempts/001/end.json", "out/first/code/train.py")
+    git(root / "out/first/code", "init")
+    commit(root / "out/first/code")
     (root / "exp").mkdir()
 
 
@@ -147,7 +154,7 @@ SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
     symlinks: ("", ["alias.py", "circle", "dangling"], ["data"]),
     no_repository: ("", ["pkg/m.py"], ["data"]),
     no_commits_and_an_empty_folder: ("", [], ["data"]),
-    folders_of_a_key_of_runs_and_of_nothing: ("", [], []),
+    folders_of_a_key_of_runs_and_of_nothing: ("", ["pkg/runs/x.py", "runs/analyse.py"], []),
 }
 
 

@@ -70,6 +70,27 @@ def test_a_secret_that_a_command_sets_is_refused_without_showing_it():
     refuse_secrets(["python", "train.py", "--max_tokens=40960000", "model.vocab_key=abcdefghij"], ())
 
 
+SBATCH = ("--cluster", "example", "--backend", "sbatch", "--dry-run", "--set")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--backend", "local", "--set", f"launch.env.WORDS={TOKEN}"],
+        ["--backend", "local", "--", "python", "-c", "", f"--token={TOKEN}"],
+        *([*SBATCH, f"resources.comment={TOKEN}"], [*SBATCH, f"launch.setup=['export T={TOKEN}']"]),
+    ],
+)
+def test_submit_refuses_a_secret(tmp_path, monkeypatch, capsys, args):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert main(["submit", "quickstart", "--set", "device=cpu", *args]) == 2
+    shown = capsys.readouterr()
+    assert "HF_TOKEN" in shown.err
+    assert TOKEN not in shown.out + shown.err
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
 def test_submit_warns_of_an_option_that_looks_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     args = ["submit", "quickstart", "--backend", "local", "--dry-run", "--", "true", "--api-key"]

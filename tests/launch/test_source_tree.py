@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.secrets import looks_secret
-from trainkit.launch.source_tree import SourceTree, looks_like_source, pattern_tree, repository_tree
+from trainkit.launch.source_tree import looks_like_source, pattern_tree, repository_tree
 
 
 @pytest.fixture
@@ -27,67 +26,18 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def make_run(folder: Path) -> Path:
-    (folder / "attempts" / "001").mkdir(parents=True)
-    write(folder, "job.json", "config.yaml", "checkpoints/step-1/shard.bin")
-    return folder
-
-
-def known(folder: Path, run: Path | None = None) -> SourceTree:
-    tree = repository_tree(os.path.realpath(folder), os.path.realpath(run or "/nowhere"))
-    assert tree is not None
-    return tree
-
-
 IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py"]
 PUBLIC_KEY = "deploy/id_ed25519.pub"
-
-
-def test_files_in_conflict_are_there_once(repository):
-    for branch, text in (("one", "1"), ("two", "2")):
-        git(repository, "checkout", "-q", "-b", branch, "trunk")
-        (repository / "tracked.py").write_text(text)
-        git(repository, "commit", "-qam", branch)
-    with pytest.raises(subprocess.CalledProcessError):
-        git(repository, "merge", "one")
-    assert list(known(repository).files).count("tracked.py") == 1
-
-
-def test_nothing_of_runs(repository):
-    mine = make_run(repository / "pkg" / "odd [a]* run")
-    make_run(repository / "runs" / "quickstart")
-    make_run(repository / "experiments" / "old")
-    write(repository, "runs/analyse.py", "experiments/notes.py", "pkg/runs/x.py")
-    git(repository, "add", "runs/analyse.py")
-    write(repository, "runs/junk.py")
-    tree = known(repository, mine)
-    expected = {*IN_REPOSITORY, "experiments/notes.py", "pkg/runs/x.py", "runs/analyse.py"}
-    assert set(tree.files) == expected
-    # Nor of a run that never started, or of the copy of its code.
-    write(repository, "out/held/job.json", "out/held/plan.json", "out/held/code/tracked.py")
-    copy = make_run(repository / "out" / "first") / "code"
-    write(copy, "tracked.py")
-    git(copy, "init")
-    commit(copy)
-    assert set(known(repository, mine).files) == expected
 
 
 def test_secrets_are_left_out_unless_they_are_tracked(repository):
     write(repository, "certs/ca.pem", ".env.example")
     git(repository, "add", ".")
     write(repository, ".env", "deploy/id_ed25519", PUBLIC_KEY, "server.pem")
-    tree = known(repository)
+    tree = repository_tree(os.path.realpath(repository), "/nowhere")
     names = {".env", "deploy/id_ed25519", "server.pem"}
     assert set(tree.left_out) == {(name, "looks like a secret") for name in names}
     assert set(tree.files) - set(IN_REPOSITORY) == {"certs/ca.pem", ".env.example", PUBLIC_KEY}
-
-
-def test_environment_of_a_git_hook_does_not_matter(repository, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    tree = known(repository)
-    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
-    assert sorted(tree.files) == IN_REPOSITORY
 
 
 def test_no_repository_and_no_git(repository, tmp_path, monkeypatch):
@@ -111,19 +61,15 @@ def test_repository_of_somebody_else(repository, monkeypatch):
 
 
 class TestPatterns:
-    def test_what_looks_like_sources(self, tmp_path):
+    def test_what_looks_like_sources_and_belongs_to_no_run(self, tmp_path):
         sources = ["Makefile", "README.md", "conf/a.yaml", "pkg/_C.so", "run.sh", "train.py"]
         others = ["data.bin", "model.pt", ".hidden/x.py", "node_modules/x.json", "pkg/__pycache__/x.py"]
         others += ["venv/pyvenv.cfg", "venv/lib/x.py", "env/conda-meta/x.json", "runs/x.py", "wandb/x.yaml"]
+        others += ["mine/b.py", "old/job.json", "old/config.yaml", "old/attempts/001/end.json"]
         write(tmp_path, *sources, *others)
-        tree = pattern_tree(str(tmp_path), "/nowhere")
+        tree = pattern_tree(str(tmp_path), str(tmp_path / "mine"))
         assert (tree.root, tree.kind, tree.left_out) == (str(tmp_path), "pattern", [])
         assert sorted(tree.files) == sources
-
-    def test_nothing_of_runs(self, tmp_path):
-        write(tmp_path, "a.py", "mine/b.py")
-        make_run(tmp_path / "old")
-        assert list(pattern_tree(str(tmp_path), str(tmp_path / "mine")).files) == ["a.py"]
 
     def test_secrets_large_files_links_and_what_is_no_file(self, tmp_path, monkeypatch):
         monkeypatch.setattr(source_tree, "MAX_FILE_BYTES", 1000)

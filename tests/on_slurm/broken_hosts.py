@@ -26,13 +26,18 @@ from trainkit.run.rundir import RunDir
 # Slurm ends the job.
 
 
+def _cancelled_in(login: Login, run: RunDir, attempt: int) -> RunDir:
+    login.wait_for_log(run, f"attempt {attempt}", attempt=attempt)
+    login.trainkit("cancel", str(run.path), "--now")
+    login.wait_for_end(run, attempt)
+    return run
+
+
 @broken("preempted")
 def preempted_and_requeued(login: Login) -> RunDir:
     run = login.submit_listeners("--partition", "low", *ON_TWO_HOSTS)
     survival.preempt(login.cluster)
-    login.wait_for_log(run, "attempt 2", attempt=2)
-    login.trainkit("cancel", str(run.path), "--now")
-    return end_of(login, run)
+    return _cancelled_in(login, run, 2)
 
 
 @broken("preempted")
@@ -61,10 +66,7 @@ def rank_killed_before_a_preemption(login: Login) -> RunDir:
     for rank in range(2):
         login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
     survival.preempt(login.cluster)
-    login.wait_for_log(run, "attempt 3", attempt=3)
-    login.trainkit("cancel", str(run.path), "--now")
-    login.wait_for_end(run, 3)
-    return run
+    return _cancelled_in(login, run, 3)
 
 
 @broken("time-limit")
@@ -102,18 +104,14 @@ def scancel_by_hand(login: Login) -> RunDir:
 
 @broken("cancelled")
 def cancel_now(login: Login) -> RunDir:
-    run = login.submit_listeners(*ON_TWO_HOSTS)
-    login.trainkit("cancel", str(run.path), "--now")
-    return end_of(login, run)
+    return _cancelled_in(login, login.submit_listeners(*ON_TWO_HOSTS), 1)
 
 
 @broken("requeued")
 def requeued(login: Login) -> RunDir:
     run = login.submit_listeners(*ON_TWO_HOSTS)
     login.trainkit("requeue", str(run.path))
-    login.wait_for_log(run, "attempt 2", attempt=2)
-    login.trainkit("cancel", str(run.path), "--now")
-    return end_of(login, run)
+    return _cancelled_in(login, run, 2)
 
 
 @broken("no-start", host=2)

@@ -160,15 +160,6 @@ class Login:
         environ = {**self.cluster.environ, **self.env}
         return subprocess.Popen(list(argv), cwd=self.folder, env=environ, **given)
 
-    def trainkit_at_once(self, *commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
-        """Run commands at the same time, and return when all of them have ended."""
-        started = [self.start([*TRAINKIT, *words]) for words in commands]
-        printed = [process.communicate(timeout=TIMEOUT_S) for process in started]
-        return [
-            subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-            for process, (stdout, stderr) in zip(started, printed, strict=True)
-        ]
-
     @contextmanager
     def port_held(self, host: int, port: int) -> Iterator[None]:
         """Let a process of another job listen on a port of a host until its stdin is closed."""

@@ -1,17 +1,14 @@
 """Runs scripts without handlers that Slurm ends, where ranks die before their agents get the signal."""
 
 import os
-import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.on_slurm.login import BACKENDS, Login, settings
+from tests.on_slurm.login import Login, settings
 from tests.support.programs import ranks_of
-from tools.slurm_cluster.cluster import NUM_HOSTS
-from tools.slurm_cluster.config_files import NUM_GPUS
 from trainkit.job.processes import parent_pid
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
@@ -55,21 +52,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.hosts} x {self.ranks_per_host} ranks, per {self.per}, {self.backend}"
-
-
-def draw_shapes(rng: random.Random) -> list[Shape]:
-    """Draw some shapes that fit together on the hosts of the cluster."""
-    free, shapes = [NUM_GPUS] * NUM_HOSTS, list[Shape]()
-    for _ in range(12):
-        shape = Shape(
-            rng.choice((1, 2)), rng.randint(1, NUM_GPUS), rng.choice(("gpu", "node")), rng.choice(BACKENDS)
-        )
-        fitting = [host for host, gpus in enumerate(free) if gpus >= shape.ranks_per_host][: shape.hosts]
-        if len(fitting) == shape.hosts:
-            shapes.append(shape)
-            for host in fitting:
-                free[host] -= shape.ranks_per_host
-    return shapes
 
 
 def hurry(run: RunDir) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.on_slurm.login import BACKENDS, Login, agents_of, wait_for
+from tests.on_slurm.login import Login, agents_of, wait_for
 from tests.support.programs import ranks_of
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.end import RESUME_ACTIONS
@@ -54,24 +52,6 @@ if "trainkit.trainer" in sys.orig_argv:
     Progress.begin_step = begin_later
 """
 """A sitecustomize.py that makes steps slow but cheap, so that other tests can use the CPUs."""
-BUGS = """
-import os, sys
-if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
-    from trainkit.trainer.progress import Progress
-    from trainkit.trainer.causal_lm import CausalLM
-    begin_step, nll_sum = Progress.begin_step, CausalLM.nll_sum
-    now = 0
-    def begin(progress, step):
-        global now
-        now = step
-        begin_step(progress, step)
-        if step == 37 and os.environ["BUG"] == "raise":
-            raise ValueError("a bug of step 37")
-    def loss(*args):
-        return nll_sum(*args) * (float("nan") if now >= 37 and os.environ["BUG"] == "nan" else 1)
-    Progress.begin_step, CausalLM.nll_sum = begin, loss
-"""
-"""A sitecustomize.py that breaks the training run at step 37 in the way that $BUG names."""
 RESTART_S = 400.0
 """More seconds than Slurm and the start of the ranks need together after any disturbance."""
 
@@ -223,44 +203,3 @@ def undisturbed(folder: Path, config: Path, num_procs: int = 1, more: Sequence[s
 def losses_on_one(folder: Path, config: Path) -> list[float]:
     """Return the losses of the config on one process of this machine."""
     return [r["loss"] for r in read_metrics(undisturbed(folder, config))]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Describes how a run requests nodes, and how many of the four are free at each of its starts."""
-
-    options: tuple[str, ...]
-    free: tuple[int, ...]
-
-    @classmethod
-    def of(cls, seed: int) -> Variant:
-        rng = random.Random(seed)
-        options = [
-            *("--nodes", rng.choice(("1-4", "1,2,4"))),
-            *("--backend", rng.choice(BACKENDS)),
-            *("--per", rng.choice(("gpu", "node"))),
-            *("--partition", rng.choice(("high", "debug,high"))),  # debug has one host, so a job gets one
-            *rng.choice(((), ("--time-min", "3"))),
-        ]
-        return cls((*options, "--time", "5"), tuple(rng.randint(1, 4) for _ in range(3)))
-
-    def run(self, login: Login, config: Path, name: str) -> RunDir:
-        """Return the finished run, which was requeued whenever the number of free nodes changed."""
-        run: RunDir | None = None
-        for attempt, free in enumerate(self.free, 1):
-            with ExitStack() as others:
-                if free < 4:
-                    # Another job that waits for nodes of the run gets them before the requeued run does.
-                    others.enter_context(
-                        login.other_job("--partition=high", f"--nodes={4 - free}", waits=run is not None)
-                    )
-                if run is None:
-                    run = login.submit(*self.options, "--name", name, config=config)
-                else:
-                    done = login.trainkit("requeue", str(run.path))
-                    assert done.returncode == 0, done.stderr
-                wait_for_steps(run, attempt, 5)
-                assert len(hosts_of(run, attempt)) in {1, 2, 4} & {*range(free + 1)}, (self, attempt)
-        assert run is not None
-        assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
-        return run

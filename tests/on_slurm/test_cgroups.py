@@ -6,26 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.on_slurm.login import ASK_TRAINKIT_S, Login, agents_of, log_of, settings, wait_for
+from tests.on_slurm.login import agents_of, log_of, settings
 from tools.slurm_cluster import cgroups
 from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.packages import NotPossible
-from trainkit.run.rundir import RunDir
 
 SHOWS_CPUS = """
 import os
 print("cpus", *sorted(os.sched_getaffinity(0)))
 """
 FILLS = """
-import os, sys, time
+import os, time
 if os.environ["RANK"] == "1":
-    kept = bytearray(2 << 30) if sys.argv[1] == "own" else None
-    with open("/dev/shm/fill", "wb") as stream:
-        while True:
-            stream.write(b"x" * (1 << 20))
+    kept = bytearray(2 << 30)
 time.sleep(600)
 """
-"""A script whose rank 1 fills its private memory, or shared memory that its death does not free."""
 LEAVES_A_DAEMON = """
 import os, time
 if os.fork() == 0:
@@ -81,26 +76,11 @@ def test_a_run_is_requeued_cancelled_and_resumed(login):
     assert login.wait_for_end(run, 2)["reason"] == "saved after SIGTERM"
 
 
-def submit_to_be_killed(login: Login, memory: str, per: str) -> RunDir:
-    """Submit a run whose first rank fills its private memory or shared memory."""
-    script = login.script(FILLS)
-    shape = ("--nodes", "1", "--gpus-per-node", "2", "--per", per)
-    limits = settings("resources.mem=300M", "requeue.max_crashes=0")
-    return login.submit(*shape, *limits, "--", "python", script, memory)
-
-
-def test_full_shared_memory_is_named(login):
-    """Shared memory is not freed with the rank, so the kernel may also kill the agent and the supervisor."""
-    run = submit_to_be_killed(login, "shared", "node")
-    login.wait_until_idle()
-    has_ended = run.attempt(1).end_file.exists()
-    wanted = "OutOfMemory: killed by SIGKILL: out of memory" if has_ended else "Slurm reports OUT_OF_MEMORY"
-    # Accounting may get the end of the job a little later.
-    wait_for(lambda: wanted in login.trainkit("status", str(run.path)).stdout, wanted, 60, ASK_TRAINKIT_S)
-
-
 def test_a_kill_for_memory_is_named(login):
-    for run in [submit_to_be_killed(login, "own", per) for per in ("gpu", "node")]:
+    limits = settings("resources.mem=300M", "requeue.max_crashes=0")
+    command = ("--", "python", login.script(FILLS))
+    shape = ("--nodes", "1", "--gpus-per-node", "2", "--per")
+    for run in [login.submit(*shape, per, *limits, *command) for per in ("gpu", "node")]:
         end = login.wait_for_end(run)
         assert (end["state"], end["exit_code"]) == ("failed", 137), login.logs_and_attempts(run)
         assert end["verdict"]["type"] == "OutOfMemory", login.logs_and_attempts(run)

@@ -6,9 +6,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-import pytest
-
-from tests.on_slurm.login import BACKENDS, TRAINKIT, Login, agents_of, log_of, settings
+from tests.on_slurm.login import BACKENDS, TRAINKIT, agents_of, log_of, settings
 from trainkit.run.events import training_curve
 from trainkit.run.rundir import RunDir
 
@@ -31,26 +29,16 @@ sys.exit(75)
 """
 
 
-@pytest.fixture
-def examples(login: Login) -> Login:
-    """Return a folder with a copy of the examples."""
+def test_an_example_over_two_hosts(login):
     shutil.copytree(EXAMPLES, login.folder / "examples")
-    return login
-
-
-@pytest.mark.parametrize(
-    ("launcher", "script"), [(None, "ddp_torchrun.py"), ("accelerate", "accelerate_train.py")]
-)
-def test_the_examples_over_two_hosts(examples, launcher, script):
-    """torchrun itself starts the ranks of the test of launchers."""
-    args = ["--nodes", "2", "--gpus-per-node", "1", *(["--launcher", launcher] if launcher else [])]
-    command = ["--", *([] if launcher else ["python"]), f"examples/{script}", "--steps", "20"]
-    run = examples.finish(examples.submit(*args, *command), TIMEOUT_S)
+    args = ["--nodes", "2", "--gpus-per-node", "1", "--launcher", "accelerate"]
+    run = login.submit(*args, "--", "examples/accelerate_train.py", "--steps", "20")
+    login.finish(run, TIMEOUT_S)
     assert [re.findall(r"(\d) of 2 is done", log_of(run, rank)) for rank in range(2)] == [["0"], ["1"]]
     printed = {int(step): float(loss) for step, loss in re.findall(r"step=(\d+) loss=(\S+)", log_of(run))}
     assert printed[20] < printed[1] / 10
     assert {record.step: record.number("loss") for record in training_curve(run)} == printed
-    assert agents_of(run) == list(enumerate(examples.cluster.hosts[:2]))
+    assert agents_of(run) == list(enumerate(login.cluster.hosts[:2]))
 
 
 def test_a_command_is_a_rank_with_everything_that_trainers_read(login):

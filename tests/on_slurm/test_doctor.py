@@ -1,12 +1,14 @@
 """Tests that `trainkit doctor --nodes` finds a problem of one host on a real cluster."""
 
+import errno
 import glob
 import json
+import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,10 @@ from tools.slurm_cluster.hosts import signal_slurmd
 
 pytestmark = pytest.mark.slow
 FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
+INTERFACE = (
+    "ip link add fast0 type veth peer name fast1 && ip addr add 10.77.0.{index}/24 dev fast0"
+    " && ip link set fast0 {state} && ip link set fast1 {state}"
+)
 
 
 def checks(login: Login, *args: str, code: int) -> list[dict[str, Any]]:
@@ -53,15 +59,6 @@ def changed_file(login: Login, index: int, target: Path, text: str, folder: Path
             target.unlink()
 
 
-def second_interface(login: Login, index: int, state: str) -> AbstractContextManager[None]:
-    """Give a host an interface ``fast0`` with an address, which is up or down."""
-    ip = "ip link add fast0 type veth peer name fast1 && "
-    ip += (
-        f"ip addr add 10.77.0.{index}/24 dev fast0 && ip link set fast0 {state} && ip link set fast1 {state}"
-    )
-    return changed_host(login, index, ["sh", "-c", ip], ["ip", "link", "del", "fast0"])
-
-
 def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login):
     found = checks(login, "--nodes", "2", code=0)
     hosts = login.cluster.hosts[:2]
@@ -72,8 +69,7 @@ def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login):
     assert re.match(r"[\d.]+ Gbit/s .* 2 ranks \(gloo, 32 MiB\)", by_name["all-reduce"]["value"])
     assert "slowest of 2; median" in by_name["point to point"]["value"]
     assert by_name["Slurm"]["value"].endswith(f"cluster {login.cluster.name}")
-    text = login.trainkit("doctor", "--quick", "--nodes", "2", "--set", "device=cpu").stdout
-    assert "  port: 64 of 64 tested ports are free on all 2 nodes\n" in text
+    assert by_name["port"]["value"].startswith("64 of 64 ")
 
 
 def test_inside_an_allocation_all_its_nodes_are_checked(login):
@@ -84,7 +80,12 @@ def test_inside_an_allocation_all_its_nodes_are_checked(login):
 
 
 def test_what_differs_on_one_host_is_found_there(login, tmp_path):
-    cluster = login.cluster
+    """Host 2 has another package, clock and interface. Host 3 cannot resolve host 1 or see the run folder."""
+    library = glob.glob(FAKETIME)  # noqa: PTH207
+    if not library:
+        missing("faketime")
+    cluster, runs = login.cluster, tmp_path / "runs"
+    runs.mkdir()
     one, two, three = cluster.hosts[:3]
     package = Path(str(metadata.distribution("pydantic").locate_file("")))
     info = next(package.glob("pydantic-*.dist-info")) / "METADATA"
@@ -95,33 +96,27 @@ def test_what_differs_on_one_host_is_found_there(login, tmp_path):
     with ExitStack() as stack:
         other = info.read_text().replace(f"Version: {version}", "Version: 2.0.1", 1)
         stack.enter_context(changed_file(login, 2, info, other, tmp_path))
+        stack.enter_context(changed_file(login, 2, Path("/etc/faketimerc"), "+600s\n", tmp_path))
+        stack.enter_context(changed_file(login, 2, Path("/etc/ld.so.preload"), f"{library[0]}\n", tmp_path))
+        for index, state in enumerate(("up", "down", "up"), 1):
+            made = INTERFACE.format(index=index, state=state)
+            stack.enter_context(
+                changed_host(login, index, ["sh", "-c", made], ["ip", "link", "del", "fast0"])
+            )
         stack.enter_context(changed_file(login, 3, hosts_file, without, tmp_path))
-        found = checks(login, "--quick", "--nodes", "3", code=1)
+        stack.enter_context(hidden(login, 3, runs))
+        options = ("--quick", "--nodes", "3", "--set", "launch.network=fast0", "--run-dir", str(runs))
+        found = checks(login, *options, code=1)
     wrong = {(item["host"], item["name"]): item for item in found if item["host"] and item["state"] != "ok"}
     assert wrong[two, "packages"]["value"] == f"pydantic is 2.0.1, but {version} on 2 of 3 nodes"
     assert wrong[three, "name"]["value"] == f"{one} cannot be resolved"
     assert f"the NodeAddr {cluster.address(1)}" in wrong[three, "name"]["hint"]
-    assert {key for key in wrong if key[1] in ("packages", "name")} == {(two, "packages"), (three, "name")}
-
-
-def test_clock_that_is_off_by_ten_minutes_is_found(login, tmp_path):
-    library = glob.glob(FAKETIME)  # noqa: PTH207
-    if not library:
-        missing("faketime")
-    with (
-        changed_file(login, 2, Path("/etc/faketimerc"), "+600s\n", tmp_path),
-        changed_file(login, 2, Path("/etc/ld.so.preload"), f"{library[0]}\n", tmp_path),
-    ):
-        found = failures(checks(login, "--quick", "--nodes", "3", code=1))
-    assert set(found) == {(login.cluster.hosts[1], "clock")}
-    assert "00 s ahead of" in found[login.cluster.hosts[1], "clock"]
-
-
-def test_interface_that_is_down_on_one_host_is_found(login):
-    network = ("--set", "launch.network=fast0")
-    with second_interface(login, 1, "up"), second_interface(login, 2, "down"):
-        found = failures(checks(login, "--quick", "--nodes", "2", *network, code=1))
-    assert found == {(login.cluster.hosts[1], "interface"): "fast0 is down"}
+    assert "00 s ahead of" in wrong[two, "clock"]["value"]
+    assert wrong[two, "interface"]["value"] == "fast0 is down"
+    named = {(two, "packages"), (two, "clock"), (two, "interface"), (three, "name"), (three, "shared")}
+    assert {key for key in wrong if key[1] in {name for _, name in named}} == named
+    assert failures(found).keys() <= named
+    assert list(runs.iterdir()) == []
 
 
 def test_full_disk_and_one_that_a_host_can_only_read_are_found(login, tmp_path):
@@ -129,32 +124,17 @@ def test_full_disk_and_one_that_a_host_can_only_read_are_found(login, tmp_path):
         runs = disk / "runs"
         runs.mkdir()
         login.cluster.run(["mount", "-o", "remount,bind,ro", str(disk)], host=2, check=True)
-        found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
-        assert found[login.cluster.hosts[1], "disk"].endswith(": Read-only file system")
         fill(disk)
         found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
-    assert found[login.cluster.hosts[0], "disk"].endswith(": No space left on device")
+    assert found[login.cluster.hosts[0], "disk"].endswith(os.strerror(errno.ENOSPC))
+    assert found[login.cluster.hosts[1], "disk"].endswith(os.strerror(errno.EROFS))
 
 
 def test_host_without_the_environment_is_missed(login):
     with hidden(login, 2, Path(sys.prefix)):
         found = checks(login, "--quick", "--nodes", "2", code=1)
-    two = login.cluster.hosts[1]
     text = failures(found)[None, "nodes"]
-    assert re.match(rf"1 of 2 .* \({two}\): ", text)
-    assert "execve" in text
-
-
-def test_run_folder_that_is_not_shared_is_found(login, tmp_path):
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    with hidden(login, 2, runs):
-        found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
-    two = login.cluster.hosts[1]
-    assert set(found) == {(two, "shared")}
-    assert found[two, "shared"].startswith(f"{runs} is not on a shared filesystem: a file created on ")
-    assert found[two, "shared"].endswith(f" is not visible on {two}")
-    assert list(runs.iterdir()) == []
+    assert re.match(rf"1 of 2 .* \({login.cluster.hosts[1]}\): .*execve", text, re.DOTALL)
 
 
 def test_node_that_does_not_answer_is_named(login):
@@ -167,15 +147,14 @@ def test_node_that_does_not_answer_is_named(login):
     login.wait_until_idle()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_doctor_leaves_no_step_and_no_file(login, tmp_path, number, code):
+def test_interrupted_doctor_leaves_no_step_and_no_file(login, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     options = ("--nodes", "2", "--set", "device=cpu", "--run-dir", str(runs))
     doctor = login.start([*TRAINKIT, "doctor", *options])
     wait_for(lambda: list(runs.iterdir()) and login.jobs(), "the step")
-    doctor.send_signal(number)
+    doctor.send_signal(signal.SIGINT)
     doctor.communicate(timeout=60)
-    assert doctor.returncode == code
+    assert doctor.returncode == 130
     login.wait_until_idle()
     assert list(runs.iterdir()) == []

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("large group
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
     """Return a cluster with small limits."""
-    with running(slurm_version, options={"MaxArraySize": str(MAX_ARRAY_SIZE)}) as made:
+    with running(slurm_version, num_hosts=2, options={"MaxArraySize": str(MAX_ARRAY_SIZE)}) as made:
         limit(made, MAX_JOBS)
         yield made
 
@@ -36,24 +36,23 @@ def limit(cluster: Cluster, max_jobs: int) -> None:
 
 def test_all_run_and_each_once(login):
     waits = 'while [ ! -e "$0/go" ]; do sleep 0.2; done; echo "$SLURM_ARRAY_TASK_ID" >> "$0/ran"'
-    group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
+    group = submit(login, "--array", "0-7", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.unsubmitted) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
-    assert "Slurm currently accepts no more" in shown.stdout
+    assert "accepts no more" in shown.stdout
     (login.folder / "go").touch()
-    wait_for_states(login, group, finished=13)
+    wait_for_states(login, group, finished=8)
     ran = (login.folder / "ran").read_text().split()
-    assert sorted(map(int, ran)) == list(range(13))
+    assert sorted(map(int, ran)) == list(range(8))
     again = RunGroup(group.path)
     assert again.unsubmitted == []
     assert max(part.offset for part in again.parts) >= MAX_ARRAY_SIZE
     report = json.loads(login.trainkit("report", str(group.path), "--json", check=True).stdout)
-    assert report["states"] == {"finished": 13}
-    assert len(report["points"]) == 13
+    assert report["states"] == {"finished": 8}
     trials = {trial["index"]: Path(trial["run_dir"]).name for trial in report["points"]}
-    assert trials == {index: group.run(index).path.name for index in range(13)}
+    assert trials == {index: group.run(index).path.name for index in range(8)}
     assert report["worker_hours"] > 0
-    logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 12)]
+    logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 7)]
     assert all("finished" in log for log in logs)
 
 

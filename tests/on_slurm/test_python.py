@@ -6,8 +6,6 @@ import pytest
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import wait_for
-from tests.test_hydra import APP
-from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 COUNTS = """
@@ -40,11 +38,11 @@ if __name__ == "__main__":
         print(error)
     run = submit(Counts(), 10, nodes=2, gpus_per_node=1, name="counts", **job)
     print(run.results(240), flush=True)
-    print(map_array(pow, [2] * 8, range(8), limit=4, **job).results(240), flush=True)
+    print(map_array(pow, [2] * 3, range(3), limit=2, **job).results(240), flush=True)
 """
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=30)
 def test_a_function_is_preempted_and_continues(login):
     script = login.start([sys.executable, login.script(COUNTS, "counts.py")])
     run = RunDir(login.folder / "runs" / "counts")
@@ -54,8 +52,8 @@ def test_a_function_is_preempted_and_continues(login):
     printed, errors = script.communicate(timeout=240)
     assert script.returncode == 0, errors
     refused, _, printed = printed.partition("\n")
-    assert refused == "now applies only to runs on this machine, but this run goes to Slurm"
-    assert printed == f"{[(True, 0, '2'), (True, 1, '2')]}\n{[1, 2, 4, 8, 16, 32, 64, 128]}\n"
+    assert refused.startswith("now applies only ")
+    assert printed == f"{[(True, 0, '2'), (True, 1, '2')]}\n{[1, 2, 4]}\n"
     assert survival.events_of(run, "requeue_decision")[0]["cause"] == "preempted"
 
 
@@ -72,44 +70,29 @@ def ids(number):
 
 if __name__ == "__main__":
     options = {"device": "cpu", "partition": "low", "gpus_per_node": 2}
-    groups = [map_array(ids, [0, 0], limit=1, name=f"group-{n}", **options) for n in range(2)]
+    group = map_array(ids, [0, 0], limit=1, name="group", **options)
     per_node = submit(ids, 0, nodes=2, per="node", **options)
-    for run in [*groups[0], *groups[1], per_node]:
+    for run in [*group, per_node]:
         print(run.status.job_id, *run.results(240), flush=True)
 """
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=20)
 def test_job_environment_on_slurm(login):
     done = login.run([sys.executable, login.script(IDS, "ids.py")])
     assert done.returncode == 0, done.stderr
     found = [line.partition(" ") for line in done.stdout.splitlines()]
     log = "in the log\\n"
     *trials, (job_id, _, per_node) = found
-    assert len({one for one, *_ in trials}) == 4
+    assert len({one for one, *_ in trials}) == 2
     for index, (one, _, shown) in enumerate(trials):
         array, _, task = one.partition("_")
-        assert task == str(index % 2)
+        assert task == str(index)
         assert shown == " ".join(
             f"('{array}_{task}', '{task}', 1, ({rank}, {rank}, 0, 2, 1), '{log}')" for rank in range(2)
         )
     assert per_node == " ".join(
         f"('{job_id}', None, 2, ({rank}, {rank % 2}, {rank // 2}, 4, 2), '{log}')" for rank in range(4)
     )
-    script = (login.folder / "runs" / "group-0" / "submit.sbatch").read_text()
+    script = (login.folder / "runs" / "group" / "submit.sbatch").read_text()
     assert "#SBATCH --array=0-1%1" in script
-
-
-@pytest.mark.slow(seconds=25)
-def test_a_multirun_of_hydra(login):
-    pytest.importorskip("hydra")
-    options = ["hydra.launcher.name=four", "hydra.launcher.gpus_per_node=1"]
-    device = "+hydra.launcher.overrides.device=cpu"
-    argv = [sys.executable, login.script(APP, "app.py"), "-m", "hydra/launcher=trainkit", device, *options]
-    done = login.run([*argv, "x=1,2,3,4"])
-    assert done.returncode == 0, done.stderr
-    group = RunGroup(login.folder / "runs" / "four")
-    assert group.job_id is not None
-    assert [group.run(n).attempt(1).rank_log(0).read_text() for n in range(4)] == [
-        f"rank 0 x {n + 1}\n" for n in range(4)
-    ]

@@ -1,7 +1,4 @@
-"""Tests newer versions of Slurm: preemption, requeue, cancel, steps, and `status`; on the newest, training.
-
-Other tests cover the differences between versions: variables of shells and steps, and a missing log folder.
-"""
+"""Tests what differs on newer versions of Slurm: signals, variables of shells and steps, states and logs."""
 
 from collections.abc import Iterator
 
@@ -9,9 +6,7 @@ import pytest
 
 from tests.on_slurm import (
     test_cgroups,
-    test_commands,
     test_interactive,
-    test_preemptions,
     test_signals,
     test_steps,
     test_trouble,
@@ -68,12 +63,6 @@ BOTH = [
     pytest.param(test_interactive.test_a_shell_in_an_allocation_of_two_nodes, marks=needs_tmux),
     test_trouble.test_the_log_folder_is_deleted_before_the_start,
 ]
-NEWEST = [
-    test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read,
-    test_signals.test_a_preemption_that_tells_only_the_ranks_saves,
-    test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes,
-    test_trouble.test_a_log_that_no_version_of_slurm_can_open,
-]
 
 
 @pytest.mark.parametrize("test", BOTH, ids=lambda test: test.__name__)
@@ -82,9 +71,8 @@ def test_as_on_the_installed_version(login, test):
 
 
 @pytest.mark.parametrize("slurm_version", VERSIONS[-1:], indirect=True)
-@pytest.mark.parametrize("test", NEWEST, ids=lambda test: test.__name__)
-def test_only_the_newest_as_the_installed_version(login, test):
-    test(login)
+def test_preemptions_on_the_newest(login):
+    test_signals.test_preemptions_are_neither_crashes_nor_faults_of_nodes(login)
 
 
 @pytest.mark.usefixtures("its_commands")

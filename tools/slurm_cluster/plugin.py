@@ -56,20 +56,14 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
         yield made
 
 
-@pytest.fixture(scope="session")
-def cluster_without_accounting(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    """Provide a second cluster without slurmdbd; this cluster is also restored after each test."""
-    with running(slurm_version, accounting=False) as made:
-        yield made
-
-
 @pytest.fixture(autouse=True)
-def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Restore the clusters that a test has used."""
-    names = {"cluster", "cluster_without_accounting"} & set(request.fixturenames)
-    clusters: list[Cluster] = [request.getfixturevalue(name) for name in sorted(names)]
+def _cluster_is_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Restore the cluster that a test has used."""
+    cluster: Cluster | None = None
+    if "cluster" in request.fixturenames:
+        cluster = request.getfixturevalue("cluster")
     yield
-    for cluster in clusters:
+    if cluster is not None:
         cluster.restore()
 
 
