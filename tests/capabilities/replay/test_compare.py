@@ -98,6 +98,14 @@ def test_the_rank_that_differs_first_is_named(folders: tuple[RunDir, RunDir], ca
     assert what in found.culprit.what
 
 
+def test_without_its_records_no_rank_is_named(folders: tuple[RunDir, RunDir]) -> None:
+    record(folders[0], 4, grad_norm=800.0)
+    folders[0].attempt(1).rank_record(3).unlink()
+    culprit = replayed(folders).culprit
+    assert (culprit.ranks, culprit.hosts) == ((), ("n0", "n1"))
+    said(culprit.what)
+
+
 def record_turns(attempt: AttemptDir, rank: int, step: int, **of_first: Any) -> None:
     """Replace the records of a rank with one record per turn, of the optimizers d and g."""
     attempt.rank_record(rank).unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -13,6 +13,7 @@ from trainkit.capabilities.report.charts import (
     PALETTE,
     Chart,
     Dot,
+    Label,
     Line,
     base_of,
     colors_of,
@@ -20,10 +21,8 @@ from trainkit.capabilities.report.charts import (
     dot_chart,
     line_chart,
     metric_order,
-    nice_ticks,
     run_charts,
     scale_of,
-    tick_text,
     viridis,
 )
 from trainkit.capabilities.report.plot import LIGHT_END, MAX_CROSSES, band_floor, number_places, typical
@@ -31,10 +30,15 @@ from trainkit.capabilities.report.plot import LIGHT_END, MAX_CROSSES, band_floor
 NAN = math.nan
 
 
-def drawn(*curves: Sequence[tuple[float, float]], **more: object) -> Chart:
-    chart = line_chart("x", [Line(points, PALETTE[0], f"line {n}") for n, points in enumerate(curves)])
+def drawn(*curves: Sequence[tuple[float, float]], spread: Sequence[float] = ()) -> Chart:
+    lines = [Line(points, PALETTE[0], f"line {n}", list(spread) or None) for n, points in enumerate(curves)]
+    chart = line_chart("x", lines)
     assert chart is not None
     return chart
+
+
+def texts_of(labels: Iterable[Label]) -> list[str]:
+    return [label.text for label in labels]
 
 
 SCALES: dict[str, tuple[list[float], list[str]]] = {
@@ -46,7 +50,11 @@ SCALES: dict[str, tuple[list[float], list[str]]] = {
     "many decades": ([1e-08, 1.0], ["1e-8", "1e-6", "1e-4", "0.01", "1"]),
     "learning rates": ([1e-05, 0.0003], ["0", "1e-4", "2e-4", "3e-4"]),
     "thousands": ([12000.0, 19000.0], ["12k", "14k", "16k", "18k", "20k"]),
+    "half thousands": ([11_000.0, 13_000.0], ["11.0k", "11.5k", "12.0k", "12.5k", "13.0k"]),
+    "below 10,000": ([2000.0, 4500.0], ["2000", "3000", "4000", "5000"]),
     "millions": ([0.0, 3000000.0], ["0", "1M", "2M", "3M"]),
+    "half millions": ([0.0, 1.6e6], ["0", "0.5M", "1.0M", "1.5M", "2.0M"]),
+    "trillions": ([0.0, 2e12], ["0", "5e11", "1e12", "1.5e12", "2e12"]),
     "close together": ([2.30001, 2.30003], ["2.30001", "2.30002", "2.30003", "2.30004"]),
     "equal": ([2.0, 2.0], ["1.8", "2.0", "2.2"]),
     "zeros": ([0.0, 0.0], ["0", "0.5", "1.0"]),
@@ -72,29 +80,11 @@ def test_an_axis_has_round_numbers_around_its_values(kind: str) -> None:
     assert [text for _, text in labels] == texts
 
 
-@pytest.mark.parametrize(
-    ("value", "step", "largest", "text"),
-    [
-        (0.0, 1, 4, "0"),
-        (0.25, 0.05, 0.5, "0.25"),
-        (-2.5, 0.5, 3, "-2.5"),
-        (20_000, 5000, 20_000, "20k"),
-        (2500, 500, 9000, "2500"),
-        (12_500, 500, 20_000, "12.5k"),
-        (1.5e6, 5e5, 2e6, "1.5M"),
-        (3e-4, 1e-4, 3e-4, "3e-4"),
-        (2.5e-4, 5e-5, 3e-4, "2.5e-4"),
-        (1e12, 5e11, 2e12, "1e12"),
-    ],
-)
-def test_a_tick_has_the_digits_that_matter(value: float, step: float, largest: float, text: str) -> None:
-    assert tick_text(value, step, largest) == text
-
-
-def test_charts_keep_the_ends_of_their_values() -> None:
+def test_without_points_there_is_no_chart() -> None:
     assert line_chart("empty", []) is None
     assert line_chart("empty", [Line([], PALETTE[0])]) is None
-    assert nice_ticks(0.3, 9.6, 4) == [0.0, 5.0, 10.0]
+    assert dot_chart("by key", "key", []) is None
+    assert dot_chart("by key", "key", [Dot(1, None, "point"), Dot(2, None, "point")]) is None
 
 
 PATHS: dict[str, tuple[list[tuple[float, float]], str, list[float]]] = {
@@ -125,20 +115,15 @@ def test_crosses_are_named_and_limited() -> None:
 
 
 def test_a_spread_is_an_area_within_the_axis() -> None:
-    points = [(0, 1.0), (1, 100.0), (2, NAN)]
-    chart = line_chart("x", [Line(points, PALETTE[0], "mean", [3.0, 0.0, NAN])])
-    assert chart is not None
-    assert [label.text for label in chart.y_labels] == ["1", "10", "100"]
+    chart = drawn([(0, 1.0), (1, 100.0), (2, NAN)], spread=[3.0, 0.0, NAN])
+    assert texts_of(chart.y_labels) == ["1", "10", "100"]
     assert chart.paths[0].band == "M0 349l1000-349 0 0-1000 500z".replace(" 0 0", "")
-    chart = line_chart("x", [Line([(0, 1.0), (1, 2.0)], PALETTE[0], "mean", [3.0, 0.0])])
-    assert chart is not None
-    assert [label.text for label in chart.y_labels] == ["-2", "0", "2", "4"]
+    assert texts_of(drawn([(0, 1.0), (1, 2.0)], spread=[3.0, 0.0]).y_labels) == ["-2", "0", "2", "4"]
 
 
 @pytest.mark.parametrize("kind", [int, float])
 def test_the_steps_of_a_long_run_stay_exact(kind: type[float]) -> None:
-    chart = line_chart("Loss", [Line([(kind(1_234_567), 1.0), (kind(2_469_137), 0.5)], PALETTE[0])])
-    assert chart is not None
+    chart = drawn([(kind(1_234_567), 1.0), (kind(2_469_137), 0.5)])
     (line,) = json.loads(json.dumps(chart.data["lines"]))
     assert line["x"] == [1_234_567, 1_234_570]
 
@@ -150,20 +135,11 @@ def test_data_are_short_and_complete() -> None:
         [(30, "2"), (99, "3")],
     )
     assert chart is not None
-    assert chart.data == {
-        "title": "x",
-        "over": "step",
-        "marks": [[30, "2"]],
-        "lines": [
-            {
-                "name": "</script>",
-                "style": "--l:#0072B2;--d:#4BA3DC",
-                "x": [10, 20, 5],
-                "y": [1.23457, None, 2],
-                "spread": [0.123457, None, None],
-            }
-        ],
+    line = {
+        **{"name": "</script>", "style": "--l:#0072B2;--d:#4BA3DC", "x": [10, 20, 5]},
+        **{"y": [1.23457, None, 2], "spread": [0.123457, None, None]},
     }
+    assert chart.data == {"title": "x", "over": "step", "marks": [[30, "2"]], "lines": [line]}
     json.dumps(chart.data, allow_nan=False)
 
 
@@ -186,17 +162,8 @@ def test_training_and_validation_share_a_chart(name: str, base: str) -> None:
 
 
 def test_charts_of_a_run_begin_with_its_losses_and_end_with_its_memory() -> None:
-    names = [
-        "mem_gib_peak",
-        "lr",
-        "val_loss",
-        "d_loss",
-        "grad_norm",
-        "loss",
-        "acc",
-        "val_acc",
-        "tokens_per_s",
-    ]
+    names = ["mem_gib_peak", "lr", "val_loss", "d_loss", "grad_norm", "loss"]
+    names += ["acc", "val_acc", "tokens_per_s"]
     assert metric_order(names)[:4] == ["loss", "val_loss", "d_loss", "acc"]
     charts = run_charts({name: [(1, 1.0), (2, 2.0)] for name in names}, [])
     assert [chart.title for chart in charts] == [
@@ -246,32 +213,24 @@ def test_colors_follow_the_values(kind: str) -> None:
         assert (one == other) == (a == b)
 
 
-def dots(values: Sequence[object], results: Sequence[float | None], best: int = -1) -> Chart | None:
-    return dot_chart(
-        "by key",
-        "key",
-        [
-            Dot(value, result, f"point {index}", index == best)
-            for index, (value, result) in enumerate(zip(values, results, strict=True))
-        ],
-    )
+def dots(values: Sequence[object], results: Sequence[float | None], best: int = -1) -> Chart:
+    pairs = enumerate(zip(values, results, strict=True))
+    points = [Dot(value, result, f"point {n}", n == best) for n, (value, result) in pairs]
+    chart = dot_chart("by key", "key", points)
+    assert chart is not None
+    return chart
 
 
 def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
     chart = dots([1e-3, 1e-4, 1e-2], [2.0, 3.0, 4.0], best=0)
-    assert chart is not None
-    assert [label.text for label in chart.x_labels] == ["0.0001", "0.001", "0.01"]
+    assert texts_of(chart.x_labels) == ["0.0001", "0.001", "0.01"]
     assert [round(label.place) for label in chart.x_labels] == [8, 50, 92]
     assert [item.kind for item in chart.paths] == ["median", "big dot", "big dot", "big dot"]
     assert chart.paths[-1].style != chart.paths[1].style  # the best dot covers the others
     long = dots([0.1 + 0.2], [3.0])
-    assert long is not None
     assert [(label.place, label.text) for label in long.x_labels] == [(50, "0.3")]
     named = dots(["sgd", True, "sgd"], [3.0, 2.0, 4.0])
-    assert named is not None
     assert [(label.place, label.text) for label in named.x_labels] == [(8.0, "sgd"), (92.0, "true")]
-    assert dots([], []) is None
-    assert dots([1, 2], [None, None]) is None
 
 
 @pytest.mark.parametrize(
@@ -287,15 +246,13 @@ def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
 )
 def test_numbers_are_in_order_also_as_text(values: list[object], order: list[str]) -> None:
     chart = dots(values, [1.0 + index for index in range(len(values))])
-    assert chart is not None
-    assert [label.text for label in chart.x_labels] == order
+    assert texts_of(chart.x_labels) == order
 
 
 def test_a_run_that_diverged_is_a_cross_at_its_value() -> None:
     chart = dots([0.01, 0.1, 0.3], [1.0, 2.0, None])
-    assert chart is not None
     assert [(label.place, label.text) for label in chart.crosses] == [(92.0, "point 2: diverged")]
-    assert [label.text for label in chart.x_labels] == ["0.01", "0.1", "0.3"]
+    assert texts_of(chart.x_labels) == ["0.01", "0.1", "0.3"]
 
 
 MANY = [f"own_{number}" for number in range(30)]
@@ -361,9 +318,7 @@ def test_an_outlier_is_a_cross_at_its_edge(outlier: float, is_low: bool, text: s
 
 
 def test_a_band_below_zero_ends_at_the_smallest_value_of_a_logarithmic_axis() -> None:
-    points = [(0, 1.0), (1, 90.0), (2, 3.0)]
-    chart = line_chart("x", [Line(points, PALETTE[0], "mean", [0.5, 0.0, 4.0])])
-    assert chart is not None
+    chart = drawn([(0, 1.0), (1, 90.0), (2, 3.0)], spread=[0.5, 0.0, 4.0])
     assert [round(label.place) for label in chart.y_labels] == [87, 43, 0]  # the axis begins at 0.5
     assert band_floor(1.0, [0.5, 90.0, -1.0]) == 0.5
     assert band_floor(1.0, [0.05, -1.0]) == 1.0
@@ -371,7 +326,6 @@ def test_a_band_below_zero_ends_at_the_smallest_value_of_a_logarithmic_axis() ->
 
 def test_a_result_far_from_the_others_is_a_cross() -> None:
     chart = dots([1, 2, 3, 4, 5], [2.0, 2.1, -1e32, 2.2, 1.9])
-    assert chart is not None
     assert [(label.text, label.is_low) for label in chart.crosses] == [("point 2: -1e+32", True)]
     assert {float(label.text) for label in chart.y_labels} <= {1.8, 1.9, 2.0, 2.1, 2.2}
 

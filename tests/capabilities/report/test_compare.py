@@ -35,6 +35,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def json_of(capsys: pytest.CaptureFixture[str], *names: str) -> Any:
+    assert main(["compare", *names, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *names: str) -> list[dict[str, str]]:
+    assert main(["compare", *names, "--csv"]) == 0
+    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
 def test_two_runs_and_the_keys_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "mine/0", "mine/2"]) == 0
     figures, differences, _ = capsys.readouterr().out.split("\n\n")
@@ -50,14 +60,12 @@ def test_a_slow_last_step_is_not_the_speed_of_a_run(place: Path, capsys: pytest.
     *lines, last = metrics.read_text().splitlines()
     before = json.loads(last)["tokens_per_s"]
     metrics.write_text("\n".join([*lines, json.dumps({**json.loads(last), "tokens_per_s": 1.0})]) + "\n")
-    assert main(["compare", "mine/0", "mine/1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["tokens_per_s"] > before / 2
+    assert json_of(capsys, "mine/0", "mine/1")["runs"][0]["tokens_per_s"] > before / 2
 
 
 def test_a_parameter_may_be_called_like_a_figure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     group = made_up_sweep(place / "odd", {"loss": [3, 1, 2]})
-    assert main(["compare", "odd", "--csv", "--sort", "loss"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = rows_of(capsys, "odd", "--sort", "loss")
     assert [row["values.loss"] for row in rows] == ["1", "2", "3"]
     assert all("." in row["loss"] for row in rows)
     points = [
@@ -93,25 +101,18 @@ def test_the_runs_of_a_group_are_ranked_and_the_best_is_bold(
     assert [line.split()[0] for line in figures] == ["1", "2", "0", "5", "3", "4"]
     assert ["\x1b[1m0.1000 at 9" in line for line in figures] == [True, *[False] * 5]
     order = [str(index) for index in range(6)]
-    assert main(["compare", "mine", "--json"]) == 0
-    assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == order
+    assert [run["run"] for run in json_of(capsys, "mine")["runs"]] == order
     assert main(["compare", *(f"mine/{index}" for index in order)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:7]] == order
 
 
 def test_json_and_csv_have_the_same_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "mine/1", "mine", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json_of(capsys, "mine/1", "mine")
     assert value["differ"] == ["seed"]
     assert [run["run"] for run in value["runs"]] == ["1", "0", "2", "3", "4", "5"]
-    assert main(["compare", "mine/1", "mine", "--csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    for row, run in zip(rows, value["runs"], strict=True):
-        assert (row["state"], row["run_dir"], row["seed"]) == (
-            run["state"],
-            run["run_dir"],
-            str(run["values"]["seed"]),
-        )
+    for row, run in zip(rows_of(capsys, "mine/1", "mine"), value["runs"], strict=True):
+        assert (row["state"], row["run_dir"]) == (run["state"], run["run_dir"])
+        assert row["seed"] == str(run["values"]["seed"])
         assert float(row["allocated_s"]) == run["allocated_s"] > 0
 
 
@@ -141,92 +142,72 @@ def differences(capsys: pytest.CaptureFixture[str], *names: str) -> dict[str, li
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", row) for row in rows)}
 
 
-SCRIPT = ["python", "a.py"]
-FUNCTION = ["python", "-m", "trainkit.function"]
+def script(*more: str, env: dict[str, str] | None = None, **config: object) -> dict[str, Any]:
+    if env:
+        config["launch"] = {"env": env}
+    return {"config": config, "command": ["python", "a.py", *more]}
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        # A COMMAND has no keys of the trainer. Keys with their default are no difference.
-        (
-            {"config": {}, "command": SCRIPT},
-            {"config": {"task": "ring.py:Ring", "optimizer": {"lr": 0.01}}},
-            {"COMMAND": ["python a.py", "-"], "optimizer.lr": ["-", "0.01"], "task": ["-", "ring.py:Ring"]},
-        ),
-        (
-            {"config": {}, "command": SCRIPT},
-            {"config": {"seed": 3}, "command": [*SCRIPT, "--lr", "1e-4"]},
-            {"COMMAND": ["python a.py", "python a.py --lr 1e-4"]},
-        ),
-        # The variables of launch.env are keys, and secrets are masked.
-        (
-            {"config": {"launch": {"env": {"A": "1", "API_KEY": "abc123def"}}}, "command": SCRIPT},
-            {"config": {"launch": {"env": {"A": "2"}}}, "command": SCRIPT},
-            {"launch.env.A": ["1", "2"], "launch.env.API_KEY": ["***", "-"]},
-        ),
-        # A value of a trial that is a number as text is shown as it was written.
-        (
-            {"config": {}, "command": FUNCTION, "lr": "1e-4", "device": "a"},
-            {"config": {}, "command": FUNCTION, "lr": 0.0001, "device": "b"},
-            {"device": ["a", "b"]},
-        ),
-        # A config key that takes text has versions, a sweep has numbers.
-        (
-            {"config": {"launch": {"env": {"PYTHON": "3.10", "LR": "1e-1"}}}, "command": SCRIPT},
-            {"config": {"launch": {"env": {"PYTHON": "3.1", "LR": "0.1"}}}, "command": SCRIPT},
-            {"launch.env.PYTHON": ["3.10", "3.1"]},
-        ),
-        (
-            {"config": {}, "command": FUNCTION, "lr": "0.10", "device": "a"},
-            {"config": {}, "command": FUNCTION, "lr": "0.1", "device": "b"},
-            {"device": ["a", "b"]},
-        ),
-        (
-            {"config": {}, "command": FUNCTION, "lr": "1e-4"},
-            {"config": {}, "command": FUNCTION, "width": 3},
-            {"lr": ["1e-4", "-"], "width": ["-", "3"]},
-        ),
-        (
-            {"config": {}, "command": FUNCTION, "run": "007"},
-            {"config": {}, "command": FUNCTION, "run": "7"},
-            {"run": ["007", "7"]},
-        ),
-        (
-            {"config": {}, "command": SCRIPT},
-            {"config": {}, "command": FUNCTION, "lr": 0.1},
-            {"COMMAND": ["python a.py", "-"], "lr": ["-", "0.1"]},
-        ),
-    ],
-)
-def test_runs_of_two_kinds(
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    one: dict[str, Any],
-    other: dict[str, Any],
-    expected: dict[str, list[str]],
-) -> None:
+def function(**values: object) -> dict[str, Any]:
+    return {"config": {}, "command": ["python", "-m", "trainkit.function"], **values}
+
+
+TASK = {"config": {"task": "ring.py:Ring", "optimizer": {"lr": 0.01}}}
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, list[str]]]] = {
+    "a command has no keys of the trainer": (
+        script(),
+        TASK,
+        {"COMMAND": ["python a.py", "-"], "optimizer.lr": ["-", "0.01"], "task": ["-", "ring.py:Ring"]},
+    ),
+    "the words of a command": (
+        script(),
+        script("--lr", "1e-4", seed=3),
+        {"COMMAND": ["python a.py", "python a.py --lr 1e-4"]},
+    ),
+    "variables and secrets": (
+        script(env={"A": "1", "API_KEY": "abc123def"}),
+        script(env={"A": "2"}),
+        {"launch.env.A": ["1", "2"], "launch.env.API_KEY": ["***", "-"]},
+    ),
+    # A config key that takes text has versions, a sweep has numbers.
+    "text that looks like a number": (
+        script(env={"PYTHON": "3.10", "LR": "1e-1"}),
+        script(env={"PYTHON": "3.1", "LR": "0.1"}),
+        {"launch.env.PYTHON": ["3.10", "3.1"]},
+    ),
+    "numbers as text": (
+        function(lr="1e-4", width="0.10", device="a"),
+        function(lr=0.0001, width="0.1", device="b"),
+        {"device": ["a", "b"]},
+    ),
+    "values of one run": (function(lr="1e-4"), function(width=3), {"lr": ["1e-4", "-"], "width": ["-", "3"]}),
+    "names of digits": (function(run="007"), function(run="7"), {"run": ["007", "7"]}),
+    "a command and a function": (
+        script(),
+        function(lr=0.1),
+        {"COMMAND": ["python a.py", "-"], "lr": ["-", "0.1"]},
+    ),
+}
+"""Maps a kind of two runs to the runs and the values that differ."""
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_runs_of_two_kinds(place: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    one, other, expected = DIFFERENCES[kind]
     made(place / "one", **one)
     made(place / "other", **other)
     assert differences(capsys, "one", "other") == expected
-    assert main(["compare", "one", "other", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["differ"] == list(expected)
+    assert json_of(capsys, "one", "other")["differ"] == list(expected)
 
 
 def test_numbers_are_numbers_where_programs_read_them(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index, lr in enumerate(("0.1", "0.01", "1e-3")):
-        made(place / f"run{index}", {}, FUNCTION, lr=lr)
+        made(place / f"run{index}", **function(lr=lr))
     names = [f"run{index}" for index in range(3)]
-    assert main(["compare", *names, "--json"]) == 0
-    assert [run["values"]["lr"] for run in json.loads(capsys.readouterr().out)["runs"]] == [0.1, 0.01, 0.001]
-    assert main(["compare", *names, "--csv"]) == 0
-    assert [row["lr"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
-        "0.1",
-        "0.01",
-        "0.001",
-    ]
+    assert [run["values"]["lr"] for run in json_of(capsys, *names)["runs"]] == [0.1, 0.01, 0.001]
+    assert [row["lr"] for row in rows_of(capsys, *names)] == ["0.1", "0.01", "0.001"]
     assert list(dict.fromkeys(curves(*names)["lr"])) == [0.1, 0.01, 0.001]
     (legend,) = curves(*names).plot().legends
     assert [text.get_text() for text in legend.get_texts()] == ["lr=1e-3", "lr=0.01", "lr=0.1"]  # as typed
@@ -236,8 +217,7 @@ def test_a_bench(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = made_up_bench(place / "bench")
     for item in bench.runs:
         train_made_up(bench.run_dir(item))
-    assert main(["compare", "bench", "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    runs = json_of(capsys, "bench")["runs"]
     assert [run["run_dir"] for run in runs] == [str(bench.run_dir(item).path) for item in bench.runs]
 
 
@@ -304,7 +284,7 @@ def test_repetitions_have_a_mean_and_a_standard_deviation(
     results = {"1e-3": [1.0, 2.0, 3.0], "1e-4": [4.0, 6.0, None]}
     for lr, losses in results.items():
         for seed, loss in enumerate(losses):
-            made(place / f"{lr}-{seed}", {}, FUNCTION, lr=lr, seed=seed)
+            made(place / f"{lr}-{seed}", **function(lr=lr, seed=seed))
             record = {"step": 9, "attempt": 1, "loss": loss}
             with (place / f"{lr}-{seed}" / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
@@ -314,16 +294,13 @@ def test_repetitions_have_a_mean_and_a_standard_deviation(
     assert re.split(r" {2,}", heading) == ["lr", "N", "MEAN ± SD OF LAST LOSS"]
     assert re.split(r" {2,}", first) == ["1e-3", "3", "2.0000 ± 1"]
     assert re.split(r" {2,}", second) == ["1e-4", "2 of 3", "5.0000 ± 1.4"]
-    assert main(["compare", *names, "--metric", "loss", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["repetitions"] == [
+    assert json_of(capsys, *names, "--metric", "loss")["repetitions"] == [
         {"values": {"lr": 1e-3}, "num_runs": 3, "num_results": 3, "mean": 2.0, "sd": 1.0},
         {"values": {"lr": 1e-4}, "num_runs": 3, "num_results": 2, "mean": 5.0, "sd": pytest.approx(2**0.5)},
     ]
-    assert main(["compare", *names, "--metric", "loss", "--csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = rows_of(capsys, *names, "--metric", "loss")
     assert [(row["result_n"], row["result_mean"]) for row in rows] == [("3", "2.0")] * 3 + [("2", "5.0")] * 3
-    assert main(["compare", *names[::3], "--json"]) == 0
-    assert "repetitions" not in json.loads(capsys.readouterr().out)
+    assert "repetitions" not in json_of(capsys, *names[::3])
 
 
 def test_curves_are_shown_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from trainkit.capabilities.report.goodput import NUM_BUCKETS, read_curves
 from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.formats import mask_secrets
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
 from trainkit.run.files import append_jsonl, write_json
@@ -33,15 +32,8 @@ def event(second, attempt, name, **fields):
 
 def step(second, attempt, number, **fields):
     usual = {"loss": 10.0 / number, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 100.0}
-    return {
-        "time": iso(second),
-        "attempt": attempt,
-        "step": number,
-        "step_s": 2.0,
-        "data_wait_s": 0.5,
-        **usual,
-        **fields,
-    }
+    times = {"time": iso(second), "step_s": 2.0, "data_wait_s": 0.5}
+    return {"attempt": attempt, "step": number, **times, **usual, **fields}
 
 
 EVENTS = [
@@ -129,14 +121,8 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
     assert (report.spent["unmeasured"], report.allocated_s, report.goodput) == (8.0, 8.0, None)
     assert "has no metrics." in render_report(report)
     for number in (1, 2):  # the metrics were found in the log of the run
-        record = {
-            "step": number,
-            "time": iso(4 * number),
-            "attempt": 1,
-            "loss": 3.0 - number,
-            "source": "log",
-        }
-        append_jsonl(run.metrics_file, record)
+        record = {"step": number, "time": iso(4 * number), "attempt": 1, "loss": 3.0 - number}
+        append_jsonl(run.metrics_file, {**record, "source": "log"})
     report = report_of(run)
     assert (report.spent["unmeasured"], report.goodput, report.num_records) == (8.0, None, 2)
     of_command = replace(report, status=replace(report.status, command=["python", "train.py"]))
@@ -145,7 +131,7 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
 
 def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    count = NUM_BUCKETS * 100
+    count = NUM_BUCKETS * 20
     lines = [step(20 + number * 2, 1, number, loss=2.0) for number in range(1, count + 1)]
     lines[count // 2]["loss"] = 99.0
     lines[count // 3]["loss"] = None
@@ -166,15 +152,15 @@ def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
 
 
 def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
-    file, count = tmp_path / "metrics.jsonl", NUM_BUCKETS * 50
+    file, count, first = tmp_path / "metrics.jsonl", NUM_BUCKETS * 20, 12_000
     lines = [
-        step(20 + number * 2, 1 + number // 30_000, number, loss=2.0, step_s=1.5)
+        step(20 + number * 2, 1 + number // first, number, loss=2.0, step_s=1.5)
         for number in range(1, count + 1)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     events = [
-        *(event(0, 1, "started"), event(20, 1, "training", step=0), event(60_021, 1, "stopped")),
-        *(event(60_019, 2, "started"), event(60_020, 2, "training", step=29_999)),
+        *(event(0, 1, "started"), event(20, 1, "training", step=0), event(21 + 2 * first, 1, "stopped")),
+        *(event(19 + 2 * first, 2, "started"), event(20 + 2 * first, 2, "training", step=first - 1)),
         event(21 + 2 * count, 2, "finished", state="finished"),
     ]
     whole = read_curves(file, attempts_in(events))
@@ -183,14 +169,14 @@ def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
     part = read_curves(file, attempts_in(events))
     assert part.num_records == pytest.approx(whole.num_records, rel=0.05)
     for number, spent in whole.spent.items():
-        assert part.spent[number] == pytest.approx(spent, abs=300)
+        assert part.spent[number] == pytest.approx(spent, abs=120)
     assert part.series["loss"][2][-1][0] > count - 20
     assert max(len(points) for points in part.series["loss"].values()) < 2 * NUM_BUCKETS
 
 
 def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
     sizes = []
-    for count in (15_000, 60_000):  # both counts have the same number of buckets
+    for count in (3_750, 15_000):  # both counts have the same number of buckets
         run = RunDir(tmp_path / str(count))
         write_run(run, count)
         sizes.append(len(render_report(report_of(run))))
@@ -209,8 +195,6 @@ def test_a_password_is_masked_up_to_the_end_of_its_text_and_an_image_not_at_all(
     text = render_report(report)
     assert image in text
     assert text.count("AKIAIOSFODNN7EXAMPLE") == 1
-    names = json.dumps(["db://a:b", "c@d", "db://a:secret@d"], separators=(",", ":"))
-    assert mask_secrets(names) == '["db://a:b","c@d","db://a:***@d"]'
 
 
 class Page(HTMLParser):
@@ -286,10 +270,16 @@ def report_of_run_without(run, prefix):
     return report_of(run)
 
 
+NOT_ASKED = "nothing: only Slurm jobs request it"
+UNKNOWN = "unknown: not measured"
+BY_CGROUP = "3.0 GiB (peak sampled of the job's control group)"
+BY_PROCESSES = "348.2 MiB (peak sampled of its processes)"
+
+
 @pytest.mark.parametrize(
     ("percents", "used", "following"),
     [
-        ((), "unknown", "unknown: not measured"),
+        ((), "unknown", UNKNOWN),
         ((60, 80), "70 % busy on average", "the same number, because the GPUs were busy"),
         ((60, 79), "70 % busy on average", "before you request more GPUs, find out why these GPUs are idle"),
     ],
@@ -302,42 +292,26 @@ def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, follo
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)
 
 
-NOT_ASKED = "nothing: only Slurm jobs request it"
-MEASURED = "25 % above the peak sampled"
+def sampled(*peaks, by="processes"):
+    return [{"job_mem_gib": peak, "job_mem_by": by} for peak in peaks]
+
+
+def advised(mem):
+    return f"--set resources.mem={mem} (25 % above the peak sampled)"
 
 
 @pytest.mark.parametrize(
     ("slurm", "samples", "used", "following"),
     [
         # A run on this machine requests nothing from Slurm.
-        (
-            None,
-            [{"job_mem_gib": 0.34, "job_mem_by": "processes"}],
-            "348.2 MiB (peak sampled of its processes)",
-            NOT_ASKED,
-        ),
+        (None, sampled(0.34), BY_PROCESSES, NOT_ASKED),
         (None, [], "unknown", NOT_ASKED),
-        ({}, [], "unknown", "unknown: not measured"),
-        ({}, [{"job_mem_gib": None}], "unknown", "unknown: not measured"),
-        (
-            {},
-            [{"job_mem_gib": 3.0, "job_mem_by": "cgroup"}, {"job_mem_gib": 2.0, "job_mem_by": "cgroup"}],
-            "3.0 GiB (peak sampled of the job's control group)",
-            f"--set resources.mem=4G ({MEASURED})",
-        ),
-        (
-            {},
-            [{"job_mem_gib": 0.34, "job_mem_by": "processes"}],
-            "348.2 MiB (peak sampled of its processes)",
-            f"--set resources.mem=1G ({MEASURED})",
-        ),
-        (
-            {},
-            [{"job_mem_gib": 0.0, "job_mem_by": "processes"}],
-            "0 bytes (peak sampled of its processes)",
-            None,
-        ),
-        ({}, [{"job_mem_gib": 1500.0}], "1.5 TiB (peak sampled)", f"--set resources.mem=1875G ({MEASURED})"),
+        ({}, [], "unknown", UNKNOWN),
+        ({}, sampled(None, by=None), "unknown", UNKNOWN),
+        ({}, sampled(3.0, 2.0, by="cgroup"), BY_CGROUP, advised("4G")),
+        ({}, sampled(0.34), BY_PROCESSES, advised("1G")),
+        ({}, sampled(0.0), "0 bytes (peak sampled of its processes)", None),
+        ({}, sampled(1500.0, by=None), "1.5 TiB (peak sampled)", advised("1875G")),
     ],
 )
 def test_advice_on_memory(run, slurm, samples, used, following):

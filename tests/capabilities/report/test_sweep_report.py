@@ -103,10 +103,8 @@ def test_a_result_has_its_digits(value: float | None, text: str) -> None:
 
 
 def test_a_secret_is_masked_before_its_text_is_shortened(tmp_path: Path) -> None:
-    group = made_up_sweep(
-        tmp_path / "mine", {"api_key": ["sk-0123456789abcdefghijkl", "sk-abcdefghij0123456789"]}
-    )
-    text = render_sweep(report_of(group))
+    keys = ["sk-0123456789abcdefghijkl", "sk-abcdefghij0123456789"]
+    text = render_sweep(report_of(made_up_sweep(tmp_path / "mine", {"api_key": keys})))
     assert "sk-0" not in text
     assert "sk-a" not in text
 
@@ -146,15 +144,14 @@ def test_many_curves_are_thinned_out_and_rows_are_limited(
 
 def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 100_001)) + '{"step": 9'
-    )
+    lines = (f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 20_001))
+    file.write_text("".join(lines) + '{"step": 9')
     steps = [record.step for record in sample_records(file)]
     assert steps[0] == 1
-    assert steps[-1] == 100_000
+    assert steps[-1] == 20_000
     assert len(steps) == NUM_SAMPLES
     assert steps == sorted(steps)
-    assert max(after - before for before, after in itertools.pairwise(steps)) < 2000
+    assert max(after - before for before, after in itertools.pairwise(steps)) < 400
     assert sample_records(tmp_path / "missing") == []
     os.mkfifo(tmp_path / "pipe")
     assert sample_records(tmp_path / "pipe") == []  # instead of waiting for a writer
@@ -197,6 +194,8 @@ def test_the_page_says_how_many_runs_have_diverged(tmp_path: Path) -> None:
     group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, num_steps=2)
     write_metrics(group.run(0), {"loss": [1.0, None]})
     assert "finished, 1 of them diverged." in render_sweep(report_of(group))
+    write_metrics(group.run(1), {"loss": [1.0, None]})
+    assert "no results yet" in render_sweep(report_of(group))
 
 
 def data_of(chart: Chart) -> list[dict[str, Any]]:
@@ -234,16 +233,14 @@ def test_a_seed_that_diverges_ends_the_mean_of_its_trial(tmp_path: Path) -> None
     write_metrics(group.run(1), {"loss": [3.0, None, None]})
     charts, names = _curve_charts(report_of(group))
     assert [line["y"] for line in data_of(charts[0])] == [[3, None]]
-    assert [label.text for label in charts[0].crosses] == ["seed=1, 2: not finite from 2"] or charts[
-        0
-    ].crosses
+    assert len(charts[0].crosses) == 1
     assert names == []
 
 
 @pytest.mark.parametrize(
     ("axes", "kinds"),
     [
-        ({"optimizer.lr": [0.1, 0.2]}, ["", " best"]),
+        ({"optimizer.lr": [0.1, 0.2]}, ["", ""]),
         ({"optimizer.lr": [0.1, 0.2], "optimizer.name": ["adamw", "sgd"]}, ["", "d1", "", "d1"]),
         ({"optimizer.name": ["a", "b", "c"]}, ["", "", ""]),
     ],
@@ -251,10 +248,7 @@ def test_a_seed_that_diverges_ends_the_mean_of_its_trial(tmp_path: Path) -> None
 def test_a_color_is_one_key_and_a_dash_the_others(
     tmp_path: Path, axes: dict[str, list[Any]], kinds: list[str]
 ) -> None:
-    report = report_of(made_up_sweep(tmp_path / "mine", axes, num_steps=2))
-    _, names = _curve_charts(report)
-    assert [item.kind.replace("best", "").strip() for item in names] == [
-        kind.replace("best", "").strip() for kind in kinds
-    ]
+    _, names = _curve_charts(report_of(made_up_sweep(tmp_path / "mine", axes, num_steps=2)))
+    assert [item.kind.replace("best", "").strip() for item in names] == kinds
     assert sum("best" in item.kind for item in names) == 1
     assert len({item.style for item in names}) == len(next(iter(axes.values())))

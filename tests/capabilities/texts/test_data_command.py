@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from dataset_content import content_of
 
 import trainkit
 from tests.support.programs import run_program
 from tests.support.runs import train
 from tests.support.said import said
+from trainkit.cli.main import main
 from trainkit.errors import EXIT_FAILED, EXIT_OK
 
 
@@ -27,68 +29,66 @@ def environ():
     return os.environ | {"PYTHONPATH": str(Path(trainkit.__file__).parents[1])}
 
 
-def trainkit_data(*args, cwd):
-    return run_program(sys.executable, "-m", "trainkit", "data", *args, cwd=cwd, env=environ())
+@pytest.fixture
+def data(tmp_path, monkeypatch, capsys):
+    """Return a function that runs `trainkit data`, and returns its exit code, its output and its errors."""
+    monkeypatch.chdir(tmp_path)
 
+    def run(*args):
+        code = main(["data", *args])
+        return code, *capsys.readouterr()
 
-def content_of(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return run
 
 
 def write_rows(path, number):
     path.write_text("".join(json.dumps({"text": f"row {i} " * 20}) + "\n" for i in range(number)))
 
 
-def test_prepare_prints_the_folder_and_says_the_rest(tmp_path):
-    done = trainkit_data("prepare", "stdlib", "--out", "shards", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (EXIT_OK, "shards\n")
-    assert "257 tokens, <eos> marks" in done.stderr
-    again = trainkit_data("prepare", "stdlib", "--out", "shards", "--json", cwd=tmp_path)
-    value = json.loads(again.stdout)
+def test_prepare_prints_the_folder_and_says_the_rest(data):
+    code, out, err = data("prepare", "stdlib", "--out", "shards")
+    assert (code, out) == (EXIT_OK, "shards\n")
+    assert "257 tokens, <eos> marks" in err
+    value = json.loads(data("prepare", "stdlib", "--out", "shards", "--json")[1])
     assert value["was_there"]
     assert value["num_tokens"]["val"] > 10_000
     assert value["tokenizer"]["eos_id"] == 256
 
 
-@pytest.mark.slow
-def test_examples_of_the_help_run_as_they_stand(tmp_path):
+@pytest.mark.slow(seconds=8)
+def test_examples_of_the_help_run_as_they_stand(tmp_path, data):
     (tmp_path / "runs").mkdir()
     train(tmp_path / "runs/small", ["train.steps=3"])
     for command in ([], ["prepare"], ["validate"], ["show"]):
-        shown = trainkit_data(*command, "-h", cwd=tmp_path)
-        examples = shown.stdout.split("Examples:\n")[1].strip().splitlines()
-        for example in examples:
+        _, shown, _ = data(*command, "-h")
+        for example in shown.split("Examples:\n")[1].strip().splitlines():
             program, group, *args = example.split()
-            assert (program, group) == ("trainkit", "data")
-            done = trainkit_data(*args, cwd=tmp_path)
-            assert done.returncode == EXIT_OK, done.stderr
+            assert (program, group, data(*args)[0]) == ("trainkit", "data", EXIT_OK), example
 
 
-def test_validate_lists_problems_on_stdout(tmp_path):
+def test_validate_lists_problems_on_stdout(tmp_path, data):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{bad\n\n{"body": "x"}\n')
-    done = trainkit_data("validate", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == EXIT_FAILED
-    lines = done.stdout.splitlines()
+    code, out, err = data("validate", "a.jsonl")
+    assert code == EXIT_FAILED
+    lines = out.splitlines()
     assert [line.split(": ")[0] for line in lines[:-1]] == ["a.jsonl:2", "a.jsonl:4"]
     said(lines[-1])
-    said(done.stderr)
-    value = json.loads(trainkit_data("validate", "a.jsonl", "--json", cwd=tmp_path).stdout)
+    said(err)
+    value = json.loads(data("validate", "a.jsonl", "--json")[1])
     assert [problem["line"] for problem in value["problems"]] == [2, 4]
     assert value["files"][0]["documents"] == 1
     assert value["files"][0]["first_empty"] == [3]
 
 
-def test_validate_a_prepared_folder(tmp_path):
+def test_validate_a_prepared_folder(tmp_path, data):
     write_rows(tmp_path / "a.jsonl", 100)
-    trainkit_data("prepare", "a.jsonl", "--out", "shards", cwd=tmp_path)
-    assert trainkit_data("validate", "shards", cwd=tmp_path).returncode == EXIT_OK
+    data("prepare", "a.jsonl", "--out", "shards")
+    assert data("validate", "shards")[0] == EXIT_OK
     shard = tmp_path / "shards" / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
-    done = trainkit_data("validate", "shards", cwd=tmp_path)
-    assert done.returncode == EXIT_FAILED
-    said(done.stdout)
+    code, out, _ = data("validate", "shards")
+    assert code == EXIT_FAILED
+    said(out)
 
 
 def test_help_needs_nothing_heavy():
@@ -151,16 +151,16 @@ def num_records(folder):
 def test_killed_at_random_times_and_finished(tmp_path):
     (tmp_path / "small_units.py").write_text(PREPARE_IN_SMALL_UNITS)
     (tmp_path / "texts").mkdir()
-    write_rows(tmp_path / "texts" / "a.jsonl", 60_000)
-    (tmp_path / "texts" / "b.txt").write_text("line of text\r\n" * 300_000)
+    write_rows(tmp_path / "texts" / "a.jsonl", 12_000)
+    (tmp_path / "texts" / "b.txt").write_text("line of text\r\n" * 60_000)
     assert start_prepare(tmp_path, "expected", 1).wait(300) == 0
     expected = content_of(tmp_path / "expected")
-    assert len(expected) > 200
+    assert len(expected) > 40
 
     randomness, num_killed = random.Random(0), 0
-    for attempt in range(8):
+    for attempt in range(5):
         process = start_prepare(tmp_path, "out", 1 + attempt % 3)
-        goal = num_records(tmp_path / "out") + randomness.randrange(25)
+        goal = num_records(tmp_path / "out") + randomness.randrange(8)
         while num_records(tmp_path / "out") < goal and process.poll() is None:
             time.sleep(0.001)
         time.sleep(randomness.random() * 0.02)
@@ -181,7 +181,7 @@ def test_killed_at_random_times_and_finished(tmp_path):
 def test_workers_die_with_a_killed_prepare(tmp_path):
     (tmp_path / "small_units.py").write_text(SLOWLY)
     (tmp_path / "texts").mkdir()
-    write_rows(tmp_path / "texts" / "a.jsonl", 200_000)
+    write_rows(tmp_path / "texts" / "a.jsonl", 40_000)
     process = start_prepare(tmp_path, "out", 2)
     while len(processes_in(tmp_path)) < 3:
         assert process.poll() is None
@@ -194,12 +194,11 @@ def test_workers_die_with_a_killed_prepare(tmp_path):
     assert processes_in(tmp_path) == set()
 
 
-def test_full_disk_exits_1(tmp_path):
+def test_full_disk_exits_1(tmp_path, data):
     """A limit on file sizes simulates a full disk, because the kernel refuses further writes."""
     write_rows(tmp_path / "a.jsonl", 3000)
     shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
     done = run_program("bash", "-c", shell, cwd=tmp_path, env=environ())
     assert done.returncode == EXIT_FAILED
     said(done.stderr)
-    said(done.stderr)
-    assert trainkit_data("prepare", "a.jsonl", "--out", "out", cwd=tmp_path).returncode == EXIT_OK
+    assert data("prepare", "a.jsonl", "--out", "out")[0] == EXIT_OK

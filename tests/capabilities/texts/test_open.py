@@ -55,19 +55,17 @@ def test_whatever_decides_about_tokens_has_a_cache_of_its_own(data_config, tmp_p
     assert ensure_prepared(data_config(source=source, seq_len=99, num_workers=0)) == folders[-1]
 
 
-def test_validation_is_optional(data_config, tmp_path):
-    (tmp_path / "a.txt").write_text("hello world\n" * 100)
-    assert has_validation(data_config(source=str(tmp_path / "a.txt")))
-    without = data_config(source=str(tmp_path / "a.txt"), val_fraction=0.0)
+def test_validation_is_optional(data_config, a_txt):
+    assert has_validation(data_config(source=str(a_txt)))
+    without = data_config(source=str(a_txt), val_fraction=0.0)
     assert not has_validation(without)
     with pytest.raises(UsageError, match=r"val split of .* has 0 tokens"):
         open_dataset(without, 16, "val")
 
 
-def test_prepared_folder_is_used_as_it_is(data_config, tmp_path, tokenizer_json):
-    (tmp_path / "a.txt").write_text("hello world\n" * 100)
+def test_prepared_folder_is_used_as_it_is(data_config, tmp_path, tokenizer_json, a_txt):
     folder = tmp_path / "shards"
-    prepare(DatasetSpec((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), folder)
+    prepare(DatasetSpec((str(a_txt),), tokenizer=str(tokenizer_json)), folder)
     before = content_of(folder)
     data = open_dataset(data_config(source=str(folder)), 16, "train")
     assert data.tokenizer.kind == "tokenizer.json"
@@ -76,16 +74,14 @@ def test_prepared_folder_is_used_as_it_is(data_config, tmp_path, tokenizer_json)
     assert not (tmp_path / "cache").exists()
 
 
-def test_prepared_folder_of_another_tokenizer(data_config, tmp_path, tokenizer_json):
-    (tmp_path / "a.txt").write_text("hello world\n" * 100)
-    prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "shards")
+def test_prepared_folder_of_another_tokenizer(data_config, tmp_path, tokenizer_json, a_txt):
+    prepare(DatasetSpec((str(a_txt),)), tmp_path / "shards")
     with pytest.raises(UsageError, match="is not the tokenizer of"):
         ensure_prepared(data_config(source=str(tmp_path / "shards"), tokenizer=str(tokenizer_json)))
 
 
-def test_default_cache_is_the_users(data_config, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("hello\n" * 100)
-    config = data_config(source=str(tmp_path / "a.txt"), cache_dir=None)
+def test_default_cache_is_the_users(data_config, tmp_path, monkeypatch, a_txt):
+    config = data_config(source=str(a_txt), cache_dir=None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert ensure_prepared(config).parent == tmp_path / "xdg" / "trainkit" / "data"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -100,9 +96,8 @@ def test_cache_that_cannot_be_written(data_config, tmp_path):
     assert "data.cache_dir" in caught.value.hint
 
 
-def test_what_a_killed_prepare_left_is_used(data_config, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("hello\n" * 100)
-    config = data_config(source=str(tmp_path / "a.txt"))
+def test_what_a_killed_prepare_left_is_used(data_config, tmp_path, monkeypatch, a_txt):
+    config = data_config(source=str(a_txt))
     monkeypatch.setattr("trainkit.capabilities.texts.prepare.run_unit", lambda folder, unit: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ensure_prepared(config)
@@ -135,9 +130,8 @@ def test_many_processes_at_once(data_config, tmp_path):
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 1
 
 
-def test_shards_that_another_rank_checks(data_config, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("hello world\n" * 100)
-    config = data_config(source=str(tmp_path / "a.txt"), val_fraction=0.5)
+def test_shards_that_another_rank_checks(data_config, monkeypatch, a_txt):
+    config = data_config(source=str(a_txt), val_fraction=0.5)
     folder = ensure_prepared(config)
     looked_at = []
     real = Path.stat
@@ -152,12 +146,11 @@ def test_shards_that_another_rank_checks(data_config, tmp_path, monkeypatch):
     }
 
 
-def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_path, monkeypatch):
+def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_path, monkeypatch, a_txt):
     (tmp_path / "server").mkdir()
-    (tmp_path / "a.txt").write_text("hello world\n" * 100)
     first, other = tmp_path / "first", tmp_path / "other"
     with nfs_clients(tmp_path / "server", first, other):
-        config = data_config(source=str(tmp_path / "a.txt"), cache_dir=str(first))
+        config = data_config(source=str(a_txt), cache_dir=str(first))
         key = cache_key(dataset_spec(config), find_inputs(dataset_spec(config)), identify(config.tokenizer))
         assert not is_dataset(other / key)
         assert ensure_prepared(config) == first / key

@@ -120,9 +120,8 @@ def test_units_that_are_done_are_not_done_again(tmp_path, monkeypatch):
     assert ran == sorted(set(ran))
 
 
-def test_same_inputs_again_do_nothing(tmp_path):
-    (tmp_path / "a.txt").write_text("hello\n" * 100)
-    spec = DatasetSpec((str(tmp_path / "a.txt"),))
+def test_same_inputs_again_do_nothing(tmp_path, a_txt):
+    spec = DatasetSpec((str(a_txt),))
     assert not prepare(spec, tmp_path / "out")[1]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert prepare(spec, tmp_path / "out")[1]
@@ -148,12 +147,11 @@ def test_folder_with_another_dataset_is_left_alone(tmp_path, changes, text, mess
     assert content_of(folder) == before
 
 
-def test_folder_with_something_else_is_left_alone(tmp_path):
-    (tmp_path / "a.txt").write_text("hello\n")
+def test_folder_with_something_else_is_left_alone(tmp_path, a_txt):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match=r"it contains thesis\.tex"):
-        made(tmp_path, tmp_path / "a.txt")
+        made(tmp_path, a_txt)
     assert content_of(tmp_path / "out") == {"thesis.tex": b"years of work"}
 
 
@@ -274,21 +272,19 @@ def test_cut_off_gzip_and_no_text_at_all(tmp_path):
         made(tmp_path, tmp_path / "a.jsonl", name="other")
 
 
-def test_a_dataset_can_be_shared(tmp_path):
-    (tmp_path / "a.txt").write_text("hello\n")
-    folder = made(tmp_path, tmp_path / "a.txt")
+def test_a_dataset_can_be_shared(tmp_path, a_txt):
+    folder = made(tmp_path, a_txt)
     modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert len(modes) == 1
     record = json.loads((folder / "dataset.json").read_text())
     assert str(tmp_path) not in json.dumps(record)
 
 
-def test_second_prepare_into_a_folder_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("hello")
+def test_second_prepare_into_a_folder_is_refused(tmp_path, a_txt):
     (tmp_path / "out" / WORK_FOLDER).mkdir(parents=True)
     refused = pytest.raises(UsageError, match="another process is preparing")
     with exclusive(tmp_path / "out" / WORK_FOLDER / "lock"), refused:
-        prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "out")
+        prepare(DatasetSpec((str(a_txt),)), tmp_path / "out")
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch):

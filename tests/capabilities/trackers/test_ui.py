@@ -40,6 +40,14 @@ def _execv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "other_people", lambda: [])
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Return a run in TensorBoard and in MLflow."""
+    run = make_attempt(tmp_path / "run", ["logging.mlflow=true"]).run
+    run.tensorboard_dir.mkdir()
+    return run
+
+
 def start(*argv: str) -> list[str]:
     with pytest.raises(Started) as started:
         main(["--debug", "ui", *argv])
@@ -47,20 +55,16 @@ def start(*argv: str) -> list[str]:
     return found
 
 
-def test_tensorboard(tmp_path, capfd):
-    run = make_attempt(tmp_path / "run").run
-    run.tensorboard_dir.mkdir()
+def test_tensorboard(run, tmp_path, capfd):
     port = free_port()
     argv = start(str(run.path), "--port", str(port))
     place = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", "--host", "127.0.0.1"]
     assert argv[0] == sys.executable
     assert argv[3:] == [*place, "--port", str(port)]
     (tmp_path / "tensorboard.py").write_text("print('of a stranger')")
-    shown = run_program(*argv[:3], "--help", cwd=tmp_path)
-    assert "--logdir" in shown.stdout
-    assert "stranger" not in shown.stdout
-    with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as page:
-        assert page.stderr.readline().startswith("TensorBoard ")  # nothing is printed before the address
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(argv, cwd=tmp_path, text=True, **pipes) as page:
+        assert page.stdout.readline().startswith("TensorBoard ")  # nothing is printed before the address
         page.kill()
     url, ssh = capfd.readouterr().out.splitlines()
     assert url == f"http://127.0.0.1:{port}"
@@ -140,8 +144,6 @@ def script(folder: Path) -> RunDir:
 
 
 def test_the_metrics_of_a_script_are_shown_under_their_names(tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run = script(tmp_path / "mine")
     before = sorted(run.path.rglob("*"))
@@ -149,14 +151,17 @@ def test_the_metrics_of_a_script_are_shown_under_their_names(tmp_path, monkeypat
     folder = Path(argv[argv.index("--logdir") + 1])
     monkeypatch.setattr(board, "Thread", lambda **values: SimpleNamespace(start=lambda: None))
     board.follow(str(folder))
-    found = EventAccumulator(str(folder / "mine"))
-    found.Reload()
-    assert sorted(found.Tags()["scalars"]) == ["own", "train/acc"]
-    assert [(event.step, event.value) for event in found.Scalars("train/acc")] == [(1, 0.25), (2, 0.5)]
+    assert scalars_of(folder / "mine") == {"own": [(2, 3.0)], "train/acc": [(1, 0.25), (2, 0.5)]}
     assert sorted(run.path.rglob("*")) == before
-    run_program(*argv[:3], "--logdir", str(folder), "--help", cwd=tmp_path)
-    assert not folder.exists()
-    assert run.metrics_file.is_file()
+
+
+def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    names = found.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in names}
 
 
 def test_new_records_of_a_script_are_added(tmp_path):
@@ -165,36 +170,24 @@ def test_new_records_of_a_script_are_added(tmp_path):
     update()
     append_jsonl(run.metrics_file, {"step": 4, "train/acc": 1.0})
     update()
-    assert scalars_of(run.path, "train/acc") == [(1, 0.25), (2, 0.5), (4, 1.0)]
-
-
-def scalars_of(folder: Path, name: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return [(event.step, event.value) for event in found.Scalars(name)]
+    assert scalars_of(run.path)["train/acc"] == [(1, 0.25), (2, 0.5), (4, 1.0)]
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_a_resumed_script_has_one_curve(tmp_path, attempt):
-    run = make_attempt(tmp_path / "run").run
+    file = RunDir(tmp_path).metrics_file
     for step in (1, 2, 3, 4):
-        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "acc": 0.0})
-        # a second record of the same step
-        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "val": 0.0})
-    for step in (3, 4):
-        append_jsonl(run.metrics_file, {"step": step, "attempt": attempt, "acc": 1.0})
-    board._writer(run.metrics_file)()
-    assert scalars_of(run.path, "acc") == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
+        append_jsonl(file, *({"step": step, "attempt": 1, name: 0.0} for name in ("acc", "val")))
+    append_jsonl(file, *({"step": step, "attempt": attempt, "acc": 1.0} for step in (3, 4)))
+    board._writer(file)()
+    assert scalars_of(tmp_path)["acc"] == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
 
 
 def test_a_number_that_is_too_large_for_a_step(tmp_path):
-    run = make_attempt(tmp_path / "run").run
-    for step in (1, 2**63, -(2**63), 2**53, 2):
-        append_jsonl(run.metrics_file, {"step": step, "acc": 0.5})
-    board._writer(run.metrics_file)()
-    assert scalars_of(run.path, "acc") == [(1, 0.5), (2, 0.5)]
+    file = RunDir(tmp_path).metrics_file
+    append_jsonl(file, *({"step": step, "acc": 0.5} for step in (1, 2**63, -(2**63), 2**53, 2)))
+    board._writer(file)()
+    assert scalars_of(tmp_path) == {"acc": [(1, 0.5), (2, 0.5)]}
 
 
 def test_a_script_that_starts_later_is_added(tmp_path, monkeypatch, capsys):
@@ -223,7 +216,7 @@ def test_a_script_that_starts_later_is_added(tmp_path, monkeypatch, capsys):
     append_jsonl(group.run(2).metrics_file, {"step": 1, "acc": 0.5})
     append_jsonl(group.run(1).metrics_file, {"step": 6, "acc": 0.25})
     board._update(updates, warned)
-    assert scalars_of(later, "acc") == [(1, 0.5)]
+    assert scalars_of(later) == {"acc": [(1, 0.5)]}
     said(capsys.readouterr().err)
 
 
@@ -254,9 +247,8 @@ def test_mlflow_of_a_group_that_has_not_started(tmp_path, capfd):
     said(capfd.readouterr().err)
 
 
-def test_mlflow(tmp_path, monkeypatch):
+def test_mlflow(run, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    run = make_attempt(tmp_path / "run", ["logging.mlflow=true"]).run
     argv = start(str(run.path), "--tool", "mlflow", "--port", str(free_port()))
     assert f"sqlite:///{tmp_path}/mlflow/mlflow.db" in argv
     assert argv[argv.index("--host") + 1] == "127.0.0.1"
@@ -276,9 +268,7 @@ def test_nothing_to_show(tmp_path, capfd, tool, logging):
     said(capfd.readouterr().err)
 
 
-def test_a_port_in_use(tmp_path, capfd):
-    run = make_attempt(tmp_path / "run").run
-    run.tensorboard_dir.mkdir()
+def test_a_port_in_use(run, capfd):
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -290,9 +280,7 @@ def test_a_port_in_use(tmp_path, capfd):
 @pytest.mark.parametrize(
     "people", [["ann"], ["ann", "bob", "cem", "dia", "eve"], None], ids=["one", "five", "unknown"]
 )
-def test_a_page_that_others_could_open(tmp_path, capfd, monkeypatch, tool, people):
-    run = make_attempt(tmp_path / "run", ["logging.mlflow=true"]).run
-    run.tensorboard_dir.mkdir()
+def test_a_page_that_others_could_open(run, capfd, monkeypatch, tool, people):
     monkeypatch.setattr(options, "other_people", lambda: people)
     argv = [str(run.path), "--tool", tool, "--port", str(free_port())]
     assert main(["ui", *argv]) == 2
@@ -302,9 +290,7 @@ def test_a_page_that_others_could_open(tmp_path, capfd, monkeypatch, tool, peopl
     assert start(*argv, "--yes")
 
 
-def test_a_page_has_own_temporary_files(tmp_path, monkeypatch):
-    run = make_attempt(tmp_path / "run").run
-    run.tensorboard_dir.mkdir()
+def test_a_page_has_own_temporary_files(run, tmp_path, monkeypatch):
     (shared := tmp_path / "tmp").mkdir()
     shared.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(shared))
@@ -316,8 +302,7 @@ def test_a_page_has_own_temporary_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tool", command.PORTS)
-def test_not_installed(tmp_path, capfd, monkeypatch, tool):
-    run = make_attempt(tmp_path / "run").run
+def test_not_installed(run, capfd, monkeypatch, tool):
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["ui", str(run.path), "--tool", tool]) == 2
     assert f"`{install_line(tool)}`\n" in capfd.readouterr().err

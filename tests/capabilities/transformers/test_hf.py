@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
+from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
@@ -34,12 +37,10 @@ def libraries() -> None:
 
 
 COMMON = (
-    "train.steps=4",
-    "train.eval_every=2",
-    "train.grad_clip=0.5",
-    "optimizer.lr=0.003",
+    *("train.steps=4", "train.eval_every=2", "train.grad_clip=0.5", "optimizer.lr=0.003"),
     "data.tokenizer=bytes",
 )
+UNEVALUATED = (*COMMON, "train.steps=2", "train.eval_every=null", "checkpoint.best_metric=null")
 LORA = "model.lora={r: 4, target_modules: [q_proj, v_proj]}"
 
 
@@ -58,15 +59,16 @@ def test_every_layout_of_both_implementations_has_the_same_curve(
     theirs, ours = of(folder), of(folder, "llama")
     cases = [
         Case("alone", 1, {}, theirs),
-        Case("ddp", 2, {"dp_replicate": 2}, theirs),
         Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}, theirs),
-        Case("hsdp", 4, {"dp_shard": 2, "dp_replicate": 2}, theirs),
         Case("ours", 1, {}, ours),
-        Case("ours-fsdp-cp", 4, {"dp_shard": 2, "cp": 2}, ours),
-        Case("ours-tp-pp", 4, {"tp": 2, "pp": 2}, ours),
+        Case("ours-tp", 2, {"tp": 2}, ours),
+        Case("ours-pp", 2, {"pp": 2}, ours),
     ]
-    if kind == "qwen2":  # Qwen2's tied weight is sharded and split differently
-        cases = [case for case in cases if case.name in ("alone", "fsdp", "ours", "ours-tp-pp")]
+    if kind == "llama":
+        cases += [
+            Case("ddp", 2, {"dp_replicate": 2}, theirs),
+            Case("ours-cp", 2, {"cp": 2}, ours),
+        ]
     run_cases(tmp_path, cases, (*COMMON, "train.steps=2"), keep_labels=True)
     found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
     assert max(found.values()) < 1e-5, found
@@ -77,34 +79,28 @@ def test_every_layout_of_both_implementations_has_the_same_curve(
 def test_a_rank_reads_its_own_shard(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     size = (folder / "model.safetensors").stat().st_size
-    cases = [
-        Case("theirs", 4, {"dp_shard": 4}, of(folder)),
-        Case("ours", 4, {"dp_shard": 4}, of(folder, "llama")),
-    ]
-    run_cases(tmp_path, cases, COMMON, function=train_counted)
-    for case in cases:
-        for rank in range(4):
-            num_bytes = read_json(tmp_path / case.name / f"read-{rank}.json")["bytes"]
-            assert num_bytes <= 1.2 * size / 4, (case.name, rank, num_bytes, size)
+    names = {"theirs": "transformers", "ours": "llama"}
+    cases = [Case(name, 2, {"dp_shard": 2}, of(folder, names[name])) for name in names]
+    run_cases(tmp_path, cases, COMMON, function=build_counted)
+    for name, rank in product(names, range(2)):
+        num_bytes = read_json(tmp_path / name / f"read-{rank}.json")
+        assert num_bytes <= 1.2 * size / 2, (name, rank, num_bytes, size)
 
 
-def train_counted(rank: int, attempt: AttemptDir) -> None:
+def build_counted(rank: int, attempt: AttemptDir) -> None:
     """Build the trainer of a rank, and count the bytes that it reads from files below the model's folder."""
-    counted = {"bytes": 0}
-    read = StoredWeights.read
+    num_bytes, read = 0, StoredWeights.read
 
     def counting(self: StoredWeights, name: str, index: object = ()) -> torch.Tensor:
+        nonlocal num_bytes
         before = _bytes_read()
         value = read(self, name, index)  # type: ignore[arg-type]
-        counted["bytes"] += _bytes_read() - before
+        num_bytes += _bytes_read() - before
         return value
 
-    StoredWeights.read = counting  # type: ignore[method-assign]
-    try:
+    with patch.object(StoredWeights, "read", counting):
         close(make_trainer(rank, attempt, keep_labels=True))
-    finally:
-        StoredWeights.read = read  # type: ignore[method-assign]
-    write_json(attempt.run.path / f"read-{rank}.json", counted)
+    write_json(attempt.run.path / f"read-{rank}.json", num_bytes)
 
 
 def _bytes_read() -> int:
@@ -117,7 +113,6 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     lora = (*of(folder), LORA)
     cases = [
         Case("whole", 1, {}, lora),
-        Case("ddp", 2, {"dp_replicate": 2}, lora),
         Case("fsdp", 2, {"dp_shard": 2}, lora),
         Case("parts", 2, {"dp_shard": 2}, (*lora, "train.stop_at_step=2")),
     ]
@@ -135,32 +130,13 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     # most of the rest is overhead of the format
     assert num_bytes < (folder / "model.safetensors").stat().st_size / 2
 
-    tokens = torch.arange(24).view(1, -1) * 7 % 257
-    run = tmp_path / "fsdp"
-    export_run(run, tmp_path / "adapters")
-    export_run(run, tmp_path / "merged", merge=True)
-    assert {item.name for item in (tmp_path / "adapters").iterdir()} >= {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
-    with torch.no_grad():
-        expected = adapted(input_ids=tokens).logits
-    merged = logits_of(tmp_path / "merged", tokens)
-    assert (merged - expected).abs().max() < 1e-5
-    assert (merged - logits_of(folder, tokens)).abs().max() > 1e-4
-
 
 @pytest.mark.parametrize("architecture", ["llama", "transformers"])
 def test_an_export_has_the_logits_of_the_run(
     tmp_path: Path, architecture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=True)
-    options = (*COMMON, "train.eval_every=null", "checkpoint.best_metric=null", *of(folder, architecture))
+    options = (*UNEVALUATED, *of(folder, architecture))
     run_cases(tmp_path, [Case("run", 2, {"dp_shard": 2})], options, keep_labels=True)
     out = tmp_path / "exported"
     if architecture == "llama":
@@ -170,27 +146,12 @@ def test_an_export_has_the_logits_of_the_run(
         assert "model.safetensors" in checked("ckpt-export", capsys.readouterr().out)["files"]
     tokens = torch.arange(48).view(2, -1) * 5 % 257
     assert (logits_of(out, tokens) - logits_of(folder, tokens)).abs().max() > 1e-3  # the weights were trained
-
-    # The other implementation loads the trained weights and trains for no step.
-    other = "transformers" if architecture == "llama" else "llama"
-    expected = trained_logits(tmp_path / "run", tokens, options)
-    assert (logits_of(out, tokens) - expected).abs().max() < 1e-5
-    again = (*options[:-3], *of(out, other), "train.steps=1")
-    run_cases(tmp_path, [Case("other", 1, {}, again)], (), keep_labels=True)
-    first = trained_logits(tmp_path / "other", tokens, again, initial=True)
-    assert (first - expected).abs().max() < 1e-5
+    assert (logits_of(out, tokens) - trained_logits(tmp_path / "run", tokens, options)).abs().max() < 1e-5
 
 
-def trained_logits(
-    run: Path, tokens: torch.Tensor, options: tuple[str, ...], initial: bool = False
-) -> torch.Tensor:
-    """Return the logits of a run's newest checkpoint, or of its initial weights, computed by one process."""
-    from trainkit.trainer.models.decoder import Decoder
-
-    folder = run if not initial else run.with_name(f"{run.name}-initial")
-    attempt = make_attempt(
-        folder, ["data.seq_len=32", *[item for item in options if "steps" not in item], "train.steps=4"], 1
-    )
+def trained_logits(run: Path, tokens: torch.Tensor, options: tuple[str, ...]) -> torch.Tensor:
+    """Return the logits of a run's newest checkpoint, computed by one process."""
+    attempt = make_attempt(run, ["data.seq_len=32", *options, "train.steps=4"], 1)
     trainer = make_trainer(0, attempt, keep_labels=True)
     [part] = trainer.built.model_parts
     part.eval()
@@ -257,7 +218,7 @@ def test_adapters_start_finite_and_at_the_model(tmp_path: Path, lora: str) -> No
         assert (logits - logits_of(folder, TOKENS)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_other_models_start_with_their_weights(tmp_path: Path, kind: str) -> None:
     sizes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "n_embd": 64, "n_layer": 2, "n_head": 2}
     folder = save_model(tmp_path / "model", kind, **sizes, num_local_experts=4)
@@ -302,10 +263,7 @@ def test_samples_longer_than_the_table_of_positions_are_refused(tmp_path: Path) 
         ("{r: 4, ensure_weight_tying: true}", "model.lora.ensure_weight_tying is set"),
         ("{r: 4, target_modules: [q_proj, v_prj]}", "model.lora.target_modules has v_prj, which matches no "),
         ("{r: 4, use_dora: true, target_modules: [v_prj]}", "model.lora.target_modules has v_prj, which "),
-        (
-            "{r: 4, target_modules: '.*v_prj'}",
-            "model.lora.target_modules has .*v_prj, which matches no module",
-        ),
+        ("{r: 4, target_modules: '.*v_prj'}", "model.lora.target_modules has .*v_prj, which matches "),
         ("{r: 4, target_modules: '*v'}", "model.lora does not fit "),
         ("{r: 4, target_modules: [self_attn]}", "model.lora does not fit "),
     ],
@@ -329,13 +287,22 @@ def test_adapters_for_existing_modules_are_no_problem(tmp_path: Path) -> None:
             assert definite_problem(config_of(folder, lora)) is None, lora
 
 
-def test_files_that_do_not_fit_their_config_are_found_by_submit(tmp_path: Path) -> None:
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_config_that_does_not_fit_is_found_by_submit(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "intermediate_size": 128}))
+    change_config(folder, intermediate_size=128)
     problem = definite_problem(config_of(folder))
     assert problem.key == "model.hf"
     assert "has shape [96, 64], but its config.json implies [128, 64]" in problem.message
+    change_config(folder, hidden_act="nothing")
+    problem = definite_problem(config_of(folder))
+    assert f"{problem.key} {problem.message}".startswith(f"model.hf is {folder}, but ")
+    with pytest.raises(TrainkitError, match=rf"^model\.hf is {folder}, but build_model\(\) failed: KeyError"):
+        whole_model(folder)
 
 
 def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
@@ -353,20 +320,9 @@ def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) 
     assert (logits_in(whole_model(folder), TOKENS) - logits_of(folder, TOKENS)).abs().max() < 1e-5
 
 
-def test_a_model_that_cannot_be_built_is_named_as_such(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", num_hidden_layers=2)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "hidden_act": "nothing"}))
-    problem = definite_problem(config_of(folder))
-    assert f"{problem.key} {problem.message}".startswith(f"model.hf is {folder}, but ")
-    with pytest.raises(TrainkitError, match=rf"^model\.hf is {folder}, but build_model\(\) failed: KeyError"):
-        whole_model(folder)
-
-
 @pytest.mark.parametrize(
     "lora",
     [
-        "{r: 4, target_modules: [q_proj, v_proj]}",
         "{r: 4, target_modules: [embed_tokens, v_proj]}",
         "{r: 4, target_modules: [q_proj], modules_to_save: [lm_head]}",
     ],
@@ -375,8 +331,7 @@ def test_adapters_are_exported_without_reading_the_model(
     tmp_path: Path, lora: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_model(tmp_path / "model")
-    options = (*COMMON, "train.eval_every=null", "checkpoint.best_metric=null", *of(folder))
-    run_cases(tmp_path, [Case("run", 1, {}, (*options, f"model.lora={lora}"))], ())
+    run_cases(tmp_path, [Case("run", 1, {}, (*UNEVALUATED, *of(folder), f"model.lora={lora}"))], ())
     [checkpoint] = published(RunDir(tmp_path / "run").checkpoints_dir)[-1:]
     config = RunDir(tmp_path / "run").attempt(1).config_file
     read, names = StoredWeights.read, []
@@ -418,16 +373,11 @@ def test_damaged_weights_are_found_by_submit(tmp_path: Path) -> None:
 def test_a_run_resumes_with_the_same_model_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     options = (
-        *of(folder),
-        LORA,
-        *COMMON,
-        "train.stop_at_step=2",
-        "model.num_layers=null",
-        "model.num_kv_heads=null",
+        *(*of(folder), LORA, *COMMON, "train.stop_at_step=1"),
+        *("model.num_layers=null", "model.num_kv_heads=null"),
     )
     run_cases(tmp_path, [Case("run", 1, {})], options)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    change_config(folder, rms_norm_eps=0.1)
     attempt = make_attempt(tmp_path / "run", ["data.seq_len=32", *options, "train.stop_at_step=null"], 1)
 
     def refuse(self: StoredWeights, name: str, index: object = ()) -> torch.Tensor:

@@ -79,6 +79,14 @@ def test_damaged_samples_and_ends_show_as_unknown(tmp_path: Path) -> None:
     assert view_lines(view, Size(80))
 
 
+@pytest.mark.parametrize("name", ["job.json", "plan.json", "config.yaml", "attempts/001/end.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"attempts": 3}', "\x00\xff"])
+def test_a_damaged_file_of_the_run(name: str, content: str, tmp_path: Path) -> None:
+    run = watched_runs.finished(tmp_path / "run")
+    (run.path / name).write_bytes(content.encode("latin-1"))
+    assert view_lines(view_of(run), Size(80))
+
+
 def test_samples_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     made = Watched(tmp_path / "run", attempts=2, nodes=1).job().metrics(1, 10).health()
     (made.run.path / "health" / "node009.jsonl").write_text(f'{{"time": "{ago(1)}", "attempt": 1}}\n')
