@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import fill, small_disk
+from tests.support.disks import fill, flip, small_disk
 from tests.support.runs import (
     events,
     fork_workers,
@@ -47,9 +47,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, whole: Path) -> None:
     train(run, [*OPTIONS, "train.stop_at_step=5"], 2, expect=75)
     files = sorted((checkpoints(run) / "step-00000005").glob("*.distcp"))
     assert len(files) == 2
-    data = bytearray(files[1].read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    files[1].write_bytes(data)
+    flip(files[1])
     attempt = train(run, OPTIONS, 2)
     [event] = events(run, "checkpoint_rejected")
     assert (event["step"], event["set_aside"]) == (5, "step-00000005.rejected")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
+from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.said import said
@@ -63,12 +64,6 @@ def rejections(run: RunDir) -> list[tuple[int, str]]:
         for event in read_jsonl(run.events_file)
         if event["event"] == "checkpoint_rejected"
     ]
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
 
 
 def rewrite(manifest: Path, **changes: Any) -> None:

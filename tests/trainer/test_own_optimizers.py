@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -19,7 +20,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.support import own_steps
-from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
+from tests.support.parity import Case, curve, run_cases, run_chain, saved_tensors, worst_difference
 from tests.support.runs import fork_workers, log_text, make_attempt, run_ranks, train, wait_for, wait_until
 from tests.support.said import said
 from tests.support.tasks import write_tutorial
@@ -58,12 +59,15 @@ def same_everywhere(one: Path, other: Path) -> None:
     assert states[0] == states[1]
 
 
+def whole_and_cut(case: Case, step: int) -> list[Case]:
+    """Return a case, and the same case with the name ``cut-NAME`` in two attempts."""
+    again = replace(case, name=f"cut-{case.name}")
+    return [case, replace(again, overrides=(*case.overrides, f"train.stop_at_step={step}")), again]
+
+
 @pytest.mark.slow
 def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
-    run_cases(tmp_path, LAYOUTS, COMMON)
-    for stop in (("train.stop_at_step=4",), ()):
-        cut = [Case(f"cut-{case.name}", case.num_procs, case.parallel, stop) for case in LAYOUTS]
-        run_cases(tmp_path, cut, COMMON)
+    run_cases(tmp_path, [run for case in LAYOUTS for run in whole_and_cut(case, 4)], COMMON)
     for case in LAYOUTS:
         same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
     found = logged(tmp_path / "alone")
@@ -82,11 +86,7 @@ def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None:
     common = (*COMMON, "task_args.every=2", "precision.dtype=bf16", "checkpoint.best_metric=g_loss")
-    alone, ddp, fsdp = LAYOUTS
-    run_cases(tmp_path, [alone], common)
-    for number, case in enumerate((fsdp, alone, ddp), 1):
-        stop = (f"train.stop_at_step={2 * number}",) if number < 3 else ()
-        run_cases(tmp_path, [Case("chain", case.num_procs, case.parallel, stop)], common)
+    run_chain(tmp_path, [(2, {"dp_shard": 2}), (1, {}), (2, {"dp_replicate": 2})], common)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
     records = read_jsonl(RunDir(tmp_path / "alone").attempt(1).rank_record(0))
     turns = [(record["step"], record["turn"], record["optimizer"]) for record in records]
@@ -97,17 +97,16 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_killed_after_any_step(tmp_path: Path) -> None:
-    """The run gets SIGKILL right after each checkpoint was published."""
+def test_killed_after_a_save(tmp_path: Path) -> None:
+    """The run gets SIGKILL right after a checkpoint was published by an asynchronous save."""
     options = [TASK, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0", "parallel.dp_shard=2"]
     train(tmp_path / "whole", options, 2)
     run = RunDir(tmp_path / "killed")
-    for step in (1, 3, 4):
-        workers = fork_workers(make_attempt(run.path, options, 2), 2)
-        wait_until(lambda step=step: any(item.step >= step for item in published(run.checkpoints_dir)))
-        for worker in workers:
-            worker.kill()
-        wait_for(workers)
+    workers = fork_workers(make_attempt(run.path, options, 2), 2)
+    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
+    for worker in workers:
+        worker.kill()
+    wait_for(workers)
     train(run.path, options, 2)
     same_everywhere(tmp_path / "whole", run.path)
 
@@ -145,10 +144,7 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
         cases.append(Case(Path(file).stem, 1, {}, (f"task={tmp_path / task}",)))
     assert len(cases) == len(EXAMPLES)
     common = ("train.steps=4", "train.eval_every=2", "optimizer.lr=1e-3")
-    run_cases(tmp_path, cases, common)
-    for stop in (("train.stop_at_step=2",), ()):
-        cut = [Case(f"cut-{case.name}", 1, {}, case.overrides) for case in cases]
-        run_cases(tmp_path, cut, (*common, *stop))
+    run_cases(tmp_path, [run for case in cases for run in whole_and_cut(case, 2)], common)
     for case in cases:
         same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
         assert len({loss for _, loss, *_ in curve(tmp_path / case.name)}) == 4

@@ -1,6 +1,7 @@
 """Tests that checkpoint files are hashed, read without running code, and can start another run."""
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 
 from tests.support import tasks
+from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.parity import Case, run_cases
 from tests.support.runs import log_text, train
@@ -142,15 +144,9 @@ def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-FILE = Path(tasks.__file__)
-PHASE_1 = ["train.steps=4", "train.eval_every=4", "checkpoint.every_steps=4", "optimizer.lr=0.01"]
-PHASE_2 = ["train.steps=2", "train.eval_every=2", "train.eval_at_start=true"]
-LAYOUTS = [
-    Case("alone", 1, {}),
-    Case("fsdp", 2, {"dp_shard": 2}),
-    Case("tp", 2, {"tp": 2}),
-    Case("pp", 2, {"pp": 2}),
-]
+PHASE_2 = ["train.steps=1", "train.eval_every=1", "train.eval_at_start=true"]
+PHASE_1 = [*PHASE_2, "train.steps=4", "train.eval_every=4", "optimizer.lr=0.01"]
+SHARD = Case("phase-1", 2, {"dp_shard": 2})
 
 
 def val_losses(folder: Path) -> list[float]:
@@ -160,23 +156,30 @@ def val_losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["causal_lm", f"{FILE}:Classify"])
-def test_phase_2_begins_where_phase_1_ended(tmp_path: Path, task: str) -> None:
-    own = [f"task={task}"]
-    run_cases(tmp_path, [Case("phase-1", 2, {"dp_shard": 2})], [*PHASE_1, *own])
-    layouts = LAYOUTS if task == "causal_lm" else LAYOUTS[:2]
-    run_cases(tmp_path, layouts, [*PHASE_2, *own, f"model.init_from={tmp_path / 'phase-1'}"])
-    last = val_losses(tmp_path / "phase-1")[-1]
+@pytest.mark.parametrize(
+    ("task", "layouts"),
+    [
+        ("causal_lm", [Case("alone", 1, {}), Case("tp", 2, {"tp": 2}), Case("pp", 2, {"pp": 2})]),
+        (f"{tasks.__file__}:Classify", [Case("fsdp", 2, {"dp_shard": 2})]),
+    ],
+    ids=["built-in", "own"],
+)
+def test_phase_2_begins_where_phase_1_ended(tmp_path: Path, task: str, layouts: list[Case]) -> None:
+    own = f"task={task}"
+    run_cases(tmp_path, [SHARD], [*PHASE_1, own])
+    run_cases(tmp_path, layouts, [*PHASE_2, own, f"model.init_from={tmp_path / 'phase-1'}"])
+    first, *_, last = val_losses(tmp_path / "phase-1")
+    assert abs(first - last) > 1e-3
     for case in layouts:
         assert val_losses(tmp_path / case.name)[0] == pytest.approx(last, rel=1e-5), case.name
-    run_cases(tmp_path, [Case("new", 1, {})], [*PHASE_2, *own])
-    assert abs(val_losses(tmp_path / "new")[0] - last) > 1e-3
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    train(tmp_path / "first", ["train.steps=2", "checkpoint.every_steps=1"])
-    return tmp_path / "first"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that no test changes."""
+    run = tmp_path_factory.mktemp("saved") / "first"
+    train(run, ["train.steps=2", "checkpoint.every_steps=1"])
+    return run
 
 
 def test_what_fits_and_what_does_not(saved: Path) -> None:
@@ -205,11 +208,8 @@ def loaded_with(*overrides: str) -> LoadedConfig:
 
 
 def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
-    newest = published(RunDir(saved).checkpoints_dir)[-1].path
-    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    newest = shutil.copytree(published(RunDir(saved).checkpoints_dir)[-1].path, tmp_path / "step-00000002")
+    flip(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size))
     with pytest.raises(FatalError, match="is damaged: "):
         load_initial_weights({}, ModelConfig(init_from=str(newest)), ALONE)
     with pytest.raises(FatalError, match="has no intact checkpoint"):
@@ -223,9 +223,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
 
 def test_a_resume_does_not_start_again(saved: Path, tmp_path: Path) -> None:
     """The run then has checkpoints itself, and uses them."""
-    source = tmp_path / "moved"
-    saved.rename(source)
-    options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={source}"]
+    options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={saved}"]
     attempt = train(tmp_path / "second", [*options, "train.stop_at_step=2"], expect=75)
     assert "initialized from" in log_text(attempt)
     again = train(tmp_path / "second", options)
