@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow(seconds=4), pytest.mark.xdist_group("layouts")]
 
 def test_compiled_on_one_process(tmp_path: Path) -> None:
     """The compiler must handle recomputation, and a later attempt uses the compiled code."""
-    common = ["train.steps=4", "train.eval_every=2", "model.dropout=0.1", "model.tie_embeddings=true"]
+    common = ["train.steps=4", "model.num_layers=1", "model.dropout=0.1", "model.tie_embeddings=true"]
     train(tmp_path / "eager", common)
     options = [*common, "parallel.compile=true", "parallel.activation_checkpointing=selective"]
     for stop, code in (("2", 75), ("null", 0)):
@@ -52,7 +52,8 @@ def test_another_host_gets_what_is_compiled(
         cache = CompileCache(run)
         if len(found) < 2:
             cache.load()
-        torch.compile(torch.nn.Linear(2, 2))(torch.ones(2, requires_grad=True)).sum().backward()
+        with torch.no_grad():
+            torch.compile(torch.nn.Linear(2, 2))(torch.ones(2))
         cache.save()
         found.append((cache.source(), run.compiled_file.stat().st_mtime_ns))
     sources, times_ns = zip(*found, strict=True)
