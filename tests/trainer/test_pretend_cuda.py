@@ -43,8 +43,8 @@ pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.smoke, pytest.mark.xdist_
 
 MAIN = "MainThread"
 COMMON = (
-    *("parallel.compile=false", "train.steps=4", "train.eval_every=3", "train.eval_batches=1"),
-    *("train.global_batch_size=8", "train.device_batch_size=4"),
+    *("parallel.compile=false", "train.steps=3", "train.eval_every=3", "train.eval_batches=1"),
+    *("train.global_batch_size=8", "train.device_batch_size=4", "model.num_layers=1"),
     *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
 )
 SMALL = "train.device_batch_size=2"
@@ -73,14 +73,14 @@ LAYOUTS = {
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
-    "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", SMALL)),
+    "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", "train.steps=4", SMALL)),
     "replicate": Layout(
         2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=10", "precision.tf32=true", SMALL)
     ),
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false", "train.deterministic=true")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
     "cp-exact": Layout(2, ("parallel.cp=2", BF16, "train.deterministic=true"), tolerance=5e-4),
-    "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
+    "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}", "model.num_layers=2")),
     "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true", SMALL)),
     "task": Layout(2, (TASK, "parallel.dp_shard=2", "data.num_workers=1", SMALL)),
 }
