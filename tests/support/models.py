@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.config.training import ModelConfig
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.trainer.build import init_parameters
+from trainkit.trainer.causal_lm import IGNORE_LABEL
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.torch_private import join_fake_world
@@ -37,6 +39,12 @@ def tokens(batch: int = 2, length: int = SEQ_LEN, seed: int = 0) -> Tensor:
 
 def sample_keys(batch: int = 2) -> Tensor:
     return torch.arange(7, 7 + batch, dtype=torch.int32)
+
+
+def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
+    )
 
 
 @contextmanager

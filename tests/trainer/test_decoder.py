@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, tokens
+from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, nll_sum, sample_keys, tokens
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import PRESETS, num_params
 from trainkit.plan.step_work import loss_chunks
@@ -172,13 +172,6 @@ def test_all_blocks_share_one_compiled_graph(
     torch.testing.assert_close(*gradients)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-
-
-def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = logits.float().flatten(0, 1)
-    return torch.nn.functional.cross_entropy(
-        logits, labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
-    )
 
 
 @pytest.mark.parametrize(("chunks", "is_tied"), [(2, False), (5, True)])

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models import ALONE, nano, sample_keys, tokens
+from tests.support.models import ALONE, nano, nll_sum, sample_keys, tokens
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.trainer.causal_lm import Microbatch
@@ -100,10 +99,6 @@ def test_blocks_multiply_in_float8(rowwise: bool) -> None:
     assert (exact - rounded).norm() < 0.1 * exact.norm()
     rounded.square().mean().backward()
     assert all(param.grad is not None for param in low.parameters())
-
-
-def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 class Head(nn.Module):

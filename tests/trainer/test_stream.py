@@ -4,7 +4,7 @@ import copy
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests.support import tasks
-from tests.support.parity import Case, curve, run_cases, worst_difference
+from tests.support.parity import Case, curve, run_cases, run_chain, worst_difference
 from tests.support.ranks import ForkedWorker
 from tests.support.runs import (
     fork_workers,
@@ -171,53 +171,39 @@ def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
     assert first.stream.state == {"at": 3}, "before the last sample of the step"
 
 
-class Raising(Letters):
-    def __iter__(self) -> Iterator[Any]:
-        return map({}.__getitem__, ["column"])
+class Reads(StatefulLetters):
+    """A stream that is read by a function of the stream."""
 
-
-class RaisingState(StatefulLetters):
-    def state_dict(self) -> dict[str, Any]:
-        raise KeyError("at")
-
-
-class TensorState(StatefulLetters):
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": torch.ones(1)}
-
-
-class TupleState(StatefulLetters):
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": (1, 2)}
-
-
-class Consumed(Letters):
-    """A stream that continues when it should start again."""
+    def __init__(self, read: Callable[[Any], Iterator[Any]], fingerprint: str | None = None) -> None:
+        super().__init__()
+        self.read = read
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
 
     def __iter__(self) -> Iterator[Any]:
-        while self.at < self.count:
-            self.at += 1
-            yield self.at
+        return self.read(self)
 
 
-class ConsumedInAnEpoch(Consumed):
-    fingerprint = "own"
+class HasState(StatefulLetters):
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.state_dict = state  # type: ignore[method-assign]
 
 
-class Empty(Letters):
-    fingerprint = "own"
+def go_on(stream: Letters) -> Iterator[int]:
+    """Continue when the stream should start again."""
+    while stream.at < stream.count:
+        stream.at += 1
+        yield stream.at
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
-
-MISTAKES = {
-    "tensor": (TensorState(), TaskError),
-    "tuple": (TupleState(), TaskError),
-    "raises": (RaisingState(), RuntimeError),
-    "consumed": (Consumed(), TaskError),
-    "consumed in an epoch": (ConsumedInAnEpoch(), TaskError),
-    "empty": (Empty(), TaskError),
+MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
+    "tensor": (HasState(lambda: {"at": torch.ones(1)}), TaskError),
+    "tuple": (HasState(lambda: {"at": (1, 2)}), TaskError),
+    "raises": (HasState(lambda: {}["at"]), RuntimeError),
+    "consumed": (Reads(go_on), TaskError),
+    "consumed in an epoch": (Reads(go_on, "own"), TaskError),
+    "empty": (Reads(lambda _: iter(()), "own"), TaskError),
 }
 
 
@@ -237,7 +223,7 @@ def neutral(error: Any) -> str:
 STARTS: dict[str, tuple[Any, list[str]]] = {
     "iterator": (iter([1, 2]), []),
     "empty": (Letters(0), []),
-    "raises": (Raising(), []),
+    "raises": (Reads(lambda _: map({}.__getitem__, ["column"])), []),
     "epochs": (Letters(), ["train.epochs=2", "train.steps=null"]),
 }
 
@@ -293,44 +279,38 @@ def test_the_stream_of_the_docs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-@pytest.mark.parametrize("stateful", ["true", "false"])
-def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path, stateful: str) -> None:
+def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path) -> None:
     """The kill comes in the third epoch, while a process reads ahead, two steps after the checkpoint."""
-    options = [
-        *(*STREAM, f"task_args.stateful={stateful}", "task_args.dropout=0.2"),
-        *("train.steps=10", "checkpoint.every_steps=4", "checkpoint.async=false"),
-    ]
-    train(tmp_path / "whole", options, 2)
-    run = tmp_path / "run"
-    attempt = make_attempt(run, [*options, "task_args.blocks_at=110"], 2)
-    with ranks(attempt, 2):
-        wait_until(lambda: len(losses(run)) == 6)
-    assert newest_step(run) == 4
-    attempt = train(run, options, 2)
-    assert losses(run) == losses(tmp_path / "whole")
-    assert samples_seen(run) == list(range(16, 161, 16))
-    reads_over = "skipping 26 samples of epoch 1 of the stream" in log_text(attempt)
-    assert reads_over is (stateful == "false"), log_text(attempt)
+    common = [*STREAM, "task_args.dropout=0.2", "train.steps=10"]
+    common += ["checkpoint.every_steps=4", "checkpoint.async=false"]
+    train(tmp_path / "whole", common, 2)
+    for stateful in ("true", "false"):
+        run = tmp_path / stateful
+        options = [*common, f"task_args.stateful={stateful}"]
+        attempt = make_attempt(run, [*options, "task_args.blocks_at=110"], 2)
+        with ranks(attempt, 2):
+            wait_until(lambda run=run: len(losses(run)) == 6)
+        assert published(RunDir(run).checkpoints_dir)[-1].step == 4
+        attempt = train(run, options, 2)
+        assert losses(run) == losses(tmp_path / "whole")
+        assert samples_seen(run) == list(range(16, 161, 16))
+        reads_over = "skipping 26 samples of epoch 1 of the stream" in log_text(attempt)
+        assert reads_over is (stateful == "false"), log_text(attempt)
 
 
 @pytest.mark.slow
 def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> None:
     """The curve equals the curve of the same samples as map-style data in their order."""
-    same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=8", "data.shuffle=false")]
+    same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=6", "data.shuffle=false")]
     map_style = [f"task={FILE}:Classify", *same]
     run_cases(tmp_path, [Case("map-style", 1, {})], map_style)
-    links = [(2, {"dp_replicate": 2}), (1, {}), (2, {"dp_shard": 2}), (1, {})]
-    for index, (num_procs, parallel) in enumerate(links, 1):
-        stop = ("data.num_workers=1", *((f"train.stop_at_step={2 * index}",) if index < 4 else ()))
-        cases = [
-            Case(name, num_procs, parallel, (*stop, f"task_args.stateful={name == 'stateful'}".lower()))
-            for name in ("stateful", "read-over")
-        ]
-        run_cases(tmp_path, cases, [f"task={FILE}:ClassifyStream", *same])
-    run_cases(tmp_path, [Case("alone", 1, {})], [f"task={FILE}:ClassifyStream", *same])
-    assert curve(tmp_path / "alone") == curve(tmp_path / "map-style")
+    links: list[tuple[int, dict[str, object]]] = [(2, {"dp_replicate": 2}), (1, {}), (2, {"dp_shard": 2})]
     for name in ("stateful", "read-over"):
-        assert worst_difference(tmp_path / name, tmp_path / "map-style") < 1e-5, name
+        own = f"task_args.stateful={name == 'stateful'}".lower()
+        (tmp_path / name).mkdir()
+        run_chain(tmp_path / name, links, [f"task={FILE}:ClassifyStream", *same, own, "data.num_workers=1"])
+        assert curve(tmp_path / name / "alone") == curve(tmp_path / "map-style")
+        assert worst_difference(tmp_path / name / "chain", tmp_path / "map-style") < 1e-5, name
 
 
 @pytest.mark.slow
@@ -352,7 +332,3 @@ def ranks(attempt: AttemptDir, num_procs: int) -> Iterator[list[ForkedWorker]]:
         for worker in workers:
             worker.kill()
             worker.wait()
-
-
-def newest_step(run: Path) -> int:
-    return published(RunDir(run).checkpoints_dir)[-1].step
