@@ -32,9 +32,7 @@ FILES = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "def mai
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # another test has imported the module
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_starts_as_its_docstring_says(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_starts_as_its_docstring_says(file, monkeypatch, capsys):
     found = COMMAND.search(file.read_text())
     *module, name = shlex.split(found[1])
     assert file.stem in name
@@ -49,7 +47,7 @@ def test_starts_as_its_docstring_says(
     assert "usage:" in capsys.readouterr().out
 
 
-def test_what_its_functions_import_exists() -> None:
+def test_what_its_functions_import_exists():
     missing = []
     for file in (ROOT / "benchmarks").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -62,7 +60,7 @@ def test_what_its_functions_import_exists() -> None:
     assert missing == []
 
 
-def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
+def test_the_fault_campaign_knows_why_trainkit_gives_up():
     """The campaign takes these reasons for a stop because failures are more frequent than checkpoints."""
     flight = (ROOT / "benchmarks" / "flight.py").read_text()
     decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
@@ -72,7 +70,7 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
     assert [reason for reason in found if reason not in decision] == []
 
 
-def test_a_replayed_queue_is_fifo_with_backfill() -> None:
+def test_a_replayed_queue_is_fifo_with_backfill():
     first, second = Job(0, 6, 6, 10.0, 9.0), Job(1, 8, 8, 5.0, 5.0)
     waits = Replay(8, [first, second], Request("8", MOST, 72.0), 2.0).play()
     assert (waits.wait_h, waits.num_jobs, waits.node_hours) == (12.0, 1, 8 * (WORK_H + 5 / 60))
@@ -86,7 +84,7 @@ def test_a_replayed_queue_is_fifo_with_backfill() -> None:
     assert grown.result_h < WORK_H + 9
 
 
-def test_without_a_gpu() -> None:
+def test_without_a_gpu():
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = run_program(sys.executable, "-m", "benchmarks.gpu", cwd=ROOT, env=environ)
     assert done.returncode == 2
@@ -94,9 +92,7 @@ def test_without_a_gpu() -> None:
     assert "hint: " in done.stderr
 
 
-def test_what_a_python_lacks_is_one_line_to_copy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_python_lacks_is_one_line_to_copy(monkeypatch, capsys):
     found = {"torch": "2.11.0", "gpus": 1, "python": "3.12.3", "missing": ["pydantic", "xdist"]}
     monkeypatch.setattr(gpu, "inspect", lambda environ: found)
     monkeypatch.setattr(sys, "argv", ["gpu"])
@@ -117,7 +113,7 @@ ROWS: dict[str, dict[str, list[Any]]] = {
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("part", ROWS)
-def test_a_part_on_a_cpu(tmp_path: Path, part: str) -> None:
+def test_a_part_on_a_cpu(tmp_path, part):
     if part == "hugging-face":
         need("transformers")
     try:
@@ -133,9 +129,7 @@ def test_a_part_on_a_cpu(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_record_of_the_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_record_of_the_parts(tmp_path, monkeypatch, capfd):
     asked = ["gpu", "--device", "cpu", "--memory-gib", "80", "--out", str(tmp_path), "--only"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(sys, "argv", [*asked, "context", "profile"])
@@ -157,7 +151,7 @@ def test_the_record_of_the_parts(
     assert (again["context"]["rows"], again["context"]["problem"]) == ([], "0 minutes were over")
 
 
-def test_the_large_model_is_the_largest_that_fits(tmp_path: Path) -> None:
+def test_the_large_model_is_the_largest_that_fits(tmp_path):
     found = [choose("large", Bench("cuda", tmp_path, round(0.92 * gib * 2**30))) for gib in (141, 79, 60, 16)]
     chosen = [choice and (choice.case.preset, choice.recompute) for choice in found]
     assert chosen == [("8b", "selective"), ("3b", "none"), ("3b", "full"), None]
@@ -176,6 +170,6 @@ def test_the_large_model_is_the_largest_that_fits(tmp_path: Path) -> None:
     ],
     ids=lambda argv: argv[0],
 )
-def test_a_part_of_what_is_tried_of_commands(argv: list[str]) -> None:
+def test_a_part_of_what_is_tried_of_commands(argv):
     done = run_program(sys.executable, "-m", f"benchmarks.{argv[0]}", *argv[1:], cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """Tests training with running averages in 8 bits: exact resume and a change of layout."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.parity import run_chain, worst_difference
@@ -22,7 +20,7 @@ FP16 = ["precision.dtype=fp16", "precision.init_loss_scale=4e6", "precision.loss
         pytest.param(1, FP16, id="fp16 that overflows"),
     ],
 )
-def test_resumes_bit_for_bit(tmp_path: Path, num_procs: int, options: list[str]) -> None:
+def test_resumes_bit_for_bit(tmp_path, num_procs, options):
     options = [EIGHT_BIT, *options, "model.dropout=0.1", "train.steps=8"]
     attempt = train(tmp_path / "whole", options, num_procs)
     assert ("skipped" in log_text(attempt)) == ("precision.dtype=fp16" in options)
@@ -32,7 +30,7 @@ def test_resumes_bit_for_bit(tmp_path: Path, num_procs: int, options: list[str])
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_a_chain_of_layouts(tmp_path: Path) -> None:
+def test_a_chain_of_layouts(tmp_path):
     """Tensor parallelism shards columns, and both ends of a pipeline have the tied embedding."""
     links: list[tuple[int, dict[str, object]]] = [
         (4, {"tp": 2, "dp_shard": 2}),
@@ -44,7 +42,7 @@ def test_a_chain_of_layouts(tmp_path: Path) -> None:
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused(tmp_path):
     train(tmp_path / "run", ["train.steps=2", "train.stop_at_step=1", EIGHT_BIT], expect=75)
     attempt = train(tmp_path / "run", ["train.steps=2", "optimizer.name=adamw"], expect=78)
     message = read_json(attempt.rank_error(0))["message"]

@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.slow
-def test_layouts(tmp_path: Path) -> None:
+def test_layouts(tmp_path):
     common = [
         f"model.architecture={FILE}:Gpt",
         "model.tie_embeddings=true",
@@ -49,7 +49,7 @@ def test_layouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nowhere.py:Gpt", f"{FILE}:Nothing", f"{FILE}:Mlp"], ids=["file", "class", "kind"]
 )
-def test_what_is_none(name: str) -> None:
+def test_what_is_none(name):
     with pytest.raises(TrainkitError) as error:
         load_architecture(name)
     assert error.value.exit_code == EXIT_NO_RESTART
@@ -79,9 +79,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_the_data_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_refused_before_the_data_is_prepared(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(causal_lm, "open_dataset", lambda *args: pytest.fail("the data was opened"))
     settings, code = REFUSED[case]
@@ -94,7 +92,7 @@ def test_refused_before_the_data_is_prepared(
 
 
 @pytest.mark.parametrize("is_tied", ["true", "false"])
-def test_every_layout_is_supported(is_tied: str) -> None:
+def test_every_layout_is_supported(is_tied):
     for schedule in ("1f1b", "zbv"):
         settings = ["parallel.cp=2", "parallel.pp=2", f"parallel.pp_schedule={schedule}"]
         settings += [f"model.architecture={FILE}:Gpt", f"model.tie_embeddings={is_tied}"]
@@ -102,9 +100,7 @@ def test_every_layout_is_supported(is_tied: str) -> None:
         refuse_unsupported_layout(config, gpt.Gpt)
 
 
-def test_a_run_has_the_code_that_it_was_submitted_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_the_code_that_it_was_submitted_with(tmp_path, monkeypatch):
     """`launch/test_snapshot.py` tests which file of a copy a path names."""
     run, code = RunDir(tmp_path / "run"), tmp_path / "run" / "code"
     code.mkdir(parents=True)
@@ -125,7 +121,7 @@ class Forgetful(gpt.Gpt):
     }
 
 
-def test_a_plan_with_a_gap_is_refused() -> None:
+def test_a_plan_with_a_gap_is_refused():
     with torch.device("meta"):
         model = Forgetful(nano_shape(), SEQ_LEN)
     with fake_mesh() as mesh, pytest.raises(TrainkitError) as caught:

@@ -85,9 +85,7 @@ def union(position: int, dp_size: int, **changes: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("position", [0, 16, 40, 1000])
 @pytest.mark.parametrize("end_position", [None, 1010])
 @pytest.mark.parametrize("dp_size", [2, 4, 8])
-def test_ranks_together_read_what_one_process_reads(
-    position: int, dp_size: int, end_position: int | None
-) -> None:
+def test_ranks_together_read_what_one_process_reads(position, dp_size, end_position):
     expected = union(position, 1, end_position=end_position)
     found = union(position, dp_size, end_position=end_position)
     for name, value in expected.items():
@@ -95,7 +93,7 @@ def test_ranks_together_read_what_one_process_reads(
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_rows_stand_at_consecutive_positions(shuffle: bool) -> None:
+def test_rows_stand_at_consecutive_positions(shuffle):
     rows = union(32, 2, shuffle=shuffle)
     wanted = sample_index(np.arange(32, 48), 50, seed=3, shuffle=shuffle)
     assert (rows["tokens"][:, 0] // 1000).tolist() == wanted.tolist()
@@ -103,7 +101,7 @@ def test_rows_stand_at_consecutive_positions(shuffle: bool) -> None:
     assert torch.equal(rows["labels"][:, -1], rows["tokens"][:, -1] + 1)
 
 
-def test_a_step_crosses_the_end_of_an_epoch() -> None:
+def test_a_step_crosses_the_end_of_an_epoch():
     ids = [(union(start, 1)["tokens"][:, 0] // 1000).tolist() for start in range(0, 112, 16)]
     flat = [index for step in ids for index in step]
     assert sorted(flat[:50]) == list(range(50)), "each sample once an epoch"
@@ -113,7 +111,7 @@ def test_a_step_crosses_the_end_of_an_epoch() -> None:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("left", [1, 2, 3, 15, 16])
-def test_the_end_of_the_data_is_padded_masked_and_counted(dp_size: int, left: int) -> None:
+def test_the_end_of_the_data_is_padded_masked_and_counted(dp_size, left):
     steps = [source(rank, dp_size, end_position=96 + left).steps_at(96, 1)[0] for rank in range(dp_size)]
     assert {step.num_samples for step in steps} == {left}
     assert sum(step.num_tokens for step in steps) == left * SEQ_LEN
@@ -126,14 +124,14 @@ def test_the_end_of_the_data_is_padded_masked_and_counted(dp_size: int, left: in
     assert (labels[left:] == IGNORE_LABEL).all()
 
 
-def test_beyond_the_end_there_is_nothing_to_count() -> None:
+def test_beyond_the_end_there_is_nothing_to_count():
     batches = PrefetchedBatches(source(end_position=20), 16, num_workers=0)
     assert next(batches).num_samples == 4
     empty = next(batches)
     assert (empty.num_samples, empty.num_tokens) == (0, 0)
 
 
-def test_sample_keys_depend_on_seed_and_position_only() -> None:
+def test_sample_keys_depend_on_seed_and_position_only():
     keys = union(48, 1)["sample_keys"]
     assert torch.equal(union(48, 1, shuffle=False)["sample_keys"], keys)
     assert torch.equal(union(48, 4, dataset=NumberedSamples(7))["sample_keys"], keys)
@@ -142,14 +140,14 @@ def test_sample_keys_depend_on_seed_and_position_only() -> None:
     assert keys.dtype == torch.int32
 
 
-def test_sample_keys_are_promises() -> None:
+def test_sample_keys_are_promises():
     assert source().steps_at(0, 1)[0].microbatches[0].sample_keys.tolist() == [-1330467478, -1561825288]
     assert source().steps_at(2**40, 1)[0].microbatches[0].sample_keys.tolist() == [-1939650490, -363037967]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 4])
 @pytest.mark.parametrize("end_position", [None, 150])
-def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | None) -> None:
+def test_read_ahead_equals_read_directly(num_workers, end_position):
     direct = source(1, 2, end_position=end_position)
     batches = PrefetchedBatches(direct, 16, num_workers)
     for number, batch in enumerate(islice(batches, 9)):
@@ -157,7 +155,7 @@ def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | N
     batches.close()
 
 
-def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch):
     monkeypatch.setattr(batches_module, "MAX_STEPS_PER_READ", 1)
 
     class Broken(NumberedSamples):
@@ -174,7 +172,7 @@ def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 4])
-def test_close_in_the_middle_leaves_no_thread(num_workers: int) -> None:
+def test_close_in_the_middle_leaves_no_thread(num_workers):
     before = set(threading.enumerate())
     batches = PrefetchedBatches(source(), 0, num_workers)
     next(batches)
@@ -187,7 +185,7 @@ def test_close_in_the_middle_leaves_no_thread(num_workers: int) -> None:
         assert not thread.is_alive()
 
 
-def test_reads_ahead_while_nobody_waits() -> None:
+def test_reads_ahead_while_nobody_waits():
     class Counting(NumberedSamples):
         reads = 0
         enough = threading.Event()
@@ -215,7 +213,7 @@ class NumberedTask:
 
 
 @pytest.mark.parametrize(("dp", "device_batch_size"), [(1, 4), (2, 4), (16, 2)])
-def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch_size: int) -> None:
+def test_a_validation_has_the_same_samples_on_every_layout(dp, device_batch_size):
     task = NumberedTask({"device_batch_size": device_batch_size, "global_batch_size": 4, "eval_batches": 3})
     plan = SimpleNamespace(
         layout=SimpleNamespace(dp=dp), batch=SimpleNamespace(device_batch_size=device_batch_size)
@@ -239,7 +237,7 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
 
 
 @pytest.mark.parametrize("stop_at", [None, 0, 1, 2])
-def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
+def test_a_validation_ends_soon_after_a_stop(stop_at):
     """The validation ends at most one batch later. Without a stop, the result is the mean over all tokens."""
     plan = SimpleNamespace(layout=SimpleNamespace(dp=1), batch=SimpleNamespace(device_batch_size=4))
     task = NumberedTask({"global_batch_size": 4, "eval_batches": 3})

@@ -113,7 +113,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.name for case, _ in CASES])
-def test_collectives_of_a_step(runs: Path, case: Case, expected: dict[str, int]) -> None:
+def test_collectives_of_a_step(runs, case, expected):
     attempt = RunDir(runs / case.name).attempt(1)
     for rank in range(case.num_procs):
         assert json.loads((attempt.path / f"found-{rank}.json").read_text()) == expected

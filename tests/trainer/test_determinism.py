@@ -34,13 +34,8 @@ RING = {"NCCL_ALGO": "Ring"}
     ],
 )
 def test_kernels_are_chosen_by_what_they_compute(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    num_ranks: int,
-    deterministic: bool,
-    before: dict[str, str],
-    expected: dict[str, str],
-) -> None:
+    monkeypatch, device, num_ranks, deterministic, before, expected
+):
     monkeypatch.setattr(os, "environ", environ := dict(before))
     memory = torch.utils.deterministic
     monkeypatch.setattr(memory, "fill_uninitialized_memory", True)
@@ -64,7 +59,7 @@ assert config.deterministic is True
 """
 
 
-def test_a_rank_imports_slow_modules_only_when_it_needs_them_and_inductor_knows_its_variable() -> None:
+def test_a_rank_imports_slow_modules_only_when_it_needs_them_and_inductor_knows_its_variable():
     """The imports would add a quarter to each start, and fix the variables of Inductor too early."""
     import torch._inductor.config as inductor
 
@@ -72,7 +67,7 @@ def test_a_rank_imports_slow_modules_only_when_it_needs_them_and_inductor_knows_
     run_program(sys.executable, "-c", START, check=True, cwd=Path(__file__).parents[2])
 
 
-def test_replay_compares_what_an_attempt_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_compares_what_an_attempt_records(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)

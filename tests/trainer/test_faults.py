@@ -41,7 +41,7 @@ def assert_same_curve(run: Path, whole: Path) -> None:
     assert samples_seen(run) == samples_seen(whole)
 
 
-def test_ranks_share_the_reading_and_agree(tmp_path: Path, whole: Path) -> None:
+def test_ranks_share_the_reading_and_agree(tmp_path, whole):
     """Whichever rank finds the damage, all ranks go back. `test_loader.py` tests other damage."""
     run = tmp_path / "run"
     train(run, [*OPTIONS, "train.stop_at_step=5"], 2, expect=75)
@@ -59,7 +59,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, whole: Path) -> None:
 
 
 class TestFullDisk:
-    def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path) -> None:
+    def test_a_disk_without_a_free_byte(self, whole, tmp_path):
         """Metrics, events, TensorBoard and checkpoints are on the disk.
 
         The training run continues to its end.
@@ -90,7 +90,7 @@ class TestFullDisk:
             train(disk / "run", options, 2)
             assert losses(disk / "run") == pytest.approx(losses(whole), abs=1e-5)
 
-    def test_a_log_that_cannot_be_written(self, whole: Path, tmp_path: Path) -> None:
+    def test_a_log_that_cannot_be_written(self, whole, tmp_path):
         run_dir = tmp_path / "run"
         attempt = make_attempt(run_dir, OPTIONS)
         attempt.rank_log(0).symlink_to("/dev/full")
@@ -105,7 +105,7 @@ def pad(run_dir: Path) -> None:
             stream.write(" " * (-path.stat().st_size % 4096 - 1) + "\n")
 
 
-def test_the_best_link_names_the_state_that_was_best(tmp_path: Path) -> None:
+def test_the_best_link_names_the_state_that_was_best(tmp_path):
     """A validation that an attempt makes up for at its start belongs to the checkpoint that it resumed."""
     options = ["train.steps=8", "train.eval_batches=2", "checkpoint.keep_last=9"]
     train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=75)

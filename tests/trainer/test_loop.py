@@ -94,7 +94,7 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.slow
-def test_a_killed_loop_continues_to_the_last_bit(tmp_path: Path) -> None:
+def test_a_killed_loop_continues_to_the_last_bit(tmp_path):
     """The loop uses DDP and dropout.
 
     It computes the steps after the last save again, and a stop loses no step.
@@ -111,7 +111,7 @@ def test_a_killed_loop_continues_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks(tmp_path: Path) -> None:
+def test_another_number_of_ranks(tmp_path):
     """The loop is sharded on two ranks, then runs on one, with the same checkpoints."""
     assert start(tmp_path / "whole", 1, 12, 0, "fsdp") == [0]
     assert start(tmp_path / "moved", 2, 12, 5, "fsdp") == [-9, -9]
@@ -120,7 +120,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         assert mine == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_docs(tmp_path, capsys):
     """One process, started by hand, ends, resumes and fails, and commands accept it each time."""
     page = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text()
     blocks = (block.partition("```")[0] for block in page.split("```python\n"))
@@ -159,7 +159,7 @@ def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> None:
+def test_states_that_grow_and_parameters_without_gradient(tmp_path):
     """A mapping with integer keys is unchanged, and an unused parameter has no optimizer state."""
     assert start(tmp_path, 1, 6, 5, "grows") == [-9]
     assert start(tmp_path, 1, 6, 0, "grows") == [0]
@@ -168,7 +168,7 @@ def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> Non
     assert "seen [1, 2, 3, 4, 5, 6]" in log
 
 
-def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> None:
+def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path):
     """The same is true at the end of the run, which rank 0 records in spite of its exception."""
     assert start(tmp_path, 2, 12, 0, "raises") == [1, 1]
     line = SCRIPT.partition('{}["column"]')[0].count("\n") + 1
@@ -183,7 +183,7 @@ def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("last", "code"), [("", 0), ("raise KeyError('column')", 1)])
-def test_groups_that_do_not_end_are_not_waited_for(tmp_path: Path, last: str, code: int) -> None:
+def test_groups_that_do_not_end_are_not_waited_for(tmp_path, last, code):
     """NCCL waits for its peers, and one of them may be gone."""
     script = (
         "import threading\nimport torch.distributed as dist\nfrom trainkit.loop import attach\n"
@@ -195,7 +195,7 @@ def test_groups_that_do_not_end_are_not_waited_for(tmp_path: Path, last: str, co
     assert read_end(RunDir(tmp_path / "run").attempt(1)).exit_code == code
 
 
-def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path):
     script = (
         "from trainkit.loop import attach\n"
         "run = attach('run')\n"
@@ -209,7 +209,7 @@ def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path: Path) -> None:
     assert read_end(run.attempt(1)).best == Best("val_loss", 0.25, 4)
 
 
-def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
+def test_a_value_of_one_rank_alone_is_refused(tmp_path):
     """Otherwise, its sum over the ranks would be mixed up with the next gradient."""
     assert start(tmp_path, 2, 12, 0, "main-logs") == [1, 1]
     table.said("\n".join(re.findall(r".*run\.log\(\).*", (tmp_path / "log-0").read_text())))
@@ -222,7 +222,7 @@ def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
         ("unserializable", "odd.when cannot be saved"),
     ],
 )
-def test_what_cannot_be_saved(tmp_path: Path, kind: str, message: str) -> None:
+def test_what_cannot_be_saved(tmp_path, kind, message):
     """The error comes before the first step."""
     assert start(tmp_path, 1, 12, 0, kind) == [1]
     assert message in (tmp_path / "log-0").read_text()

@@ -55,16 +55,16 @@ def check(folder: Path, options: dict[str, tuple[str, ...]]) -> None:
 
 
 @pytest.mark.smoke
-def test_the_decoder(tmp_path: Path) -> None:
+def test_the_decoder(tmp_path):
     check(tmp_path, {"fp32": ("model.dropout=0.1", "model.tie_embeddings=true"), "8bit": EIGHT_BIT})
 
 
-def test_a_task(tmp_path: Path) -> None:
+def test_a_task(tmp_path):
     check(tmp_path, {"8bit": (*TASK, *EIGHT_BIT)})
 
 
 @pytest.mark.xdist_group("transformers")
-def test_models_of_transformers(tmp_path: Path) -> None:
+def test_models_of_transformers(tmp_path):
     need("transformers", "peft")
     folder = save_model(tmp_path / "model", tie_word_embeddings=True)
     own = (f"model.hf={folder}", "model.architecture=transformers", "data.tokenizer=bytes")

@@ -66,7 +66,7 @@ def whole_and_cut(case: Case, step: int) -> list[Case]:
 
 
 @pytest.mark.slow
-def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
+def test_turns_on_every_layout_and_after_every_stop(tmp_path):
     run_cases(tmp_path, [run for case in LAYOUTS for run in whole_and_cut(case, 4)], COMMON)
     for case in LAYOUTS:
         same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
@@ -84,7 +84,7 @@ def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None:
+def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path):
     common = (*COMMON, "task_args.every=2", "precision.dtype=bf16", "checkpoint.best_metric=g_loss")
     run_chain(tmp_path, [(2, {"dp_shard": 2}), (1, {}), (2, {"dp_replicate": 2})], common)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
@@ -97,7 +97,7 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_killed_after_a_save(tmp_path: Path) -> None:
+def test_killed_after_a_save(tmp_path):
     """The run gets SIGKILL right after a checkpoint was published by an asynchronous save."""
     options = [TASK, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0", "parallel.dp_shard=2"]
     train(tmp_path / "whole", options, 2)
@@ -131,7 +131,7 @@ EXAMPLES = {
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) -> None:
+def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path):
     write_tutorial(tmp_path)
     cases = []
     for section in (DOCS / "optimizers.md").read_text().split("\n## ")[1:]:
@@ -177,7 +177,7 @@ def refuse_shards(world: World) -> None:
 
 
 @pytest.mark.slow(seconds=4)
-def test_what_cannot_be_sharded_is_refused() -> None:
+def test_what_cannot_be_sharded_is_refused():
     run_ranks(refuse_shards, 2)
 
 
@@ -293,7 +293,7 @@ KINDS: dict[str, Callable[[Parameters], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded_after_any_step(kind: str) -> None:
+def test_saved_and_loaded_after_any_step(kind):
     whole = tiny()
     optimizers = own(whole, KINDS[kind])
     shown = []
@@ -313,7 +313,7 @@ def test_saved_and_loaded_after_any_step(kind: str) -> None:
     assert not torch.equal(tiny().a.weight, whole.a.weight)
 
 
-def test_as_torch_does_it_and_with_the_schedule_of_the_config() -> None:
+def test_as_torch_does_it_and_with_the_schedule_of_the_config():
     mine, theirs = tiny(), tiny()
     optimizers = own(mine, one(optim.SGD, lr=0.3, momentum=0.9))
     expected = optim.SGD(theirs.parameters(), lr=0.3, momentum=0.9)
@@ -330,7 +330,7 @@ def test_as_torch_does_it_and_with_the_schedule_of_the_config() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_turn_updates_its_own_parameters_alone() -> None:
+def test_a_turn_updates_its_own_parameters_alone():
     def make(parameters: Parameters) -> Made:
         return {name: optim.SGD([parameters[f"{name}.weight"], parameters[f"{name}.bias"]]) for name in "ab"}
 
@@ -350,7 +350,7 @@ def test_a_turn_updates_its_own_parameters_alone() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_what_the_task_changes_between_attempts_counts() -> None:
+def test_what_the_task_changes_between_attempts_counts():
     def make(lr: float, period: int, momentum: float) -> Callable[[Parameters], LRScheduler]:
         sgd = one(optim.SGD, lr=lr, momentum=momentum)
         return lambda parameters: lr_scheduler.CosineAnnealingLR(sgd(parameters), period)
@@ -410,7 +410,7 @@ REFUSED: dict[str, Callable[[Parameters], Any]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_the_first_step(case: str) -> None:
+def test_refused_before_the_first_step(case):
     with pytest.raises(FatalError) as raised:
         own(tiny(), REFUSED[case])
     said(without_lines(f"{raised.value.message}\n{raised.value.hint}"))
@@ -423,15 +423,13 @@ def without_lines(text: str) -> str:
 @pytest.mark.parametrize(
     "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
 )
-def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
+def test_two_tensors_of_one_name_are_not_saved(state):
     with pytest.raises(FatalError) as raised:
         encode("task", state, {})
     said(str(raised.value))
 
 
-def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(caplog):
     def make(lr: float, start: float) -> Callable[[Parameters], LRScheduler]:
         return lambda parameters: lr_scheduler.LinearLR(
             optim.SGD(parameters.values(), lr=lr), start, total_iters=10
@@ -462,9 +460,7 @@ def steps_in_sequence(milestones: list[int]) -> Callable[[Parameters], LRSchedul
 @pytest.mark.parametrize(
     "make", [partial(scheduled, lr_scheduler.MultiStepLR), steps_in_sequence], ids=["multi", "sequence"]
 )
-def test_milestones_that_the_task_changes_count_and_are_logged(
-    make: Callable[[list[int]], Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_milestones_that_the_task_changes_count_and_are_logged(make, caplog):
     model = tiny()
     optimizers = own(model, make([3, 6]))
     for step in range(1, 5):
@@ -480,7 +476,7 @@ def test_milestones_that_the_task_changes_count_and_are_logged(
     assert lrs[0] == lrs[1]
 
 
-def test_turns_name_optimizers() -> None:
+def test_turns_name_optimizers():
     with pytest.raises(TaskError) as raised:
         own(tiny(), one(optim.SGD), turns=("g",)).turns()
     said(without_lines(str(raised.value)))

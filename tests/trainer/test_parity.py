@@ -65,14 +65,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_one_curve(runs: Path, case: Case) -> None:
+def test_one_curve(runs, case):
     limit = 1.5e-6 if case in DATA_PARALLEL else 1e-5
     assert worst_difference(runs / case.name, runs / "alone") < limit
     tokens = [[step["tokens"] for step in metrics_of(runs / name)] for name in ("alone", case.name)]
     assert tokens[0] == tokens[1]
 
 
-def test_the_reference_has_a_ragged_end_and_validates(runs: Path) -> None:
+def test_the_reference_has_a_ragged_end_and_validates(runs):
     steps, losses, _, val_losses, samples = zip(*curve(runs / "alone"), strict=True)
     assert (steps, samples[-1] % 16 in range(1, 4)) == ((1, 2, 3, 4), True), "fewer samples than ranks"
     assert [bool(loss) for loss in val_losses] == [False, True] * 2
@@ -81,7 +81,7 @@ def test_the_reference_has_a_ragged_end_and_validates(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("case", LOW, ids=lambda case: case.name)
-def test_low_precision_stays_close(runs: Path, case: Case) -> None:
+def test_low_precision_stays_close(runs, case):
     for mine, other in zip(curve(runs / case.name), curve(runs / "alone"), strict=True):
         (_, loss, norm, _, seen), (_, expected, of_norm, _, of_seen) = mine, other
         assert seen == of_seen
@@ -90,7 +90,7 @@ def test_low_precision_stays_close(runs: Path, case: Case) -> None:
         assert norm == pytest.approx(of_norm, rel=0.05)
 
 
-def test_document_mask(tmp_path: Path) -> None:
+def test_document_mask(tmp_path):
     rows = "".join(json.dumps({"text": f"line {n} " * (n % 9)}) + "\n" for n in range(300))
     (tmp_path / "rows.jsonl").write_text(rows)
     common = [*COMMON, *TWO_STEPS, f"data.source={tmp_path}/rows.jsonl", "data.val_fraction=0.2"]
@@ -115,7 +115,7 @@ BF16 = [
 """Options with the same samples in each microbatch, in whose gradients bf16 rounds."""
 
 
-def test_bf16_computes_the_same_on_one_process_and_under_fsdp(tmp_path: Path) -> None:
+def test_bf16_computes_the_same_on_one_process_and_under_fsdp(tmp_path):
     """One process has the casts and the residual stream of `fully_shard`, and also sums in float32.
 
     With fixed weights, only the order of float32 sums differs. With updates, such a difference can round the
@@ -150,7 +150,7 @@ LARGE = [
 ]
 
 
-def test_large_vocabularies(tmp_path: Path) -> None:
+def test_large_vocabularies(tmp_path):
     """The loss is computed in chunks. Embedding and head are separate units unless they are tied."""
     common = [*COMMON, *TWO_STEPS]
     run_cases(tmp_path, [Case("alone", 1, {}), Case("untied-alone", 1, {}, UNTIED)], common)
@@ -175,7 +175,7 @@ CHAIN: list[tuple[int, dict[str, object]]] = [
 
 
 @pytest.mark.smoke
-def test_a_chain_of_five_layouts(tmp_path: Path) -> None:
+def test_a_chain_of_five_layouts(tmp_path):
     """The layouts have dropout and tied embeddings, which both ends of a pipeline hold."""
     common = ["model.tie_embeddings=true", "model.dropout=0.1"]
     run_chain(tmp_path, CHAIN, common)

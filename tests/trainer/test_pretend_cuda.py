@@ -210,7 +210,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout(runs: Runs, name: str) -> None:
+def test_a_layout(runs, name):
     """The results equal the results on CPUs, each rank uses one GPU, and the host waits once per step."""
     layout, records = LAYOUTS[name], runs.of(name)
     gpu, cpu = (curve(runs.folder / folder) for folder in (name, f"{name}-cpu"))
@@ -245,7 +245,7 @@ def host_notices(what: str) -> bool:
     return what.startswith(("copy", "wait")) or what.endswith("synchronize")
 
 
-def test_saves(runs: Runs) -> None:
+def test_saves(runs):
     """A step waits only for the stream.
 
     Another thread copies tensors to pinned memory, except single numbers.
@@ -301,7 +301,7 @@ def stop_and_resume(runs: Runs, folder: Path) -> list[Record]:
     return pretend(make_attempt(folder / "stopped", options, 2), 2)
 
 
-def test_a_stop_during_a_save(runs: Runs) -> None:
+def test_a_stop_during_a_save(runs):
     """The save is finished, and the later steps equal the steps of an undisturbed run."""
     stopped, whole = runs.folder / "stopped", runs.folder / "fsdp"
     assert [record.used for record in runs.of("stopped")] == [[0], [1]]
@@ -324,7 +324,7 @@ def continue_prompts(runs: Runs, folder: Path) -> list[Record]:
     return in_ranks(folder / "generate", 1, continue_prompt, asked, str(folder / "text"))
 
 
-def test_generate(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(runs, capsys):
     [record] = runs.of("generate")
     asked = request(runs.folder / "fp16", as_json=True)
     generate(asked)
@@ -359,7 +359,7 @@ def loop_in_ranks(runs: Runs, folder: Path) -> list[Record]:
     return in_ranks(folder / "loop", 2, own_loop, str(folder / "own"))
 
 
-def test_a_loop_of_ones_own(runs: Runs) -> None:
+def test_a_loop_of_ones_own(runs):
     assert [record.used for record in runs.of("loop")] == [[0], [1]]
     losses = [record["loss"] for record in read_metrics(RunDir(runs.folder / "own/run"))]
     assert losses == sorted(losses, reverse=True)
@@ -378,7 +378,7 @@ def measure(runs: Runs, folder: Path) -> list[Record]:
     return in_ranks(folder / "bandwidth", 2, bandwidth, layout)
 
 
-def test_bandwidth(runs: Runs) -> None:
+def test_bandwidth(runs):
     for rank, record in enumerate(runs.of("bandwidth")):
         assert record.used == [rank]
         count = Counter(record.of(MAIN))
@@ -408,7 +408,7 @@ def four_bits(rank: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_nf4(tmp_path: Path) -> None:
+def test_nf4(tmp_path):
     need("bitsandbytes")
     in_ranks(tmp_path / "gpu", 1, four_bits)
 
@@ -486,11 +486,11 @@ def kernel(name: str, start_s: float, end_s: float, device: str = "CUDA") -> Any
     return SimpleNamespace(name=name, is_user_annotation=False, **values)
 
 
-def test_small_parts(runs: Runs) -> None:
+def test_small_parts(runs):
     runs.of("parts")
 
 
-def test_what_a_gpu_refuses_is_refused(tmp_path: Path) -> None:
+def test_what_a_gpu_refuses_is_refused(tmp_path):
     in_ranks(tmp_path / "gpu", 1, what_a_gpu_refuses)
     assert torch.zeros(2).device == torch.device("cpu")
     assert not torch.cuda.is_available()
@@ -552,7 +552,7 @@ def count(tensors):
 """
 
 
-def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
+def test_every_line_under_a_cuda_condition_runs(runs):
     ran = {line for name in (*LAYOUTS, *PROGRAMS) for record in runs.of(name) for line in record.lines}
     missing = {(item.function, item.text) for item in not_run(ran)}
     assert sorted(missing - ELSEWHERE.keys()) == []
@@ -561,7 +561,7 @@ def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
         assert not test or f"def {test}(" in (Path(__file__).parent / file).read_text()
 
 
-def test_a_line_that_does_not_run_is_found(tmp_path: Path) -> None:
+def test_a_line_that_does_not_run_is_found(tmp_path):
     (tmp_path / "rank.py").write_text(OF_A_RANK)
     lines = {("rank.py", line) for line in (6, 7, 8, 9, 11)}
     assert {(item.file, item.line) for item in not_run(set(), tmp_path)} == lines

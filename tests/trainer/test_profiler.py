@@ -36,12 +36,12 @@ def run(folder: Path, config: ProfilerConfig, steps: int = 6) -> list[str]:
     ("start_step", "num_steps", "expected"),
     [(2, 3, ["step-2", "step-3", "step-4"]), (1, 1, ["step-1"]), (5, 10, ["step-5", "step-6"])],
 )
-def test_records_the_window(tmp_path: Path, start_step: int, num_steps: int, expected: list[str]) -> None:
+def test_records_the_window(tmp_path, start_step, num_steps, expected):
     config = ProfilerConfig(start_step=start_step, num_steps=num_steps)
     assert run(tmp_path / "profile", config) == expected
 
 
-def test_records_nothing_when_not_asked_to(tmp_path: Path) -> None:
+def test_records_nothing_when_not_asked_to(tmp_path):
     for config in (
         ProfilerConfig(),
         ProfilerConfig(start_step=2, ranks=(1,)),
@@ -50,7 +50,7 @@ def test_records_nothing_when_not_asked_to(tmp_path: Path) -> None:
         assert run(tmp_path / "profile", config) == []
 
 
-def test_a_summary_tells_the_kinds_of_work_apart() -> None:
+def test_a_summary_tells_the_kinds_of_work_apart():
     matrix = torch.ones(512, 512)
     with torch.profiler.profile() as profile:
         for _ in range(8):
@@ -65,12 +65,12 @@ def test_a_summary_tells_the_kinds_of_work_apart() -> None:
     assert found["share"]["idle"] > 0.9
 
 
-def test_what_runs_at_the_same_time_is_covered_once() -> None:
+def test_what_runs_at_the_same_time_is_covered_once():
     assert covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == 4.0
     assert covered_s([]) == 0.0
 
 
-def test_memory_is_recorded_on_gpus_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_recorded_on_gpus_only(tmp_path, caplog):
     config = ProfilerConfig(start_step=2, num_steps=1, memory=True)
     run(tmp_path / "profile", config)
     [message] = [message for message in caplog.messages if "profiler.memory" in message]

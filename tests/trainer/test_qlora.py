@@ -37,7 +37,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_is_linear_with_the_rounded_weight(dtype: torch.dtype) -> None:
+def test_a_layer_is_linear_with_the_rounded_weight(dtype):
     torch.manual_seed(0)
     linear = nn.Linear(96, 40).requires_grad_(False)
     layer = NF4Linear(linear)
@@ -59,7 +59,7 @@ def test_a_layer_is_linear_with_the_rounded_weight(dtype: torch.dtype) -> None:
     assert not list(layer.state_dict()) or list(layer.state_dict()) == ["bias"]
 
 
-def test_tied_and_trained_layers_stay() -> None:
+def test_tied_and_trained_layers_stay():
     model = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in range(4))).requires_grad_(False)
     model[1].weight = model[0].weight
     model[2].requires_grad_(True)
@@ -88,7 +88,7 @@ def sizes(rank: int, attempt: AttemptDir) -> None:
     close(trainer)
 
 
-def test_training(tmp_path: Path) -> None:
+def test_training(tmp_path):
     folder = save_model(tmp_path / "model")
     own = of(folder, NF4)
     cases = [
@@ -141,7 +141,7 @@ def test_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lora", ["{r: 4, target_modules: [q_proj], use_dora: true}", "{r: 4, modules_to_save: [lm_head]}"]
 )
-def test_adapters_that_need_the_weights_are_refused(tmp_path: Path, lora: str) -> None:
+def test_adapters_that_need_the_weights_are_refused(tmp_path, lora):
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     options = [*of(folder, NF4), f"model.lora={lora}", "data.tokenizer=bytes", "data.seq_len=32"]
     config = load_config(None, overrides=[item for item in options if item != LORA], layers=False).config

@@ -42,7 +42,7 @@ def newest_step(attempt: AttemptDir) -> int:
     return newest.step
 
 
-def test_in_a_step_even_when_only_one_rank_is_signalled(tmp_path: Path) -> None:
+def test_in_a_step_even_when_only_one_rank_is_signalled(tmp_path):
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = fork_workers(attempt, 2)
     wait_until(lambda: len(losses(attempt.run.path)) >= 3)
@@ -52,7 +52,7 @@ def test_in_a_step_even_when_only_one_rank_is_signalled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("delay_s", "first"), [(2.2, 0), (0.0, 1)])
-def test_during_start_up(tmp_path: Path, delay_s: float, first: int) -> None:
+def test_during_start_up(tmp_path, delay_s, first):
     """Python needs a moment before it can handle a signal, so the test waits for its handler."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = start_workers(attempt, 2)
@@ -94,7 +94,7 @@ def signal_in_validation() -> None:
     Progress.enter = enter_and_signal  # type: ignore[method-assign]
 
 
-def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
+def test_during_validation_which_is_made_up_for_later(tmp_path):
     options = ["train.steps=3", "train.eval_every=2", "train.eval_at_start=false"]
     options.append("train.eval_batches=20")
     train(tmp_path / "whole", options)
@@ -114,7 +114,7 @@ def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
     assert cut == whole
 
 
-def test_during_an_asynchronous_save(tmp_path: Path) -> None:
+def test_during_an_asynchronous_save(tmp_path):
     attempt = make_attempt(tmp_path / "run", [*LONG, "checkpoint.every_steps=2", "model.preset=mini"], 2)
     procs = fork_workers(attempt, 2)
     wait_until(lambda: has_event(attempt, "checkpoint_begin"))
@@ -131,7 +131,7 @@ def compile_quickly() -> None:
     torch.compile = partial(torch.compile, backend="aot_eager")
 
 
-def test_during_the_first_compile(tmp_path: Path) -> None:
+def test_during_the_first_compile(tmp_path):
     attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true", "requeue.grace_s=600"])
     procs = fork_workers(attempt, first=compile_quickly)
     wait_until(lambda: has_event(attempt, "training"))
@@ -141,7 +141,7 @@ def test_during_the_first_compile(tmp_path: Path) -> None:
     assert newest_step(attempt) == 1
 
 
-def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+def test_second_interrupt_ends_at_once(tmp_path):
     """Rank 1 is suspended, so rank 0 waits for it in a collective and cannot save."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = fork_workers(attempt, 2)
@@ -158,7 +158,7 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     wait_for(procs[1:])
 
 
-def test_stuck_rank_leaves_before_the_deadline(tmp_path: Path) -> None:
+def test_stuck_rank_leaves_before_the_deadline(tmp_path):
     took_s = 0.0
     for number in range(3):  # the machine may be suspended for a second, so the test tries again
         took_s = leave_stuck(tmp_path / f"run-{number}")
@@ -188,7 +188,7 @@ def leave_stuck(run_dir: Path) -> float:
     return took_s
 
 
-def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
+def test_first_preparation_of_the_data_can_be_left(tmp_path):
     (tmp_path / "texts").mkdir()
     text = tmp_path / "texts" / "0.txt"
     with text.open("w") as stream:
@@ -218,7 +218,7 @@ def leave_preparation(run_dir: Path, texts: Path) -> float:
     return took_s
 
 
-def test_while_a_peer_is_missing(tmp_path: Path) -> None:
+def test_while_a_peer_is_missing(tmp_path):
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = fork_workers(attempt, 2)
     procs[1].kill()

@@ -38,7 +38,7 @@ def save(folder: Path) -> HashingWriter:
     return writer
 
 
-def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path):
     writer = save(tmp_path / "saved")
     on_disk = {path.name for path in (tmp_path / "saved").iterdir()}
     assert METADATA_NAME in on_disk
@@ -58,14 +58,14 @@ def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path: 
     assert found["step"].item() == 7
 
 
-def test_paths_of_another_python_are_read(tmp_path: Path) -> None:
+def test_paths_of_another_python_are_read(tmp_path):
     """Python 3.13 has moved the class to another module."""
     for module in (b"pathlib", b"pathlib._local"):
         (tmp_path / METADATA_NAME).write_bytes(b"c" + module + b"\nPosixPath\n(V/a\ntR.")
         assert SafeReader(tmp_path).read_metadata() == Path("/a")  # type: ignore[comparison-overlap]
 
 
-def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_not_written_over(tmp_path):
     before = save(tmp_path / "saved").files
     with pytest.raises(CheckpointException, match="already exists"):
         save(tmp_path / "saved")
@@ -102,9 +102,7 @@ def opcodes(module: str, name: str, argument: str, protocol: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_metadata_that_would_run_code_is_refused(
-    tmp_path: Path, module: str, name: str, protocol: int
-) -> None:
+def test_metadata_that_would_run_code_is_refused(tmp_path, module, name, protocol):
     save(tmp_path / "saved")
     trace = tmp_path / "ran"
     (tmp_path / "saved" / METADATA_NAME).write_bytes(opcodes(module, name, f"touch {trace}"[:250], protocol))
@@ -119,7 +117,7 @@ def test_metadata_that_would_run_code_is_refused(
     assert not trace.exists()
 
 
-def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> None:
+def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path):
     trace = tmp_path / "ran"
     pickle.loads(opcodes("os", "system", f"touch {trace}", 2))
     assert trace.exists()
@@ -128,7 +126,7 @@ def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> No
     assert trace.exists()
 
 
-def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:
+def test_tensor_files_are_read_without_pickled_code(tmp_path):
     """The file of a tensor is replaced by one that torch.load would execute."""
     save(tmp_path / "saved")
     metadata = SafeReader(tmp_path / "saved").read_metadata()
@@ -164,7 +162,7 @@ def val_losses(folder: Path) -> list[float]:
     ],
     ids=["built-in", "own"],
 )
-def test_phase_2_begins_where_phase_1_ended(tmp_path: Path, task: str, layouts: list[Case]) -> None:
+def test_phase_2_begins_where_phase_1_ended(tmp_path, task, layouts):
     own = f"task={task}"
     run_cases(tmp_path, [SHARD], [*PHASE_1, own])
     run_cases(tmp_path, layouts, [*PHASE_2, own, f"model.init_from={tmp_path / 'phase-1'}"])
@@ -182,7 +180,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_what_fits_and_what_does_not(saved: Path) -> None:
+def test_what_fits_and_what_does_not(saved):
     newest = published(RunDir(saved).checkpoints_dir)[-1]
     norm = {"model.norm.weight": torch.zeros(64)}
     for source in (saved, newest.path):
@@ -207,7 +205,7 @@ def loaded_with(*overrides: str) -> LoadedConfig:
     return load_config("quickstart", overrides=overrides, environ={})
 
 
-def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_missing_checkpoint_is_refused(saved, tmp_path):
     newest = shutil.copytree(published(RunDir(saved).checkpoints_dir)[-1].path, tmp_path / "step-00000002")
     flip(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size))
     with pytest.raises(FatalError, match="is damaged: "):
@@ -221,7 +219,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
         loaded_with("model.init_include=['norm.*']")
 
 
-def test_a_resume_does_not_start_again(saved: Path, tmp_path: Path) -> None:
+def test_a_resume_does_not_start_again(saved, tmp_path):
     """The run then has checkpoints itself, and uses them."""
     options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={saved}"]
     attempt = train(tmp_path / "second", [*options, "train.stop_at_step=2"], expect=75)

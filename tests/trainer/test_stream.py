@@ -95,7 +95,7 @@ def read(found: TaskBatches, count: int) -> list[str]:
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
 
 
-def test_what_is_a_stream() -> None:
+def test_what_is_a_stream():
     class Torch(IterableDataset[Any]):
         def __len__(self) -> int:
             return 3
@@ -110,7 +110,7 @@ def test_what_is_a_stream() -> None:
     assert not is_stream(tasks.Points(3, 0))
 
 
-def test_epochs_follow_each_other_within_a_step() -> None:
+def test_epochs_follow_each_other_within_a_step():
     stream = Letters()
     found = read(batches(stream), 3)
     assert "".join(item[0] for item in found) == "abcdeabcdeab"
@@ -118,7 +118,7 @@ def test_epochs_follow_each_other_within_a_step() -> None:
     assert stream.epochs[-3:] == [0, 1, 2]
 
 
-def test_ranks_share_a_step_as_they_share_that_of_map_style_data() -> None:
+def test_ranks_share_a_step_as_they_share_that_of_map_style_data():
     alone = read(batches(Letters()), 3)
     ranks = [[next(found) for _ in range(3)] for found in (batches(Letters(), rank=r, dp=2) for r in (0, 1))]
     dealt = [
@@ -136,7 +136,7 @@ def test_ranks_share_a_step_as_they_share_that_of_map_style_data() -> None:
 @pytest.mark.parametrize("kind", [Letters, StatefulLetters])
 @pytest.mark.parametrize("steps", range(1, 7))
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int, dp: int) -> None:
+def test_a_resume_continues_with_the_next_sample(kind, steps, dp):
     whole = read(batches(kind()), 8)
     before = batches(kind())
     for _ in range(steps):
@@ -150,7 +150,7 @@ def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int
     ] == (whole[4 * steps :])
 
 
-def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
+def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead():
     class Shared(StatefulLetters):
         """A stream that returns the object that it changes."""
 
@@ -171,7 +171,7 @@ def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
     assert first.stream.state == {"at": 3}, "before the last sample of the step"
 
 
-class Reads(StatefulLetters):
+class Reads(Letters):
     """A stream that is read by a function of the stream."""
 
     def __init__(self, read: Callable[[Any], Iterator[Any]], fingerprint: str | None = None) -> None:
@@ -208,7 +208,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_a_stream(mistake: str) -> None:
+def test_mistakes_of_a_stream(mistake):
     stream, error = MISTAKES[mistake]
     with pytest.raises(error) as found:
         read(batches(stream), 2)
@@ -229,7 +229,7 @@ STARTS: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", STARTS)
-def test_mistakes_that_are_found_at_the_start(mistake: str) -> None:
+def test_mistakes_that_are_found_at_the_start(mistake):
     stream, overrides = STARTS[mistake]
     with pytest.raises(TaskError) as found:
         StreamData(stream, config_of(*overrides))
@@ -244,7 +244,7 @@ class Forgetful(StatefulLetters):
         self.start = state["at"] + 1
 
 
-def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
+def test_a_stream_that_resumes_elsewhere_is_refused():
     saved = next(batches(Forgetful(10))).stream
     with pytest.raises(TaskError) as found:
         next(batches(Forgetful(10), start=4, saved=saved))
@@ -252,7 +252,7 @@ def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
     assert read(batches(Letters(10), start=4, saved=saved), 1)[0][0] == "e", "without the methods it can"
 
 
-def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
+def test_other_samples_at_the_position_of_the_checkpoint_are_refused():
     class Changed(Letters):
         def __iter__(self) -> Iterator[Any]:
             return (item if index < 3 else "new" for index, item in enumerate(super().__iter__()))
@@ -263,7 +263,7 @@ def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
     said(neutral(found.value))
 
 
-def test_the_stream_of_the_docs(tmp_path: Path) -> None:
+def test_the_stream_of_the_docs(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text()
     names: dict[str, Any] = {}
     exec("class Lines:" + text.partition("class Lines:")[2].partition("```")[0], names)
@@ -279,7 +279,7 @@ def test_the_stream_of_the_docs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path) -> None:
+def test_killed_on_two_ranks_it_resumes_exactly(tmp_path):
     """The kill comes in the third epoch, while a process reads ahead, two steps after the checkpoint."""
     common = [*STREAM, "task_args.dropout=0.2", "train.steps=10"]
     common += ["checkpoint.every_steps=4", "checkpoint.async=false"]
@@ -299,7 +299,7 @@ def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> None:
+def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path):
     """The curve equals the curve of the same samples as map-style data in their order."""
     same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=6", "data.shuffle=false")]
     map_style = [f"task={FILE}:Classify", *same]
@@ -314,7 +314,7 @@ def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path: Path) -> None:
+def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path):
     attempt = make_attempt(tmp_path / "run", [*STREAM, "task_args.fails_at=100"], 2)
     with ranks(attempt, 2) as procs:
         codes = wait_for(procs)

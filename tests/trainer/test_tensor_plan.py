@@ -90,7 +90,7 @@ def train_and_compare(rank: int, attempt: AttemptDir) -> None:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_two_ranks_have_the_curve_of_one(tmp_path: Path) -> None:
+def test_two_ranks_have_the_curve_of_one(tmp_path):
     case = Case("tp", 2, {"tp": 2})
     run_cases(tmp_path, [ALONE], COMMON)
     run_cases(tmp_path, [case], COMMON, function=train_and_compare)
@@ -100,7 +100,7 @@ def test_two_ranks_have_the_curve_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
+def test_every_layout_has_the_same_curve(tmp_path):
     sequence = (f"task={FILE}:SpeakInSequence",)
     cases = [
         Case("selective", 2, {"tp": 2, "activation_checkpointing": "selective"}),
@@ -113,7 +113,7 @@ def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tied_and_frozen_weights_and_those_read_from_files(tmp_path: Path) -> None:
+def test_tied_and_frozen_weights_and_those_read_from_files(tmp_path):
     tied = ("task_args.tied=true", "train.steps=2")
     frozen = ("task_args.frozen=true", "task_args.on_meta=true", "train.steps=2")
     cases = [
@@ -128,7 +128,7 @@ def test_tied_and_frozen_weights_and_those_read_from_files(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
+def test_a_resume_continues_the_same_curve(tmp_path):
     """The curve is equal to the last bit on the same layout, with dropout.
 
     Without dropout, it is equal to 1e-5 on other layouts.
@@ -145,14 +145,14 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bf16(tmp_path: Path) -> None:
+def test_bf16(tmp_path):
     case = Case("ddp", 4, {"tp": 2, "dp_replicate": 2})
     run_cases(tmp_path, [ALONE, case], [*COMMON, "train.steps=2", "precision.dtype=bf16"])
     assert worst_difference(tmp_path / "ddp", tmp_path / "alone") < 3e-2
 
 
 @pytest.mark.slow
-def test_a_weight_without_the_gradients_of_the_other_ranks_ends_the_run(tmp_path: Path) -> None:
+def test_a_weight_without_the_gradients_of_the_other_ranks_ends_the_run(tmp_path):
     options = [*COMMON, "parallel.tp=2", "data.num_workers=0"]
     options.append("task_args.without=[layers.*.attention.q_norm]")
     attempt = train(tmp_path / "run", options, 2, expect=78)
@@ -162,7 +162,7 @@ def test_a_weight_without_the_gradients_of_the_other_ranks_ends_the_run(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("transformers")
-def test_models_of_transformers(tmp_path: Path) -> None:
+def test_models_of_transformers(tmp_path):
     need("transformers")
     common = [
         *("model.architecture=transformers", "model.preset=tiny", "data.tokenizer=bytes"),
@@ -203,7 +203,7 @@ PLANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_plans_that_do_not_fit(tmp_path: Path, plan: str) -> None:
+def test_plans_that_do_not_fit(tmp_path, plan):
     task = Planned(config_of(tmp_path))
     task.plan = PLANS[plan]
     with pytest.raises(TaskError) as caught:
@@ -212,14 +212,14 @@ def test_plans_that_do_not_fit(tmp_path: Path, plan: str) -> None:
     said(str(caught.value.hint))
 
 
-def test_one_parameter_is_not_split_in_two_ways(tmp_path: Path) -> None:
+def test_one_parameter_is_not_split_in_two_ways(tmp_path):
     task = split_tasks.Speak(config_of(tmp_path), tied=True, without=("head",))
     with pytest.raises(TaskError) as caught, fake_mesh() as mesh:
         split(task, mesh)
     said(str(caught.value))
 
 
-def test_the_first_pattern_counts(tmp_path: Path) -> None:
+def test_the_first_pattern_counts(tmp_path):
     task = Planned(config_of(tmp_path))
     task.plan = {"layers.0.up": "colwise_gather_output", "layers.*.up": "colwise"}
     model = task.build_model()
@@ -228,7 +228,7 @@ def test_the_first_pattern_counts(tmp_path: Path) -> None:
     assert found == {first: STYLES["colwise_gather_output"], second: STYLES["colwise"]}
 
 
-def test_an_embedding_with_a_padding_index_cannot_be_split_by_rows(tmp_path: Path) -> None:
+def test_an_embedding_with_a_padding_index_cannot_be_split_by_rows(tmp_path):
     task = Planned(config_of(tmp_path))
     task.plan = {"embed": "rowwise"}
     model = task.build_model()
@@ -242,7 +242,7 @@ def split(task: split_tasks.Speak, mesh: DeviceMesh) -> tuple[nn.Module, dict[st
     return model, split_model(task.config, model, find_styles(task, task.config, model, 2), mesh)
 
 
-def test_a_rank_gets_memory_for_its_shards_only(tmp_path: Path) -> None:
+def test_a_rank_gets_memory_for_its_shards_only(tmp_path):
     task = split_tasks.Speak(config_of(tmp_path), tied=True, frozen=True)
     torch.manual_seed(0)
     whole = {name: param.detach() for name, param in task.build_model().named_parameters()}
@@ -264,7 +264,7 @@ def test_a_rank_gets_memory_for_its_shards_only(tmp_path: Path) -> None:
         assert torch.equal(shards[name], whole[name])
 
 
-def test_parts_of_weights_are_read(tmp_path: Path) -> None:
+def test_parts_of_weights_are_read(tmp_path):
     task = UserTask(config_of(tmp_path, "task_args.on_meta=true"), None, opens_data=False)
     task.build_model()
     values = cast(split_tasks.Speak, task.task).values
@@ -275,9 +275,7 @@ def test_parts_of_weights_are_read(tmp_path: Path) -> None:
         task.read_weight("head.weight", index)
 
 
-def test_a_task_without_a_plan_is_refused_at_submit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_without_a_plan_is_refused_at_submit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "t.yaml").write_text("name: t\ndevice: cpu\ntrain: {global_batch_size: 8}\n")
@@ -287,7 +285,7 @@ def test_a_task_without_a_plan_is_refused_at_submit(
         said(capsys.readouterr().err)
 
 
-def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:
+def test_a_smoke_test_checks_the_plan(tmp_path):
     assert list(Smoke(config_of(tmp_path)).problems()) == []
     extra = 'task_args.extra={"layer.*.up": "colwise"}'
     [problem] = Smoke(config_of(tmp_path, extra)).problems()
@@ -305,9 +303,7 @@ def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:
         ("mixtral", 2, "is 2, which MixtralForCausalLM does not support: it has "),
     ],
 )
-def test_models_of_transformers_that_cannot_be_split(
-    tmp_path: Path, kind: str, tp: int, message: str
-) -> None:
+def test_models_of_transformers_that_cannot_be_split(tmp_path, kind, tp, message):
     need("transformers")
     folder = save_model(tmp_path / "model", kind)
     options = [f"model.hf={folder}", "model.architecture=transformers", "data.tokenizer=bytes"]

@@ -77,7 +77,7 @@ def own_names(kind: type) -> set[str]:
     return {name for name in (*vars(kind), *found) if is_private(name)} - by_metaclasses
 
 
-def test_a_stager_keeps_its_buffers_until_it_is_closed() -> None:
+def test_a_stager_keeps_its_buffers_until_it_is_closed():
     state = {"weight": torch.ones(1000), "step": torch.zeros(())}
     stager: Any = make_stager(StagingOptions(False, False, True, False))
     staged = [stager.stage(state).result()["weight"] for _ in range(3)]
@@ -88,7 +88,7 @@ def test_a_stager_keeps_its_buffers_until_it_is_closed() -> None:
     assert len(buffers) == 0
 
 
-def test_no_other_file_names_one() -> None:
+def test_no_other_file_names_one():
     found = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in FILES
@@ -98,7 +98,7 @@ def test_no_other_file_names_one() -> None:
     assert found == []
 
 
-def test_no_class_replaces_one_of_its_base() -> None:
+def test_no_class_replaces_one_of_its_base():
     names = [path.relative_to(ROOT).with_suffix("").parts for path in FILES if "trainer" in path.parts]
     modules = [importlib.import_module(".".join(parts).removesuffix(".__init__")) for parts in names]
     assert [found for module in modules for found in overrides(module)] == []
@@ -109,7 +109,7 @@ class Style(ParallelStyle):
         self._own = mesh
 
 
-def test_such_names_are_found() -> None:
+def test_such_names_are_found():
     source = "import os, torch._inductor\nfrom torch.distributed.distributed_c10d import _get_default_group\n"
     source += "os._exit(0); self._own; param._spec"
     found = [name for _, name in uses(ast.parse(source), trains=True)]

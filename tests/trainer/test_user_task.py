@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
+def test_every_layout_has_the_same_curve(tmp_path):
     run_cases(tmp_path, [Case("alone", 1, {}), *CASES], COMMON)
     found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in CASES}
     assert max(found.values()) < 1e-5, found
@@ -44,7 +44,7 @@ def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_built_in_task_written_as_a_users(tmp_path: Path) -> None:
+def test_the_built_in_task_written_as_a_users(tmp_path):
     own = Case("own", 1, {}, (f"task={FILE}:Tokens",))
     run_cases(tmp_path, [Case("built-in", 1, {}), own], ["train.steps=3"], keep_labels=True)
     assert worst_difference(tmp_path / "own", tmp_path / "built-in") < 1e-5
@@ -55,7 +55,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
+def test_a_resume_continues_the_same_curve(tmp_path):
     """The curve is equal to the last bit on the same layout, with torch's dropout.
 
     Without dropout, it is equal to 1e-5 on other layouts.
@@ -74,7 +74,7 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_last_batch_of_the_epochs_is_smaller(tmp_path: Path) -> None:
+def test_the_last_batch_of_the_epochs_is_smaller(tmp_path):
     """One rank has no sample in the last step with 17 samples and 16 per step."""
     epochs = [*COMMON, "task_args.samples=17", "train.steps=null", "train.epochs=2"]
     cases = [Case("fsdp", 2, {"dp_shard": 2}), Case("ddp", 2, {"dp_replicate": 2})]
@@ -85,7 +85,7 @@ def test_the_last_batch_of_the_epochs_is_smaller(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bf16_and_frozen_parts(tmp_path: Path) -> None:
+def test_bf16_and_frozen_parts(tmp_path):
     """One process and shards have the same types, and batch norms stay in float32."""
     common = [*COMMON, "precision.dtype=bf16", "task_args.frozen=true", "task_args.batch_norm=true"]
     cases = [Case("fsdp", 2, {"dp_shard": 2}), Case("ddp", 2, {"dp_replicate": 2})]

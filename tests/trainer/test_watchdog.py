@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def plan_of(attempt: AttemptDir) -> LaunchPlan:
     return LaunchPlan.from_dict(read_json(attempt.plan_file))
 
 
-def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_path):
     attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
     traces = [attempt.rank_stacks(rank).with_suffix(".collectives.json") for rank in range(3)]
     workers = fork_workers(attempt, 3, first=let_rank_1_sleep)  # no supervisor watches these ranks
@@ -94,7 +93,7 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert trace["entries"][-1]["state"] != "completed"
 
 
-def test_a_rank_that_calls_something_else_is_named() -> None:
+def test_a_rank_that_calls_something_else_is_named():
     """The others wait for the rank in a collective that it has called too."""
     result, text = run_case(Case("order", "loop", 3, (1,)))
     assert result == "right", text
@@ -135,7 +134,7 @@ def agent(attempt: AttemptDir, env: dict[str, str]) -> Iterator[subprocess.Popen
         proc.wait()
 
 
-def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path):
     """The Python threads of the rank never run again, so the agent uses the C handler of SIGQUIT."""
     env = site(tmp_path, HOLDER)
     attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
@@ -156,7 +155,7 @@ def is_running(pid: int) -> bool:
     return stat is not None and stat.state != "Z"
 
 
-def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(tmp_path):
     attempt = make_attempt(tmp_path / "run", OPTIONS, 2)
     with agent(attempt, {}) as proc:
         wait_until(lambda: len(losses(attempt.run.path)) >= 3)
