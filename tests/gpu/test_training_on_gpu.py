@@ -63,10 +63,7 @@ RESUMED = {"alone": (), "wide": WIDE, "mesh": MESH, "8bit": (*MESH, "optimizer.n
 
 @pytest.mark.parametrize("name", RESUMED if KIND == "cuda" else ["mesh"])  # tests/trainer resumes on CPUs
 def test_resumes_exactly_after_sigkill(tmp_path, name):
-    """Wide norms resume with empty caches, as on another node.
-
-    The other cases reuse caches to save a minute each.
-    """
+    """Wide norms resume with empty caches, as on another node. The other cases share a cache to save time."""
     caches, own = iter(range(3)), RESUMED[name]
 
     def start(attempt: AttemptDir) -> list[ForkedWorker]:
@@ -126,10 +123,7 @@ def test_weights_gathered_in_float8_are_those_that_are_cast_after(tmp_path):
 
 
 def test_the_mask_of_documents_is_computed_or_read(tmp_path):
-    """If attention is compiled for a GPU in half precision, it computes the mask.
-
-    Otherwise it reads the mask.
-    """
+    """Only attention that is compiled for a GPU in half precision computes the mask."""
     options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
     train(tmp_path / "read", [*options, "parallel.compile=false"])
     options.append(f"parallel.compile={COMPILES}")

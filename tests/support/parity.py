@@ -135,6 +135,12 @@ def worst_difference(run_dir: Path, expected: Path) -> float:
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
 
 
+def assert_same_curves(folder: Path, cases: Sequence[Case], alone: str = "alone") -> None:
+    """Check that losses and gradient norms of each case differ from those of one process by rounding only."""
+    found = {case.name: worst_difference(folder / case.name, folder / alone) for case in cases}
+    assert max(found.values()) < 1e-5, found
+
+
 def _train_all(function: Callable[..., None], attempts: Sequence[str], num_procs: int) -> None:
     procs = start_ranks(_in_group, num_procs, function, num_procs, free_port(), attempts)
     deadline_s = time.monotonic() + TIMEOUT_S * len(attempts)

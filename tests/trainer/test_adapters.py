@@ -7,7 +7,7 @@ import torch
 
 from tests.capabilities.multimodal.test_multimodal import ARGS, config_of, options
 from tests.support.hf_models import export_run, need, save_model
-from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from tests.support.parity import Case, assert_same_curves, run_cases, saved_tensors
 from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.errors import TrainkitError
 from trainkit.safetensors import StoredWeights
@@ -74,8 +74,7 @@ def test_a_language_model_in_a_task(tmp_path):
     ]
     run_cases(tmp_path, cases, common)
     run_cases(tmp_path, [Case("parts", 1, {})], common)
-    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
-    assert max(found.values()) < 1e-5, found
+    assert_same_curves(tmp_path, cases[1:])
     names = saved_names(tmp_path / "fsdp")
     assert all(".lora_" in name for name in names if name.startswith("lm."))
     assert len([name for name in names if ".lora_" in name]) == 4 * 2 * 2
@@ -124,7 +123,7 @@ def test_a_module_of_ones_own(tmp_path):
     assert list(Smoke(config_of(*chosen)).problems()) == []
     cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})]
     run_cases(tmp_path, cases, chosen)
-    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
+    assert_same_curves(tmp_path, cases[1:])
     merged = export(tmp_path / "fsdp", tmp_path / "out", merge=True)
     assert {name: tuple(value.shape) for name, value in merged.items()} == {
         "body.0.weight": (8, 4),

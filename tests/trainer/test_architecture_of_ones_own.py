@@ -9,7 +9,7 @@ import torch
 
 from tests.support import gpt
 from tests.support.models import SEQ_LEN, fake_mesh, nano_shape
-from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.parity import Case, assert_same_curves, run_cases
 from tests.support.said import said
 from trainkit.config import load_config
 from trainkit.config.running import ParallelConfig
@@ -42,8 +42,7 @@ def test_layouts(tmp_path):
         "train.steps=3",
     ]
     run_cases(tmp_path, [Case("alone", 1, {}), *CASES], common)
-    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in CASES}
-    assert max(found.values()) < 1e-5, found
+    assert_same_curves(tmp_path, CASES)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def test_the_values_of_the_paper():
-    """The paper has 7 decades (section 1.3, figure 2).
-
-    The highest has 64 values with a sign, and 128 without.
-    """
+    """The paper has 7 decades (section 1.3, figure 2), the highest with 64 values and a sign, or with 128."""
     signed, squares = code_values(is_signed=True), code_values(is_signed=False)
     for values in (signed, squares):
         assert values.shape == (256,)

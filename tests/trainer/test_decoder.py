@@ -151,10 +151,7 @@ def test_recomputing_keeps_less(mode):
 @pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(("dropout", "mode"), [(0.0, "none"), (0.1, "selective"), (0.1, "full")])
 def test_all_blocks_share_one_compiled_graph(dropout, mode, monkeypatch):
-    """torch recompiles one function at most 8 times. Further blocks would silently run uncompiled.
-
-    The gradients equal the gradients without compilation. test_layouts.py trains with code of Inductor.
-    """
+    """torch recompiles one function at most 8 times. test_layouts.py trains with the code of Inductor."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()

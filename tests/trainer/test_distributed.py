@@ -174,10 +174,7 @@ def test_every_group_exchanges_a_number_when_the_world_is_made(monkeypatch, grou
 
 @pytest.mark.parametrize(("rank", "pp", "peers"), [(0, 2, (1, 1)), (1, 4, (2, 0)), (3, 4, (0, 2))])
 def test_the_pairs_of_a_pipeline_connect_when_the_world_is_made(monkeypatch, rank, pp, peers):
-    """A stage connects to both neighbours in both directions, and to the ends.
-
-    Interleaved stages and tied weights need these connections.
-    """
+    """A stage connects to both neighbours and to the ends, for interleaved stages and tied weights."""
     exchanged: list[Any] = []
     mesh = MagicMock(get_all_groups=list)
     monkeypatch.setattr(distributed, "dist", MagicMock(isend="send", irecv="receive"))
@@ -232,10 +229,7 @@ def test_a_rank_runs_next_to_its_gpu(cuda, tmp_path, monkeypatch, cpus, allowed,
 def test_what_a_rank_does_before_the_others_are_there(
     cuda, tmp_path, monkeypatch, device, numa, binds, number
 ):
-    """A rank binds itself near its GPU if `launch.numa` is set, and connects in a separate phase.
-
-    Rank 0 reads the shards for all ranks.
-    """
+    """A rank may bind itself near its GPU, and connects in a separate phase. Rank 0 checks the shards."""
     attempt = make_attempt(tmp_path / "run", [f"device={device}", f"launch.numa={numa}"], num_procs=2)
     bound: list[torch.device] = []
     phases: list[str] = []

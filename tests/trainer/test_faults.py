@@ -60,10 +60,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path, whole):
 
 class TestFullDisk:
     def test_a_disk_without_a_free_byte(self, whole, tmp_path):
-        """Metrics, events, TensorBoard and checkpoints are on the disk.
-
-        The training run continues to its end.
-        """
+        """The run, whose files are all on the disk, continues to its end."""
         options = [*OPTIONS, "checkpoint.every_steps=1", "logging.tensorboard=true"]
         options += ["train.eval_every=2", "train.eval_batches=1"]
         with small_disk(tmp_path / "disk", "64m") as disk:

@@ -143,10 +143,7 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(tmp_path, caplog, e
 
 
 def test_the_metrics_of_a_users_task(tmp_path):
-    """The metrics are added to the promised keys.
-
-    Values that are not finite are omitted, because JSON has none.
-    """
+    """Values that are not finite are omitted, because JSON has none."""
     metrics = metrics_of(tmp_path)
     metrics.count(report(), 16)
     state = TrainingState(step=7)

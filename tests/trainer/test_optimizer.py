@@ -124,10 +124,7 @@ def skip_a_step(optimizer: ShardedAdamW) -> None:
 
 
 def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch):
-    """The result equals torch's AdamW with averages rounded after each step.
-
-    A skipped step changes nothing.
-    """
+    """The result equals torch's AdamW with rounded averages, and a skipped step changes nothing."""
     monkeypatch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
     mine, theirs = nano(), nano()
     optimizer = ShardedAdamW(weights(mine), CONFIG.model_copy(update={"state_dtype": "bf16"}))
@@ -204,10 +201,7 @@ def test_scalars_and_empty_shards_are_updated_too(config):
 
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
 def test_a_compiled_update_is_the_same(config, monkeypatch):
-    """The results are equal except for the last bit.
-
-    A skipped step changes nothing, and neither does a resume.
-    """
+    """The results are equal except for the last bit, also with a skipped step and after a resume."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
     monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # some weights have more elements

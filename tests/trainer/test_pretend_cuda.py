@@ -246,10 +246,7 @@ def host_notices(what: str) -> bool:
 
 
 def test_saves(runs):
-    """A step waits only for the stream.
-
-    Another thread copies tensors to pinned memory, except single numbers.
-    """
+    """A step waits only for the stream. Another thread copies tensors, except numbers, to pinned memory."""
     for record in runs.of("fsdp"):
         steps = record.of(MAIN)
         first = steps.index("end step", steps.index("Stream.synchronize") - 2)
