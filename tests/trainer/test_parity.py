@@ -163,7 +163,7 @@ def test_large_vocabularies(tmp_path):
 
 CHAIN: list[tuple[int, dict[str, object]]] = [
     (4, {"pp": 2, "dp_shard": 2}),
-    (4, {"tp": 2, "dp_shard": 2}),
+    (4, {"tp": 2, "dp_replicate": 2}),
     (1, {}),
     (2, {"pp": 2, "pp_schedule": "zbv"}),
     (4, {"dp_shard": 2, "cp": 2}),
