@@ -9,9 +9,7 @@ import json
 import math
 import os
 import re
-import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,7 @@ from tests.support import pretend_cuda, tasks
 from tests.support.cuda_lines import not_run
 from tests.support.hf_models import need
 from tests.support.ranks import start_ranks, wait_for_all
-from tests.support.runs import TIMEOUT_S, events, fork_workers, free_port, log_text, make_attempt, wait_for
+from tests.support.runs import TIMEOUT_S, fork_workers, free_port, log_text, make_attempt, wait_for
 from trainkit.capabilities.doctor.bandwidth import Layout as Hosts
 from trainkit.capabilities.generate.worker import generate
 from trainkit.errors import TrainkitError, UsageError
@@ -73,7 +71,7 @@ LAYOUTS = {
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
-    "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", "train.steps=4", SMALL)),
+    "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", SMALL)),
     "replicate": Layout(
         2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=10", "precision.tf32=true", SMALL)
     ),
@@ -137,13 +135,11 @@ class Record:
         return found
 
 
-def pretend(
-    attempt: AttemptDir, num_procs: int, codes: int = 0, first: Callable[[], None] = as_gpu
-) -> list[Record]:
+def pretend(attempt: AttemptDir, num_procs: int, codes: int = 0) -> list[Record]:
     folder = attempt.path / "pretend"
     folder.mkdir()
     env = {pretend_cuda.RECORD_VARIABLE: str(folder)}
-    assert wait_for(fork_workers(attempt, num_procs, env, first)) == [codes] * num_procs, log_text(attempt)
+    assert wait_for(fork_workers(attempt, num_procs, env, as_gpu)) == [codes] * num_procs, log_text(attempt)
     return read_records(folder)
 
 
@@ -258,53 +254,22 @@ def test_saves(runs):
         assert Counter(record.of(staging)) == {
             "copy gpu to pageable, waits": num_params,  # torch copies the step count of each parameter
             "copy gpu to pinned": 3 * num_params,
-            "Stream.synchronize": 2,  # after steps 2 and 4
+            "Stream.synchronize": 2,  # after steps 2 and 3
         }
-
-
-def stop_during_a_save() -> None:
-    """Send a stop signal while the state after step 2 is written, and let the write end only after it."""
-    as_gpu()
-
-    from trainkit.trainer.checkpoint.saver import CheckpointSaver
-    from trainkit.trainer.checkpoint.storage import HashingWriter
-    from trainkit.trainer.loop import Trainer
-
-    stops = threading.Event()
-    save, stop, write = CheckpointSaver.save, Trainer._end, HashingWriter.write_data
-
-    def save_and_signal(saver: CheckpointSaver, request: Any, blocking: bool) -> None:
-        save(saver, request, blocking)
-        if not blocking:
-            os.kill(os.getpid(), signal.SIGUSR2)
-
-    def stop_noted(trainer: Trainer, reason: str) -> int:
-        stops.set()
-        return stop(trainer, reason)
-
-    def write_late(*args: Any) -> Any:
-        stops.wait()
-        return write(*args)
-
-    CheckpointSaver.save, Trainer._end = save_and_signal, stop_noted  # type: ignore[method-assign]
-    HashingWriter.write_data = write_late  # type: ignore[method-assign]
 
 
 def stop_and_resume(runs: Runs, folder: Path) -> list[Record]:
     options = [*COMMON, *LAYOUTS["fsdp"].overrides, "device=cuda"]
-    attempt = make_attempt(folder / "stopped", options, 2)
-    pretend(attempt, 2, codes=75, first=stop_during_a_save)
-    assert [event["step"] for event in events(attempt.run.path, "checkpoint_commit")] == [2, 3]
+    pretend(make_attempt(folder / "stopped", [*options, "train.stop_at_step=2"], 2), 2, codes=75)
     return pretend(make_attempt(folder / "stopped", options, 2), 2)
 
 
-def test_a_stop_during_a_save(runs):
-    """The save is finished, and the later steps equal the steps of an undisturbed run."""
-    stopped, whole = runs.folder / "stopped", runs.folder / "fsdp"
+def test_a_resume(runs):
+    """`test_stop.py` stops ranks during a save."""
     assert [record.used for record in runs.of("stopped")] == [[0], [1]]
-    assert "resumed from step-00000003" in log_text(RunDir(stopped).attempt(2))
     runs.of("fsdp")
-    assert [row[:3] for row in curve(stopped)] == [row[:3] for row in curve(whole)]
+    stopped, whole = (curve(runs.folder / name) for name in ("stopped", "fsdp"))
+    assert [row[:3] for row in stopped] == [row[:3] for row in whole]
 
 
 def continue_prompt(rank: int, request: dict[str, Any], out: str) -> None:
