@@ -167,6 +167,9 @@ def test_all_blocks_share_one_compiled_graph(dropout, mode, monkeypatch):
     torch.testing.assert_close(*gradients)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+    with torch.no_grad():  # as in a validation
+        found, expected = (one.eval()(tokens(), sample_keys()) for one in (compiled, model))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("chunks", "is_tied"), [(2, False), (5, True)])
