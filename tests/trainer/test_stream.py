@@ -74,16 +74,12 @@ class StatefulLetters(Letters):
         self.start = state["at"]
 
 
-def collate(items: list[str]) -> list[str]:
-    return items
-
-
 def batches(
     stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
 ) -> TaskBatches:
     return stream_batches(
         StreamData(stream, config_of()),
-        collate,
+        list,
         Positions(Batch(1, 4 // dp, 4, 4), rank, dp, start, end=None),
         saved=saved,
         takes_state=rank == 0,

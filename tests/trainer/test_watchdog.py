@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hangs import Case, run_case
+from tests.support.programs import is_running
 from tests.support.runs import (
     fork_workers,
     free_port,
@@ -30,7 +31,6 @@ from trainkit.job.failure.stacks import gather
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
-from trainkit.run.process import process_stat
 from trainkit.run.rundir import AttemptDir
 
 pytestmark = pytest.mark.slow
@@ -148,11 +148,6 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path):
     assert verdict.message.startswith(silent)
     assert "in give_or_hold" in attempt.rank_stacks(1).read_text()
     assert f"rank 1 {silent}" in attempt.node_log(0).read_text()
-
-
-def is_running(pid: int) -> bool:
-    stat = process_stat(pid)
-    return stat is not None and stat.state != "Z"
 
 
 def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(tmp_path):
