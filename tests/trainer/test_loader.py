@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.nfs import FAST_S, nfs_clients
+from tests.support.runs import events
 from tests.support.said import said
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
 from trainkit.run import manifest
-from trainkit.run.files import read_jsonl, write_json
+from trainkit.run.files import write_json
 from trainkit.run.manifest import (
     SEAL,
     Checkpoint,
@@ -59,11 +60,7 @@ def chosen_step(run: RunDir) -> int | None:
 
 
 def rejections(run: RunDir) -> list[tuple[int, str]]:
-    return [
-        (event["step"], event["reason"])
-        for event in read_jsonl(run.events_file)
-        if event["event"] == "checkpoint_rejected"
-    ]
+    return [(event["step"], event["reason"]) for event in events(run.path, "checkpoint_rejected")]
 
 
 def rewrite(manifest: Path, **changes: Any) -> None:

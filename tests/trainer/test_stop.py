@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import (
+    events,
     fork_workers,
     log_text,
     losses,
@@ -21,17 +22,12 @@ from tests.support.runs import (
     wait_for,
     wait_until,
 )
-from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.rundir import AttemptDir
 
 pytestmark = pytest.mark.slow
 
 LONG = ["train.steps=100000", "model.dropout=0.1"]
-
-
-def has_event(attempt: AttemptDir, name: str) -> bool:
-    return any(event["event"] == name for event in read_jsonl(attempt.run.events_file))
 
 
 def newest_step(attempt: AttemptDir) -> int:
@@ -97,24 +93,17 @@ def test_during_validation_which_is_made_up_for_later(tmp_path):
     train(tmp_path / "whole", options)
     attempt = make_attempt(tmp_path / "cut", options)
     assert wait_for(fork_workers(attempt, first=signal_in_validation)) == [75], log_text(attempt)
-    assert not has_event(attempt, "evaluated")
+    assert not events(attempt.run.path, "evaluated")
     train(tmp_path / "cut", options)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    whole, cut = (
-        {
-            event["step"]: event["val_loss"]
-            for event in read_jsonl(folder / "events.jsonl")
-            if event["event"] == "evaluated"
-        }
-        for folder in (tmp_path / "whole", tmp_path / "cut")
-    )
-    assert cut == whole
+    cut, whole = (events(tmp_path / name, "evaluated") for name in ("cut", "whole"))
+    assert [(e["step"], e["val_loss"]) for e in cut] == [(e["step"], e["val_loss"]) for e in whole]
 
 
 def test_during_an_asynchronous_save(tmp_path):
     attempt = make_attempt(tmp_path / "run", [*LONG, "checkpoint.every_steps=2", "model.preset=mini"], 2)
     procs = fork_workers(attempt, 2)
-    wait_until(lambda: has_event(attempt, "checkpoint_begin"))
+    wait_until(lambda: events(attempt.run.path, "checkpoint_begin"))
     for proc in procs:
         proc.send_signal(signal.SIGTERM)
     assert wait_for(procs) == [75, 75], log_text(attempt)
@@ -131,7 +120,7 @@ def compile_quickly() -> None:
 def test_during_the_first_compile(tmp_path):
     attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true", "requeue.grace_s=600"])
     procs = fork_workers(attempt, first=compile_quickly)
-    wait_until(lambda: has_event(attempt, "training"))
+    wait_until(lambda: events(attempt.run.path, "training"))
     time.sleep(0.5)
     procs[0].send_signal(signal.SIGTERM)
     assert wait_for(procs, 600) == [75], log_text(attempt)

@@ -12,14 +12,13 @@ from tests.support import tasks
 from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.parity import Case, run_cases
-from tests.support.runs import log_text, train
+from tests.support.runs import events, log_text, train
 from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, FatalError
 from trainkit.launch.plan_run import gather
 from trainkit.plan.make_plan import make_plan
-from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import FileSum, file_hash, published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_initial_weights
@@ -148,9 +147,7 @@ SHARD = Case("phase-1", 2, {"dp_shard": 2})
 
 
 def val_losses(folder: Path) -> list[float]:
-    return [
-        event["val_loss"] for event in read_jsonl(RunDir(folder).events_file) if event["event"] == "evaluated"
-    ]
+    return [event["val_loss"] for event in events(folder, "evaluated")]
 
 
 @pytest.mark.slow
