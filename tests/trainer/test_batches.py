@@ -18,13 +18,7 @@ from trainkit.config import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, Layout
-from trainkit.trainer.causal_lm import (
-    IGNORE_LABEL,
-    BatchSource,
-    CausalLM,
-    Microbatch,
-    PrefetchedBatches,
-)
+from trainkit.trainer.causal_lm import IGNORE_LABEL, BatchSource, CausalLM, Microbatch, PrefetchedBatches
 from trainkit.trainer.loop import Evaluator
 from trainkit.trainer.progress import Progress
 

@@ -17,15 +17,7 @@ import pytest
 
 from benchmarks.hangs import Case, run_case
 from tests.support.programs import is_running
-from tests.support.runs import (
-    fork_workers,
-    free_port,
-    log_text,
-    losses,
-    make_attempt,
-    site,
-    wait_until,
-)
+from tests.support.runs import fork_workers, free_port, log_text, losses, make_attempt, site, wait_until
 from tests.support.said import said
 from trainkit.job.failure.stacks import gather
 from trainkit.job.hangs import hang_failure, read_hangs
