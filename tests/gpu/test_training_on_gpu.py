@@ -135,7 +135,7 @@ def test_fp16_skips_what_overflows_and_then_learns(tmp_path):
     options = ["precision.dtype=fp16", "precision.init_loss_scale=1.0e9", "train.steps=60"]
     options.append("train.global_batch_size=4")
     attempt = train(tmp_path / "run", [ON_DEVICE, *options, "optimizer.lr=0.01", "schedule.warmup_steps=1"])
-    assert 0 < log_text(attempt).count("skipped: loss or gradient is not finite") < 30
+    assert 0 < log_text(attempt).count("skipped:") < 30
     finite = [loss for loss in losses(tmp_path / "run").values() if loss is not None]
     assert len(finite) == 60  # only the scaled gradient overflows
     assert finite[-1] < finite[0] - 0.5

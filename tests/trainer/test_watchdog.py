@@ -89,7 +89,7 @@ def test_a_rank_that_calls_something_else_is_named():
     """The others wait for the rank in a collective that it has called too."""
     result, text = run_case(Case("order", "loop", 3, (1,)))
     assert result == "right", text
-    assert "rank 1 called all_gather [4] Float, ranks 0,2 called all_reduce [16] Float" in text
+    assert re.search(r"rank 1 .*\ball_gather \[4\].* ranks 0,2 .*\ball_reduce \[16\]", text), text
 
 
 HOLDER = """
