@@ -186,18 +186,25 @@ def test_groups_that_do_not_end_are_not_waited_for(tmp_path, last, code):
     assert read_end(RunDir(tmp_path / "run").attempt(1)).exit_code == code
 
 
-def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path):
+@pytest.mark.parametrize(
+    ("values", "losses", "since", "best"),
+    [
+        ("loss=float('nan') if step > 2 else 1.0", [1.0, 1.0, None, None], 3, None),
+        ("loss=1.0, val_loss=1.0 / step", [1.0] * 4, None, Best("val_loss", 0.25, 4)),
+    ],
+)
+def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path, values, losses, since, best):
     script = (
         "from trainkit.loop import attach\n"
         "run = attach('run')\n"
         "for step in run.steps(4, log_every=1):\n"
-        "    run.log(loss=float('nan') if step > 2 else 1.0, val_loss=1.0 / step)\n"
+        f"    run.log({values})\n"
     )
     assert start(tmp_path, 1, script=script) == [0]
     run = RunDir(tmp_path / "run")
-    assert [record["loss"] for record in read_metrics(run)] == [1.0, 1.0, None, None]
-    assert diverged_since(run) == 3
-    assert read_end(run.attempt(1)).best == Best("val_loss", 0.25, 4)
+    assert [record["loss"] for record in read_metrics(run)] == losses
+    assert diverged_since(run) == since
+    assert read_end(run.attempt(1)).best == best
 
 
 def test_a_value_of_one_rank_alone_is_refused(tmp_path):
