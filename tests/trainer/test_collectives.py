@@ -1,6 +1,7 @@
 """Tests that a step has only the collectives of its layout and one more, with any logging and clipping."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,12 @@ from torch import Tensor, nn
 
 from tests.support.parity import ACCUMULATION, GLOBAL_BATCH, Case, close, make_trainer, run_cases
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.torch_private import DispatchMode
+from trainkit.trainer.torch_private import DispatchMode, collective_kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]
 
 LAYERS, PASSES = 4, ACCUMULATION
-KINDS = {
-    **{"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"},
-    **{name: name for name in ("send", "recv", "broadcast", "barrier")},
-}
+OTHER_KINDS = re.compile(r"(?:c10d|_c10d_functional)::(send|recv|broadcast|barrier)")
 AGREED = {"all_reduce": 1}
 """Loss, tokens, gradient norm, stop and save share one small collective."""
 
@@ -33,9 +31,8 @@ class _Count(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # the operation consists of other operations
-        namespace, _, name = func.name().partition("::")
-        if namespace in ("c10d", "_c10d_functional"):
-            self.found.update(kind for part, kind in KINDS.items() if part in name.replace("_", ""))
+        other = OTHER_KINDS.match(func.name())
+        self.found.update(filter(None, [collective_kind(func), other and other[1]]))
         return func(*args, **(kwargs or {}))
 
 
