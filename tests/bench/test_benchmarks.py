@@ -60,16 +60,6 @@ def test_what_its_functions_import_exists():
     assert missing == []
 
 
-def test_the_fault_campaign_knows_why_trainkit_gives_up():
-    """The campaign takes these reasons for a stop because failures are more frequent than checkpoints."""
-    flight = (ROOT / "benchmarks" / "flight.py").read_text()
-    decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
-    reasons = re.search(r"^BRAKES = \((.*)\)$", flight, re.MULTILINE)
-    found = re.findall(r'"([^"]+)"', reasons[1])
-    assert found
-    assert [reason for reason in found if reason not in decision] == []
-
-
 def test_a_replayed_queue_is_fifo_with_backfill():
     first, second = Job(0, 6, 6, 10.0, 9.0), Job(1, 8, 8, 5.0, 5.0)
     waits = Replay(8, [first, second], Request("8", MOST, 72.0), 2.0).play()
