@@ -199,6 +199,7 @@ def test_scalars_and_empty_shards_are_updated_too(config):
     assert {t.item() for name, t in optimizer.state_tensors() if name.endswith("step")} == {1.0}
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
 def test_a_compiled_update_is_the_same(config, monkeypatch):
     """The results are equal except for the last bit, also with a skipped step and after a resume."""
