@@ -41,7 +41,8 @@ def test_another_host_gets_what_is_compiled(tmp_path, monkeypatch, caplog):
     run.compiled_file.rmdir()
     run.compiled_file.write_bytes(bytes(100))
     found = []
-    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)  # saves seconds for each host
+    # compiling the headers would take seconds on each host
+    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
     for host in ("first", "second", "second"):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / host))
         torch.compiler.reset()
