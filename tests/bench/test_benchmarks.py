@@ -122,23 +122,23 @@ def test_a_part_on_a_cpu(tmp_path, part):
 def test_the_record_of_the_parts(tmp_path, monkeypatch, capfd):
     asked = ["gpu", "--device", "cpu", "--memory-gib", "80", "--out", str(tmp_path), "--only"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(sys, "argv", [*asked, "context", "profile"])
+    monkeypatch.setattr(sys, "argv", [*asked, "save", "profile"])
     code = gpu.main()
     out, err = capfd.readouterr()
     assert code == 0, err
     [file] = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
-    assert list(record["parts"]) == ["profile", "context"], "in the order of their worth"
+    assert list(record["parts"]) == ["profile", "save"], "in the order of their worth"
     assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
     [table] = tmp_path.glob("*.md")
     assert table.read_text() == out
     # A part that is measured again replaces its rows, and no others.
     monkeypatch.setattr(gpu, "inspect", lambda environ: record["environment"])
-    monkeypatch.setattr(sys, "argv", [*asked, "context", "--minutes", "0"])
+    monkeypatch.setattr(sys, "argv", [*asked, "save", "--minutes", "0"])
     assert gpu.main() == 1
     again = json.loads(file.read_text())["parts"]
     assert again["profile"] == record["parts"]["profile"]
-    assert (again["context"]["rows"], again["context"]["problem"]) == ([], "0 minutes were over")
+    assert (again["save"]["rows"], again["save"]["problem"]) == ([], "0 minutes were over")
 
 
 def test_the_large_model_is_the_largest_that_fits(tmp_path):
