@@ -132,10 +132,10 @@ def test_an_average_of_squares_does_not_drift():
     """Although a slow average is rounded after every step, it still follows the gradients."""
     beta = 0.999
     generator = torch.Generator().manual_seed(0)
-    size = 10 ** (-2 * torch.rand(2, 2048, generator=generator))
-    expected, average = torch.zeros(2, 2048), rounded(torch.zeros(2, 2048), is_signed=False)
+    size = 10 ** (-2 * torch.rand(4, 2048, generator=generator))
+    expected, average = torch.zeros(4, 2048), rounded(torch.zeros(4, 2048), is_signed=False)
     for _ in range(600):
-        squares = (size * torch.randn(2, 2048, generator=generator)).square()
+        squares = (size * torch.randn(4, 2048, generator=generator)).square()
         expected = beta * expected + (1 - beta) * squares
         average.quantize(beta * average.dequantize() + (1 - beta) * squares, APPLY)
     ratio = (average.dequantize() / expected).sqrt()

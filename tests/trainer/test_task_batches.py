@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, _utils
 
-from tests.support.programs import is_running
 from tests.support.said import said
 from trainkit.trainer import task_batches
 from trainkit.trainer.task_batches import ForkedLoader
@@ -49,6 +48,10 @@ def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
 
 def loader(num_workers: int) -> ForkedLoader:
     return ForkedLoader(Squares(), num_workers, sampler=range(9))
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
