@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 
 LORA = "model.lora={r: 4, target_modules: [q_proj, v_proj]}"
 NF4 = "model.quantize=nf4"
-COMMON = ("train.steps=4", "train.eval_every=2", "optimizer.lr=0.003", "data.tokenizer=bytes")
+COMMON = ("train.steps=6", "train.eval_every=2", "optimizer.lr=0.003", "data.tokenizer=bytes")
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_training(tmp_path):
         Case("recompute", 1, {"activation_checkpointing": "full"}, own),
         Case("ddp", 2, {"dp_replicate": 2}, own),
         Case("fsdp", 2, {"dp_shard": 2}, own),
-        Case("cut", 2, {"dp_replicate": 2}, (*own, "train.stop_at_step=2")),
+        Case("cut", 2, {"dp_replicate": 2}, (*own, "train.stop_at_step=3")),
         Case("cut", 2, {"dp_replicate": 2}, own),
     ]
     run_cases(tmp_path, cases, COMMON, function=sizes)
