@@ -2,11 +2,13 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import said as table
+from tests.support.programs import run_program
 from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
 from trainkit.cli.main import main
@@ -124,10 +126,10 @@ def test_the_example_of_the_docs(tmp_path, capsys):
     for number, said in enumerate(("checkpoint step=200 reason=final", "resumed from step-00000200")):
         if number == 1:
             (tmp_path / "train.py").write_text(code + "\nraise KeyError('after the last step')\n")
-        log = tmp_path / f"log-{number}"
-        rank = ForkedWorker(start_script(tmp_path, ["train.py"], log, {"PATH": "/usr/bin:/bin"}))
-        assert wait_for([rank]) == [number], log.read_text()
-        assert said in log.read_text()
+        environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = run_program(sys.executable, "train.py", cwd=tmp_path, env=environ)
+        assert done.returncode == number, done.stderr
+        assert said in done.stdout
         folder = str(tmp_path / "runs" / "attached")
         assert main(["ckpt", "ls", folder]) == 0
         assert "step-00000200  published" in capsys.readouterr().out
