@@ -1,4 +1,4 @@
-"""Provides full disks: small file systems, which only root can mount."""
+"""Provides full disks, which are small file systems that only root can mount, and damaged files."""
 
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +19,13 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def flip(file: Path) -> None:
+    """Invert a byte in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
 
 
 def fill(disk: Path, leave_bytes: int = 0) -> Path:

@@ -87,6 +87,17 @@ def run_cases(
         _train_all(function or (train_whole if keep_labels else train), attempts, num_procs)
 
 
+def run_chain(
+    folder: Path, links: Sequence[tuple[int, dict[str, object]]], common: Sequence[str], steps: int = 2
+) -> None:
+    """Train `steps` steps of the run `chain` on each layout in turn, and the run `alone` on one process."""
+    common = [*common, f"train.steps={steps * len(links)}"]
+    for index, (num_procs, parallel) in enumerate(links, 1):
+        stop = (f"train.stop_at_step={steps * index}",) if index < len(links) else ()
+        run_cases(folder, [Case("chain", num_procs, parallel, stop)], common)
+    run_cases(folder, [Case("alone", 1, {})], common)
+
+
 def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
     """Return step, loss, gradient norm, validation loss (0 if missing) and samples seen, for each step."""
     keys = ("step", "loss", "grad_norm", "val_loss", "samples_seen")
@@ -122,6 +133,12 @@ def worst_difference(run_dir: Path, expected: Path) -> float:
     pairs = list(zip(curve(run_dir), curve(expected), strict=True))
     assert [(mine[0], mine[4]) for mine, _ in pairs] == [(other[0], other[4]) for _, other in pairs]
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
+
+
+def assert_same_curves(folder: Path, cases: Sequence[Case], alone: str = "alone") -> None:
+    """Check that losses and gradient norms of each case differ from those of one process by rounding only."""
+    found = {case.name: worst_difference(folder / case.name, folder / alone) for case in cases}
+    assert max(found.values()) < 1e-5, found
 
 
 def _train_all(function: Callable[..., None], attempts: Sequence[str], num_procs: int) -> None:

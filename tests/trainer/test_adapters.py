@@ -7,7 +7,7 @@ import torch
 
 from tests.capabilities.multimodal.test_multimodal import ARGS, config_of, options
 from tests.support.hf_models import export_run, need, save_model
-from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from tests.support.parity import Case, assert_same_curves, run_cases, saved_tensors
 from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.errors import TrainkitError
 from trainkit.safetensors import StoredWeights
@@ -64,7 +64,7 @@ def export(run: Path, out: Path, merge: bool = False) -> dict[str, torch.Tensor]
     return {name: found.read(name) for name in found._tensors}
 
 
-def test_a_language_model_in_a_task(tmp_path: Path) -> None:
+def test_a_language_model_in_a_task(tmp_path):
     common = questions(tmp_path)
     cases = [
         Case("alone", 1, {}),
@@ -74,8 +74,7 @@ def test_a_language_model_in_a_task(tmp_path: Path) -> None:
     ]
     run_cases(tmp_path, cases, common)
     run_cases(tmp_path, [Case("parts", 1, {})], common)
-    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
-    assert max(found.values()) < 1e-5, found
+    assert_same_curves(tmp_path, cases[1:])
     names = saved_names(tmp_path / "fsdp")
     assert all(".lora_" in name for name in names if name.startswith("lm."))
     assert len([name for name in names if ".lora_" in name]) == 4 * 2 * 2
@@ -96,7 +95,7 @@ def test_a_language_model_in_a_task(tmp_path: Path) -> None:
     assert not [name for name in merged if "lora_" in name or "base_layer" in name]
 
 
-def test_the_second_phase_adds_adapters_to_a_model_that_was_frozen(tmp_path: Path) -> None:
+def test_the_second_phase_adds_adapters_to_a_model_that_was_frozen(tmp_path):
     run_cases(tmp_path, [Case("first", 1, {})], questions(tmp_path, "", args=f"{ARGS}, frozen: ['lm.*']"))
     assert not [name for name in saved_names(tmp_path / "first") if name.startswith("lm.")]
     start = f"model.init_from={tmp_path / 'first'}"
@@ -119,12 +118,12 @@ def mine(tmp_path: Path, code: str) -> tuple[str, ...]:
     return (f"task={file}:Mine", "train.steps=4", "model.lora={r: 2, target_modules: ['0', '2']}")
 
 
-def test_a_module_of_ones_own(tmp_path: Path) -> None:
+def test_a_module_of_ones_own(tmp_path):
     chosen = mine(tmp_path, "add_adapters(model['body'], self.config)")
     assert list(Smoke(config_of(*chosen)).problems()) == []
     cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})]
     run_cases(tmp_path, cases, chosen)
-    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
+    assert_same_curves(tmp_path, cases[1:])
     merged = export(tmp_path / "fsdp", tmp_path / "out", merge=True)
     assert {name: tuple(value.shape) for name, value in merged.items()} == {
         "body.0.weight": (8, 4),
@@ -136,7 +135,7 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
     }
 
 
-def test_a_task_that_adds_none_is_refused(tmp_path: Path) -> None:
+def test_a_task_that_adds_none_is_refused(tmp_path):
     task = UserTask(config_of(*mine(tmp_path, "pass")), None)
     with pytest.raises(TaskError, match=r"build_model\(\) added no adapters for model.lora") as error:
         task.build_model()
@@ -152,7 +151,7 @@ def test_a_task_that_adds_none_is_refused(tmp_path: Path) -> None:
         ("{r: 4}", "model.lora does not fit Sequential"),
     ],
 )
-def test_adapters_that_do_not_fit(tmp_path: Path, lora: str, message: str) -> None:
+def test_adapters_that_do_not_fit(tmp_path, lora, message):
     chosen = mine(tmp_path, "add_adapters(model['body'], self.config)")
     config = config_of(*chosen[:-1], f"model.lora={lora}")
     with pytest.raises(TrainkitError) as error:

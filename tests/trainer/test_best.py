@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,9 +65,7 @@ def reach(trainer: Any, step: int, val_loss: float, blocking: bool) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_best_one_that_could_not_be_saved_keeps_no_later_one_from_being_it(
-    trainer: Any, blocking: bool
-) -> None:
+def test_a_best_one_that_could_not_be_saved_keeps_no_later_one_from_being_it(trainer, blocking):
     reach(trainer, 5, 2.3, blocking)
     trainer.saver.finish()
     trainer.saver.disk_is_full = True
@@ -81,7 +78,7 @@ def test_a_best_one_that_could_not_be_saved_keeps_no_later_one_from_being_it(
     assert (trainer.state.best_value, trainer.state.best_step) == (2.2, 9)
 
 
-def test_the_highest_value_of_a_metric_of_the_task(trainer: Any) -> None:
+def test_the_highest_value_of_a_metric_of_the_task(trainer):
     trainer.config.checkpoint = SimpleNamespace(best_metric="val_accuracy", best_mode="max")
     for step, accuracy in ((5, 0.2), (7, 0.6), (9, 0.5), (11, math.nan)):
         trainer.state.step = step
@@ -92,9 +89,7 @@ def test_the_highest_value_of_a_metric_of_the_task(trainer: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_by_accuracy_is_linked_listed_and_kept_after_a_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_by_accuracy_is_linked_listed_and_kept_after_a_resume(tmp_path, capsys):
     run = tmp_path / "run"
     options = [
         *(f"task={tasks.__file__}:Classify", "optimizer.lr=0.05", "train.steps=12", "train.eval_every=2"),
@@ -115,7 +110,7 @@ def test_the_best_by_accuracy_is_linked_listed_and_kept_after_a_resume(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["val_accurcy", "accurcy"])
-def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: str) -> None:
+def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path, metric):
     options = [f"task={tasks.__file__}:Classify", "train.eval_every=2", f"checkpoint.best_metric={metric}"]
     attempt = train(tmp_path / "run", options, expect=EXIT_NO_RESTART)
     assert metric in read_json(attempt.rank_error(0))["message"]
@@ -123,9 +118,7 @@ def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: 
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "record"])
-def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, phase: Any
-) -> None:
+def test_the_upload_of_the_best_one_is_waited_for_as_a_save(trainer, monkeypatch, phase):
     """The upload would soon count as a hang in another phase."""
     waited_in = []
     finish = trainer.saver.finish
@@ -145,9 +138,7 @@ def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
 
 
 @pytest.mark.parametrize("reason", ["asked", ""])
-def test_the_last_upload_is_waited_for_as_a_save(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
+def test_the_last_upload_is_waited_for_as_a_save(trainer, monkeypatch, reason):
     waited_in: list[str] = []
     reach(trainer, 5, 2.3, blocking=False)
     monkeypatch.setattr(trainer.saver, "finish", lambda: waited_in.append(trainer.progress.current.phase))
@@ -174,9 +165,7 @@ def test_the_last_upload_is_waited_for_as_a_save(
         ({}, 1, False),
     ],
 )
-def test_staging_buffers_are_made_only_for_saves_that_may_come(
-    trainer: Any, settings: dict[str, Any], step: int, expected: bool
-) -> None:
+def test_staging_buffers_are_made_only_for_saves_that_may_come(trainer, settings, step, expected):
     nothing = {"every_steps": None, "every_minutes": None, "best_metric": None, "async_save": True}
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(**{**nothing, **settings}))
     trainer.state.step, trainer.total_steps, trainer.evaluator = step, 12, object()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, tokens
+from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, nll_sum, sample_keys, tokens
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import PRESETS, num_params
 from trainkit.plan.step_work import loss_chunks
@@ -69,13 +69,12 @@ def naive_logits(model: Decoder, token_ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "config",
     [
-        {"num_heads": 4, "num_kv_heads": 2},
         {"num_heads": 4, "num_kv_heads": 4},
-        {"num_heads": 4, "num_kv_heads": 1, "tie_embeddings": True},
+        {"num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True},
         {"num_heads": 2, "num_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 1e-2},
     ],
 )
-def test_equals_the_naive_decoder(config: dict[str, object]) -> None:
+def test_equals_the_naive_decoder(config):
     model = nano(**config).eval()
     with torch.no_grad():
         for param in model.parameters():
@@ -89,13 +88,13 @@ def test_equals_the_naive_decoder(config: dict[str, object]) -> None:
         torch.testing.assert_close(row.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_samples_do_not_see_each_other() -> None:
+def test_samples_do_not_see_each_other():
     model = nano(dropout=0.2).train()
     together = model(tokens(), sample_keys())
     torch.testing.assert_close(together[1:], model(tokens()[1:], sample_keys()[1:]))
 
 
-def test_dropout_only_in_training() -> None:
+def test_dropout_only_in_training():
     model, plain = nano(dropout=0.2), nano()
     assert torch.equal(model.eval()(tokens(), sample_keys()), plain(tokens(), sample_keys()))
     first = model.train()(tokens(), sample_keys())
@@ -104,21 +103,21 @@ def test_dropout_only_in_training() -> None:
     assert not torch.equal(first, model(tokens(), sample_keys() + 1))
 
 
-def test_each_dropout_of_the_model_has_its_own_mask() -> None:
+def test_each_dropout_of_the_model_has_its_own_mask():
     model = nano(num_layers=3)
     assert model.site_keys.unique().numel() == 7
 
 
 @pytest.mark.parametrize("preset", [*PRESETS])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_parameters_are_as_many_as_the_plan_says(preset: str, tie_embeddings: bool) -> None:
+def test_parameters_are_as_many_as_the_plan_says(preset, tie_embeddings):
     shape = nano_shape(preset=preset, tie_embeddings=tie_embeddings)
     with torch.device("meta"):
         model = Decoder(shape, SEQ_LEN)
     assert sum(param.numel() for param in model.parameters()) == num_params(shape)
 
 
-def test_first_values() -> None:
+def test_first_values():
     model = nano(num_layers=8)
     for name, param in model.named_parameters():
         if param.dim() == 1:
@@ -131,7 +130,7 @@ def test_first_values() -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputing_keeps_less(mode: str) -> None:
+def test_recomputing_keeps_less(mode):
     def kept_bytes(used: str) -> int:
         sizes = {}
 
@@ -149,20 +148,15 @@ def test_recomputing_keeps_less(mode: str) -> None:
     assert kept_bytes(mode) < 0.7 * kept_bytes("none")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(("dropout", "mode"), [(0.0, "none"), (0.1, "selective"), (0.1, "full")])
-def test_all_blocks_share_one_compiled_graph(
-    dropout: float, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch recompiles one function at most 8 times. Further blocks would silently run uncompiled.
-
-    The gradients equal the gradients without compilation. test_layouts.py trains with code of Inductor.
-    """
+def test_all_blocks_share_one_compiled_graph(dropout, mode, monkeypatch):
+    """torch recompiles one function at most 8 times. test_layouts.py trains with the code of Inductor."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
-    model, compiled = nano(num_layers=10, dropout=dropout), nano(num_layers=10, dropout=dropout)
+    model, compiled = (nano(num_layers=9, dropout=dropout) for _ in range(2))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     recompute_and_compile(list(compiled.blocks), mode, compiled=True)  # type: ignore[arg-type]
     found, expected = compiled(tokens(), sample_keys()), model(tokens(), sample_keys())
@@ -173,24 +167,19 @@ def test_all_blocks_share_one_compiled_graph(
     torch.testing.assert_close(*gradients)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+    with torch.no_grad():  # as in a validation
+        found, expected = (one.eval()(tokens(), sample_keys()) for one in (compiled, model))
+    torch.testing.assert_close(found, expected)
 
 
-def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = logits.float().flatten(0, 1)
-    return torch.nn.functional.cross_entropy(
-        logits, labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
-    )
-
-
-@pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
-@pytest.mark.parametrize("chunks", [2, 5])
-def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool]) -> None:
+@pytest.mark.parametrize(("chunks", "is_tied"), [(2, False), (5, True)])
+def test_a_loss_in_parts_is_the_whole_loss(chunks, is_tied):
     labels = tokens(seed=1)
     labels[0, 3:9] = IGNORE_LABEL
     micros = [Microbatch(tokens(seed=seed), labels, sample_keys()) for seed in (2, 3)]
     found = []
     for number in (1, chunks):
-        model = nano(**config)
+        model = nano(tie_embeddings=is_tied)
         seen: list[tuple[int, bool]] = []
 
         def counted(logits: Tensor, labels: Tensor, seen: list[tuple[int, bool]] = seen) -> Tensor:
@@ -212,7 +201,7 @@ def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradients_of_the_parts_are_added_in_float32() -> None:
+def test_the_gradients_of_the_parts_are_added_in_float32():
     torch.manual_seed(0)
     x, weight = torch.randn(64, 32).bfloat16(), torch.randn(128, 32).bfloat16()
     labels = torch.randint(0, 128, (64,))
@@ -226,7 +215,7 @@ def test_the_gradients_of_the_parts_are_added_in_float32() -> None:
     assert torch.equal(head.grad, summed.bfloat16())
 
 
-def test_when_a_loss_is_split() -> None:
+def test_when_a_loss_is_split():
     shape = nano_shape(vocab_size=2**18)
     tokens = (127, 1024, 1025, 1026, 3066, 4096)
     assert [loss_chunks(Layout(), shape, number) for number in tokens] == [1, 1, 2, 2, 3, 4]
@@ -246,17 +235,14 @@ def masked(in_blocks: bool = False, **config: int) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("config", [{}, {"num_heads": 4, "num_kv_heads": 2}])
-@pytest.mark.parametrize("lengths", [(6, 10), (1, 15), (5, 1, 1, 9), (16,)])
-def test_packed_documents_have_the_logits_of_each_alone(
-    config: dict[str, int], lengths: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("lengths", [(1, 15), (5, 1, 1, 9), (16,)])
+def test_packed_documents_have_the_logits_of_each_alone(lengths):
     """A document alone begins at position 0, because rotation depends only on distances of positions."""
     packed = tokens(2) % EOS
     ends = torch.tensor(lengths).cumsum(0)
     packed[0, ends[:-1] - 1] = EOS  # the other sample is one document
-    found = masked(**config)(packed, sample_keys())
-    plain = nano(**config)
+    found = masked()(packed, sample_keys())
+    plain = nano()
     start = 0
     for end in ends.tolist():
         alone = plain(packed[:1, start:end], sample_keys(1))
@@ -265,9 +251,9 @@ def test_packed_documents_have_the_logits_of_each_alone(
     torch.testing.assert_close(found[1:], plain(packed[1:], sample_keys(1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [256, 300, 1024])
+@pytest.mark.parametrize("length", [256, 300])
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.02, 0.3, 1.0])
-def test_blocks_of_documents(length: int, share: float) -> None:
+def test_blocks_of_documents(length, share):
     """The kernel's blocks (skipped, whole or masked) give the same result as the mask in memory."""
     generator = torch.Generator().manual_seed(length)
     packed = torch.where(torch.rand(3, length, generator=generator) < share, EOS, 0)
@@ -295,7 +281,7 @@ def test_blocks_of_documents(length: int, share: float) -> None:
     assert torch.equal(mask.mask_mod(*grid)[:, 0], dense)
 
 
-def test_blocks_are_compiled_once_for_all_documents() -> None:
+def test_blocks_are_compiled_once_for_all_documents():
     """Each step has a different mask, which must not compile a block again."""
     model = masked(in_blocks=True)
     graphs = CompileCounterWithBackend("eager")
@@ -309,7 +295,7 @@ def test_blocks_are_compiled_once_for_all_documents() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_repeated_kv_heads_keep_the_mask() -> None:
+def test_repeated_kv_heads_keep_the_mask():
     packed = tokens() % EOS
     packed[:, 6] = EOS
     model = masked(num_heads=4, num_kv_heads=2)

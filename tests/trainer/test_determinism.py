@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.programs import run_program
 from tests.support.runs import launch_plan
 from trainkit.capabilities.replay.compare import FACTS
 from trainkit.capabilities.replay.steps import Start
@@ -33,13 +34,8 @@ RING = {"NCCL_ALGO": "Ring"}
     ],
 )
 def test_kernels_are_chosen_by_what_they_compute(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    num_ranks: int,
-    deterministic: bool,
-    before: dict[str, str],
-    expected: dict[str, str],
-) -> None:
+    monkeypatch, device, num_ranks, deterministic, before, expected
+):
     monkeypatch.setattr(os, "environ", environ := dict(before))
     memory = torch.utils.deterministic
     monkeypatch.setattr(memory, "fill_uninitialized_memory", True)
@@ -53,18 +49,25 @@ def test_kernels_are_chosen_by_what_they_compute(
     assert environ == expected
 
 
-def test_inductor_knows_the_variable_and_is_not_imported_before_it_is_set() -> None:
-    """A variable without effect would not be noticed otherwise."""
+START = """
+import os, sys, trainkit.trainer.worker
+slow = {"distributed.pipelining", "distributed._tools.mem_tracker", "_dynamo", "_inductor"}
+assert not {f"torch.{name}" for name in slow} & {*sys.modules}
+os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+from torch._inductor import config
+assert config.deterministic is True
+"""
+
+
+def test_a_rank_imports_slow_modules_only_when_it_needs_them_and_inductor_knows_its_variable():
+    """The imports would add a quarter to each start, and fix the variables of Inductor too early."""
     import torch._inductor.config as inductor
 
-    code = "import sys, trainkit.trainer.worker as w; assert 'torch._inductor.config' not in sys.modules"
-    code += "; import os; os.environ['TORCHINDUCTOR_DETERMINISTIC'] = '1'"
     assert inductor.deterministic is False
-    code += "; from torch._inductor import config; assert config.deterministic is True"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_program(sys.executable, "-c", START, check=True, cwd=Path(__file__).parents[2])
 
 
-def test_replay_compares_what_an_attempt_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_compares_what_an_attempt_records(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)

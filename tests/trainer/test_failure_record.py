@@ -11,11 +11,8 @@ from trainkit.trainer.__main__ import exit_code_of, record_failure
 from trainkit.trainer.progress import Progress, RankInfo
 
 WHO = RankInfo(rank=3, node_rank=1, host="h")
-
-
-def caused(error, cause):
-    error.__cause__ = cause
-    return error
+UNWRITTEN = UsageError("the data cache cannot be written")
+UNWRITTEN.__cause__ = OSError(28, "full")
 
 
 def at_step(step):
@@ -39,7 +36,7 @@ def at_step(step):
         (CheckpointError("full"), 12, 1),
         (TrainkitError("other data", exit_code=78), None, 78),
         (UsageError("the val split is too short"), None, 78),
-        (caused(UsageError("the data cache cannot be written"), OSError(28, "full")), None, 1),
+        (UNWRITTEN, None, 1),
         (SystemExit(5), 12, 1),
     ],
 )

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
+from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.nfs import FAST_S, nfs_clients
+from tests.support.runs import events
 from tests.support.said import said
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
 from trainkit.run import manifest
-from trainkit.run.files import read_jsonl, write_json
+from trainkit.run.files import write_json
 from trainkit.run.manifest import (
     SEAL,
     Checkpoint,
@@ -58,17 +60,7 @@ def chosen_step(run: RunDir) -> int | None:
 
 
 def rejections(run: RunDir) -> list[tuple[int, str]]:
-    return [
-        (event["step"], event["reason"])
-        for event in read_jsonl(run.events_file)
-        if event["event"] == "checkpoint_rejected"
-    ]
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
+    return [(event["step"], event["reason"]) for event in events(run.path, "checkpoint_rejected")]
 
 
 def rewrite(manifest: Path, **changes: Any) -> None:
@@ -86,9 +78,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES])
-def test_a_damaged_one_is_set_aside_with_a_reason(
-    run: RunDir, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_one_is_set_aside_with_a_reason(run, damage, caplog):
     DAMAGES[damage](run.checkpoint_dir(3))
     assert chosen_step(run) == 2
     ((step, reason),) = rejections(run)
@@ -99,7 +89,7 @@ def test_a_damaged_one_is_set_aside_with_a_reason(
     assert chosen_step(run) == 2, "and it stays aside"
 
 
-def test_set_aside_twice_keeps_both(run: RunDir) -> None:
+def test_set_aside_twice_keeps_both(run):
     copy = shutil.copytree(run.checkpoint_dir(3), run.path / "copy")
     for _ in range(2):
         flip(run.checkpoint_dir(3) / SHARD)
@@ -110,7 +100,7 @@ def test_set_aside_twice_keeps_both(run: RunDir) -> None:
     assert chosen_step(run) == 3, "an intact copy brought back is used"
 
 
-def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
+def test_when_none_is_intact_a_person_decides(run):
     for step in (1, 2, 3):
         flip(run.checkpoint_dir(step) / SHARD)
     for _ in range(2):
@@ -127,7 +117,7 @@ def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
     assert chosen_step(run) is None
 
 
-def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_not_thrown_out(run, monkeypatch):
     def stale(path: Path) -> str:
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
@@ -142,9 +132,7 @@ def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("late", [1, 3])
-def test_a_view_that_is_late_is_waited_for(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: int
-) -> None:
+def test_a_view_that_is_late_is_waited_for(run, monkeypatch, caplog, late):
     """The host sees the folder as it was before the newest checkpoints were published."""
     looks = []
 
@@ -160,7 +148,7 @@ def test_a_view_that_is_late_is_waited_for(
     said(message)
 
 
-def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
+def test_what_another_host_has_published_on_nfs(tmp_path):
     """The NFS client of this host has seen the folder of the save before its files and its final name."""
     (tmp_path / "server").mkdir()
     with nfs_clients(tmp_path / "server", tmp_path / "first", tmp_path / "other"):
@@ -188,9 +176,7 @@ def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("function", "number"), [("read_json", errno.ENOENT), ("file_hash", errno.ESTALE)])
-def test_a_file_that_is_listed_is_read_again(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, function: str, number: int
-) -> None:
+def test_a_file_that_is_listed_is_read_again(run, monkeypatch, function, number):
     """An NFS client may have looked for the file before the file existed."""
     read, looks = getattr(manifest, function), []
 
@@ -209,12 +195,12 @@ def test_a_file_that_is_listed_is_read_again(
     assert rejections(run) == []
 
 
-def test_the_one_that_a_person_removed_is_not_waited_for_for_ever(run: RunDir) -> None:
+def test_the_one_that_a_person_removed_is_not_waited_for_for_ever(run):
     shutil.rmtree(run.checkpoint_dir(3))
     assert chosen_step(run) == 2
 
 
-def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
+def test_best_link_that_a_crash_left_behind_is_put_right(run):
     newest = Checkpoint(run.checkpoint_dir(3), 3)
     manifest = {**newest.content(), "progress": {"best_step": 2}}
     write_json(newest.manifest_file, {**manifest, SEAL: seal(manifest)})
@@ -224,7 +210,7 @@ def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
     assert best_step(run.checkpoints_dir) == 2
 
 
-def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_and_strangers_are_no_checkpoints(run, caplog):
     partial = run.checkpoints_dir / "step-00000009.attempt-001.partial"
     shutil.copytree(run.checkpoint_dir(3), partial)
     (run.checkpoints_dir / "step-9").mkdir()
@@ -246,7 +232,7 @@ def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir, caplog: pytest.
         ({**TENSORS, "c": torch.zeros(1)}, "not in the checkpoint: c"),
     ],
 )
-def test_another_model_is_refused(run: RunDir, tensors: dict[str, torch.Tensor], reason: str) -> None:
+def test_another_model_is_refused(run, tensors, reason):
     checkpoint = Checkpoint(run.checkpoint_dir(3), 3)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     with pytest.raises(TrainkitError, match=reason) as caught:

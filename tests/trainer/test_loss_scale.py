@@ -1,14 +1,12 @@
 """Tests the loss scale of fp16."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models import ALONE, nano, sample_keys, tokens
+from tests.support.models import ALONE, nano, nll_sum, sample_keys, tokens
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.trainer.causal_lm import Microbatch
@@ -45,19 +43,19 @@ def after(scale: LossScale, skips: str) -> list[float]:
         ({"dtype": "bf16"}, "!...!", [1, 1, 1, 1, 1]),
     ],
 )
-def test_the_scale_after_each_step(options: dict[str, Any], skips: str, values: list[float]) -> None:
+def test_the_scale_after_each_step(options, skips, values):
     scale = scale_of(**options)
     assert scale.enabled == ("dtype" not in options)
     assert after(scale, skips) == values
 
 
-def test_never_grows_beyond_what_a_float_holds() -> None:
+def test_never_grows_beyond_what_a_float_holds():
     scale = scale_of(growth=1)
     after(scale, "." * 300)
     assert torch.isfinite(scale.value)
 
 
-def test_state_goes_round() -> None:
+def test_state_goes_round():
     scale, restored = scale_of(), scale_of()
     after(scale, "!..")
     restored.load(scale.state())
@@ -68,13 +66,13 @@ def test_state_goes_round() -> None:
 @pytest.mark.parametrize(
     ("dtype", "state", "value"), [("fp16", {}, 1024), ("fp32", {"value": 512.0, "good_steps": 2.0}, 1)]
 )
-def test_the_state_of_another_type(dtype: str, state: dict[str, float], value: float) -> None:
+def test_the_state_of_another_type(dtype, state, value):
     scale = scale_of(dtype)
     scale.load(state)
     assert scale.value.item() == value
 
 
-def test_a_cpu_has_none() -> None:
+def test_a_cpu_has_none():
     pytest.importorskip("torchao")
     with pytest.raises(TrainkitError, match="a CPU does not support float8") as error:
         require_float8(torch.device("cpu"))
@@ -82,7 +80,7 @@ def test_a_cpu_has_none() -> None:
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_blocks_multiply_in_float8(rowwise: bool) -> None:
+def test_blocks_multiply_in_float8(rowwise):
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
 
@@ -102,10 +100,6 @@ def test_blocks_multiply_in_float8(rowwise: bool) -> None:
     assert all(param.grad is not None for param in low.parameters())
 
 
-def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-
-
 class Head(nn.Module):
     """A model whose hidden states are parameters, and whose loss is computed in chunks."""
 
@@ -117,7 +111,7 @@ class Head(nn.Module):
         return loss(self.hidden, self.weight)
 
 
-def test_gradients_of_a_loss_in_parts_are_scaled_before_they_underflow() -> None:
+def test_gradients_of_a_loss_in_parts_are_scaled_before_they_underflow():
     """The labels are so likely that the gradients of the logits are below 1e-8, which is 0 in fp16."""
     labels = torch.arange(16).view(2, 8)
     hidden, weight = 19.0 * torch.eye(16, 32).view(2, 8, 32), torch.eye(16, 32)

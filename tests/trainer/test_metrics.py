@@ -20,7 +20,7 @@ from tests.support.models import ALONE
 from tests.support.said import said
 from trainkit.capability import Recorder
 from trainkit.run.files import read_jsonl
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer import metrics
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.metrics import (
@@ -63,7 +63,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return list(read_jsonl(RunDir(folder).metrics_file))
 
 
-def test_a_record_has_every_promised_key(tmp_path: Path) -> None:
+def test_a_record_has_every_promised_key(tmp_path):
     write(metrics_of(tmp_path))
     (record,) = records(tmp_path)
     assert set(record) == PROMISED
@@ -75,7 +75,7 @@ def test_a_record_has_every_promised_key(tmp_path: Path) -> None:
     assert 0 < record["mem_gib_peak"] < 100
 
 
-def test_how_values_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_how_values_are_written(tmp_path, caplog):
     """A loss is written to its last bit, other values as null, and only rank 0 writes."""
     caplog.set_level(logging.INFO)
     metrics = metrics_of(tmp_path)
@@ -92,7 +92,7 @@ def test_how_values_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert len(records(tmp_path)) == 2
 
 
-def test_speed_is_of_the_interval_without_its_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_of_the_interval_without_its_pauses(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr("trainkit.trainer.metrics.time.monotonic", lambda: now)
     metrics = metrics_of(tmp_path)
@@ -110,9 +110,7 @@ def test_speed_is_of_the_interval_without_its_pauses(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("val_loss", "keys"), [(None, LINE), (3.25, LINE_VALIDATED)])
-def test_the_line_is_greppable(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, val_loss: float | None, keys: str
-) -> None:
+def test_the_line_is_greppable(tmp_path, caplog, val_loss, keys):
     with caplog.at_level(logging.INFO):
         write(metrics_of(tmp_path), val_loss=val_loss)
     pairs = dict(word.split("=", 1) for word in caplog.messages[0].split())
@@ -123,9 +121,7 @@ def test_the_line_is_greppable(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_full_disk_keeps_the_records_and_writes_them_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: bool
-) -> None:
+def test_a_full_disk_keeps_the_records_and_writes_them_later(tmp_path, caplog, ends):
     """The records are written with the next one, or after the last save of a training run."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         metrics = metrics_of(disk)
@@ -136,7 +132,7 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
             step += 1
             assert step < 200, "the rest of the last page is full by now"
             write(metrics, step=step)
-        assert "cannot write metrics.jsonl" in caplog.text
+        assert "metrics.jsonl" in caplog.text
         filler.unlink()
         if ends:
             metrics.flush()
@@ -146,11 +142,8 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
         assert [record["step"] for record in records(disk)] == list(range(1, step + 1)), "in order, each once"
 
 
-def test_the_metrics_of_a_users_task(tmp_path: Path) -> None:
-    """The metrics are added to the promised keys.
-
-    Values that are not finite are omitted, because JSON has none.
-    """
+def test_the_metrics_of_a_users_task(tmp_path):
+    """Values that are not finite are omitted, because JSON has none."""
     metrics = metrics_of(tmp_path)
     metrics.count(report(), 16)
     state = TrainingState(step=7)
@@ -183,7 +176,7 @@ def write_steps(run: Path, steps: range, first: int) -> None:
     log.close()
 
 
-def test_scalars_can_be_read_back(tmp_path: Path) -> None:
+def test_scalars_can_be_read_back(tmp_path):
     log = TensorBoardLog(RunDir(tmp_path), 1)
     for step in (1, 2, 3):
         log.write(step, scalars(step, loss=0.5 * step, val_loss=2.0 if step == 2 else None))
@@ -199,16 +192,14 @@ def ordered_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
-def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
+def test_a_resume_hides_the_steps_that_are_done_again(tmp_path):
     write_steps(tmp_path, range(1, 6), 1)
     write_steps(tmp_path, range(4, 7), 4)
     assert curve(tmp_path) == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 44.0), (5, 45.0), (6, 46.0)]
 
 
 @pytest.mark.parametrize("first_step", [4, None])
-def test_what_is_added_before_the_first_step_is_known_hides_nothing(
-    tmp_path: Path, first_step: int | None
-) -> None:
+def test_what_is_added_before_the_first_step_is_known_hides_nothing(tmp_path, first_step):
     write_steps(tmp_path, range(1, 6), 1)
     second = TensorBoardLog(RunDir(tmp_path), None)
     second.text("config", "lr 0.1", 0)
@@ -220,9 +211,7 @@ def test_what_is_added_before_the_first_step_is_known_hides_nothing(
 
 
 @pytest.mark.parametrize("first_step", [1, None])
-def test_a_checkpoint_waits_for_the_scalars_and_media_logged_before_it(
-    tmp_path: Path, first_step: int | None
-) -> None:
+def test_a_checkpoint_waits_for_the_scalars_and_media_logged_before_it(tmp_path, first_step):
     """A kill after the checkpoint loses none of them: a resume does not compute their steps again."""
     log = TensorBoardLog(RunDir(tmp_path), first_step)
 
@@ -241,9 +230,7 @@ def test_a_checkpoint_waits_for_the_scalars_and_media_logged_before_it(
     log.close()
 
 
-def test_without_tensorboard_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level("INFO"):
         log = TensorBoardLog(RunDir(tmp_path), 1)
@@ -256,7 +243,7 @@ def test_without_tensorboard_one_line_says_so(
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_folder_is_made_for_values_only_and_not_again_after_a_move(tmp_path: Path) -> None:
+def test_a_folder_is_made_for_values_only_and_not_again_after_a_move(tmp_path):
     """New files would be separate from the others until the run notices the move."""
     TensorBoardLog(RunDir(tmp_path), 1).close()
     write_steps(tmp_path / "moved away", range(1, 2), 1)
@@ -277,7 +264,7 @@ def checksum(*grads: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+def test_any_flipped_bit_changes_the_checksum(dtype):
     grad = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = checksum(grad)
     assert before == checksum(grad[:300], grad[300:]), "however it is divided"
@@ -288,7 +275,7 @@ def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
         assert checksum(flipped) != before
 
 
-def test_a_step_that_is_not_due_has_no_values(tmp_path: Path) -> None:
+def test_a_step_that_is_not_due_has_no_values(tmp_path):
     gradient = LocalGradient()
     records = RankRecords(RunDir(tmp_path).attempt(1), 0, "n0", gradient)
     records.begin_step(is_due=False)
@@ -304,7 +291,7 @@ def test_a_step_that_is_not_due_has_no_values(tmp_path: Path) -> None:
     assert math.isnan(local), "nothing was reduced"
 
 
-def test_a_spike_is_written_at_once(attempt: AttemptDir) -> None:
+def test_a_spike_is_written_at_once(attempt):
     records = RankRecords(attempt, 3, "n0", LocalGradient())
     file = attempt.rank_record(3)
     records.add(1, 1.0, (2.0, math.nan, 3.0))
@@ -319,7 +306,7 @@ def test_a_spike_is_written_at_once(attempt: AttemptDir) -> None:
     assert list(read_jsonl(file))[-1]["square_sum"] == "inf"
 
 
-def test_each_turn_is_compared_with_its_own_norms(attempt: AttemptDir) -> None:
+def test_each_turn_is_compared_with_its_own_norms(attempt):
     records = RankRecords(attempt, 0, "n0", LocalGradient())
     for step in (1, 2):
         records.add(step, 1.0, (2.0, 4.0, 3.0), 1, "d")
@@ -330,7 +317,7 @@ def test_each_turn_is_compared_with_its_own_norms(attempt: AttemptDir) -> None:
     assert found == [(1, 1, "d"), (1, 2, "g"), (2, 1, "d"), (2, 2, "g"), (3, 1, "d")]
 
 
-def test_the_file_keeps_its_newer_half(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_keeps_its_newer_half(attempt, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_BYTES", 2000)
     records = RankRecords(attempt, 0, "n0", LocalGradient())
     for step in range(1, 101):
@@ -342,7 +329,7 @@ def test_the_file_keeps_its_newer_half(attempt: AttemptDir, monkeypatch: pytest.
     assert len(steps) > 5
 
 
-def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     records = RankRecords(attempt, 0, "n0", LocalGradient())
     records.add(1, 1.0, (2.0, 4.0, 3.0))

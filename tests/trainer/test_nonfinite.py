@@ -3,9 +3,7 @@
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -61,7 +59,7 @@ FP32 = PrecisionConfig(dtype="fp32")
 
 
 @pytest.mark.parametrize("marks", ["!!!", ".!!!", "!!.!!.!!!", "!.!!!"])
-def test_the_limit_counts_steps_in_a_row(marks: str) -> None:
+def test_the_limit_counts_steps_in_a_row(marks):
     found = trainer(FP32)
     count(found, marks[:-1])
     with pytest.raises(DivergedError, match=f"step {len(marks)}") as caught:
@@ -69,7 +67,7 @@ def test_the_limit_counts_steps_in_a_row(marks: str) -> None:
     assert caught.value.exit_code == EXIT_NO_RESTART
 
 
-def test_overflow_of_fp16_is_no_divergence_while_the_scale_can_fall() -> None:
+def test_overflow_of_fp16_is_no_divergence_while_the_scale_can_fall():
     found = trainer(PrecisionConfig(dtype="fp16", init_loss_scale=4.0))
     count(found, "!" * 10)
     found.loss_scale.value.fill_(1.0)
@@ -78,19 +76,19 @@ def test_overflow_of_fp16_is_no_divergence_while_the_scale_can_fall() -> None:
 
 
 @pytest.mark.parametrize("marks", ["!.", ".!!", "!!.!"])
-def test_one_step_that_was_applied_is_training(marks: str) -> None:
+def test_one_step_that_was_applied_is_training(marks):
     found = trainer(FP32)
     count(found, marks)
     assert TrainingState.from_json(asdict(found.state)).has_updated_weights
     found._require_updated_weights()
 
 
-def test_a_run_without_a_step_has_not_failed() -> None:
+def test_a_run_without_a_step_has_not_failed():
     trainer(FP32)._require_updated_weights()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_run_that_has_only_skipped_steps_has_trained_nothing(dtype: Any) -> None:
+def test_a_run_that_has_only_skipped_steps_has_trained_nothing(dtype):
     found = trainer(PrecisionConfig(dtype=dtype), max_nonfinite_steps=9)
     count(found, "!!")
     with pytest.raises(DivergedError) as caught:
@@ -100,8 +98,8 @@ def test_a_run_that_has_only_skipped_steps_has_trained_nothing(dtype: Any) -> No
 
 
 @pytest.mark.slow
-def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None:
-    options = ["precision.dtype=fp16", "precision.init_loss_scale=1e15", "train.max_nonfinite_steps=2"]
+def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path):
+    options = ["precision.dtype=fp16", "precision.init_loss_scale=1e9", "train.max_nonfinite_steps=2"]
     options += ["checkpoint.every_steps=2", "train.steps=6"]
     attempt = train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=EXIT_STOPPED)
     [*_, newest] = published(attempt.run.checkpoints_dir)
@@ -114,8 +112,8 @@ def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None
     assert published(attempt.run.checkpoints_dir)[-1].step == 4, "the untrained weights are not the result"
     assert "finished after step" not in log_text(attempt)
     # A few more steps are enough, because the scale halves with each of them.
-    attempt = train(tmp_path / "run", [*options, "train.steps=50"])
-    assert "finished after step 50" in log_text(attempt)
+    attempt = train(tmp_path / "run", [*options, "train.steps=24"])
+    assert "finished after step 24" in log_text(attempt)
     assert published(attempt.run.checkpoints_dir)[-1].manifest().progress["has_updated_weights"] is True
 
 
@@ -129,7 +127,7 @@ def shard_hashes(attempt: AttemptDir) -> dict[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path: Path) -> None:
+def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path):
     options = [
         *EXPLODES,
         "checkpoint.every_steps=1",
@@ -154,7 +152,7 @@ def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_validation_loss_that_is_not_finite_is_said_and_never_the_best(tmp_path: Path) -> None:
+def test_a_validation_loss_that_is_not_finite_is_said_and_never_the_best(tmp_path):
     options = [*EXPLODES, "optimizer.lr=3e38", "train.eval_every=1"]
     options += ["train.eval_batches=1", "train.max_nonfinite_steps=2"]
     attempt = train(tmp_path / "run", options, expect=78)
@@ -168,20 +166,20 @@ def test_a_validation_loss_that_is_not_finite_is_said_and_never_the_best(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path) -> None:
+def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path):
     """More steps are skipped than would end the run in fp32.
 
     The run then trains as if they had not existed.
     """
     options = ["precision.dtype=fp16", "precision.init_loss_scale=268435456.0", "train.max_nonfinite_steps=2"]
-    options += ["train.steps=28", "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
+    options += ["train.steps=22", "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     attempt = train(tmp_path / "run", options, 2)
     records = read_metrics(attempt.run)
     finite = [record["grad_norm"] is not None for record in records]
     assert all(record["loss"] is not None for record in records), "only the gradient overflows"
     num_skipped = finite.index(True)
     assert num_skipped > 5
-    assert sum(finite[num_skipped:]) >= 0.7 * (28 - num_skipped), "once found, the scale is seldom too high"
+    assert sum(finite[num_skipped:]) >= 0.7 * (22 - num_skipped), "once found, the scale is seldom too high"
     assert len(re.findall(r"step=\d+ skipped", log_text(attempt))) == finite.count(False)
     hashes = shard_hashes(attempt)
     assert all(hashes[step] == hashes[1] for step in range(1, num_skipped + 1))

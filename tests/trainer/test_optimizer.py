@@ -1,6 +1,7 @@
 """Compares the optimizer with torch's AdamW and clip_grad_norm_."""
 
 import copy
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -45,12 +46,8 @@ def update(optimizer: ShardedAdamW, divisor: Tensor = ONE, skip: Tensor = ZERO) 
     optimizer.zero_grad()
 
 
-def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    return (norm / limit).clamp(min=1.0)
-
-
 @pytest.mark.parametrize("limit", [0.01, 1e6])
-def test_equals_torch(limit: float) -> None:
+def test_equals_torch(limit):
     mine, theirs = nano(), nano()
     optimizer, expected = ShardedAdamW(weights(mine), CONFIG), reference(theirs)
     for step in range(5):
@@ -64,7 +61,7 @@ def test_equals_torch(limit: float) -> None:
         norm = gradient_norm(optimizer)
         assert norm.item() == pytest.approx(expected_norm.item(), rel=3e-6)
         assert (norm > limit) == (limit < 1)
-        optimizer.step(1e-2, clip_divisor(norm, limit), ZERO)
+        optimizer.step(1e-2, (norm / limit).clamp(min=1.0), ZERO)
         optimizer.zero_grad()
     start = nano()
     for (name, a), b, first in zip(
@@ -75,7 +72,7 @@ def test_equals_torch(limit: float) -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
-def test_skip_leaves_every_bit(config: OptimizerConfig) -> None:
+def test_skip_leaves_every_bit(config):
     model = nano()
     optimizer = ShardedAdamW(weights(model), config)
     backward(model, 0)
@@ -92,7 +89,7 @@ def test_skip_leaves_every_bit(config: OptimizerConfig) -> None:
     assert before["head.weight.step"].item() == 1
 
 
-def test_parameters_without_gradient_are_left_alone() -> None:
+def test_parameters_without_gradient_are_left_alone():
     model = nano()
     optimizer = ShardedAdamW(weights(model), CONFIG)
     backward(model, 0)
@@ -108,7 +105,7 @@ def test_parameters_without_gradient_are_left_alone() -> None:
     assert dict(optimizer.state_tensors())["embedding.weight.step"].item() == 0
 
 
-def test_the_norm_of_large_tensors_is_exact() -> None:
+def test_the_norm_of_large_tensors_is_exact():
     """If they were added up in float32 in sequence, the norm of these tensors would be 1e-4 too small."""
     model = nn.Linear(2048, 4096)
     optimizer = ShardedAdamW(weights(model), CONFIG)
@@ -126,11 +123,8 @@ def skip_a_step(optimizer: ShardedAdamW) -> None:
         assert torch.equal(old, new), name
 
 
-def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result equals torch's AdamW with averages rounded after each step.
-
-    A skipped step changes nothing.
-    """
+def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch):
+    """The result equals torch's AdamW with rounded averages, and a skipped step changes nothing."""
     monkeypatch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
     mine, theirs = nano(), nano()
     optimizer = ShardedAdamW(weights(mine), CONFIG.model_copy(update={"state_dtype": "bf16"}))
@@ -155,12 +149,12 @@ def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch: pytest.Mo
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch):
     """The result equals torch's AdamW with averages rounded after each step, whatever the chunk size is."""
-    mine, in_pieces, theirs = nano(), nano(), nano()
+    mine, in_pieces, theirs = (nano(num_layers=1) for _ in range(3))
     optimizer, expected = ShardedAdamW(weights(mine), EIGHT_BIT), reference(theirs)
     pieces = ShardedAdamW(weights(in_pieces), EIGHT_BIT)
-    for step in range(6):
+    for step in range(3):
         # All optimizers get the gradients of one model, because a single rounding would change all later
         # ones.
         backward(theirs, step)
@@ -191,7 +185,7 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("config", [EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
-def test_scalars_and_empty_shards_are_updated_too(config: OptimizerConfig) -> None:
+def test_scalars_and_empty_shards_are_updated_too(config):
     """A rank without a row of a parameter counts the steps too, because the checkpoint may use its count."""
     model = nn.Module()
     model.scalar = nn.Parameter(torch.tensor(1.0))
@@ -205,13 +199,11 @@ def test_scalars_and_empty_shards_are_updated_too(config: OptimizerConfig) -> No
     assert {t.item() for name, t in optimizer.state_tensors() if name.endswith("step")} == {1.0}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
-def test_a_compiled_update_is_the_same(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results are equal except for the last bit.
-
-    A skipped step changes nothing, and neither does a resume.
-    """
+def test_a_compiled_update_is_the_same(config, monkeypatch):
+    """The results are equal except for the last bit, also with a skipped step and after a resume."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
     monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # some weights have more elements
     models = [nano(num_layers=1) for _ in range(3)]
@@ -274,14 +266,14 @@ HALF_A_TURN = [0.2 + 0.8 * (1 + cosine) / 2 for cosine in (0.5**0.5, 0.0, -(0.5*
         ("wsd", {"warmup_steps": 2, "decay_steps": 100}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
     ],
 )
-def test_the_rate_of_each_step(name: str, config: dict[str, Any], expected: list[float]) -> None:
+def test_the_rate_of_each_step(name, config, expected):
     given = {"warmup_steps": 0, "min_lr_ratio": 0.0, **config}
     assert rates(len(expected), name=name, **given) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("total", [1, 2, 7, 1000])
-def test_the_last_step_has_the_lowest_rate_and_none_beyond_falls_further(name: str, total: int) -> None:
+def test_the_last_step_has_the_lowest_rate_and_none_beyond_falls_further(name, total):
     config = ScheduleConfig(name=name, warmup_steps=0, min_lr_ratio=0.1)
     assert learning_rate(total, total, 3.0, config) == pytest.approx(0.3)
     assert learning_rate(total + 5, total, 3.0, config) == pytest.approx(0.3)
@@ -289,7 +281,7 @@ def test_the_last_step_has_the_lowest_rate_and_none_beyond_falls_further(name: s
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("warmup_steps", [0, 1, 100])
-def test_no_jumps(name: str, warmup_steps: int) -> None:
+def test_no_jumps(name, warmup_steps):
     found = rates(1000, name=name, warmup_steps=warmup_steps, min_lr_ratio=0.0)
     steepest = 1 / warmup_steps if warmup_steps > 1 else 0.0051
     assert all(abs(after - before) <= steepest + 1e-12 for before, after in pairwise(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -19,7 +20,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.support import own_steps
-from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
+from tests.support.parity import Case, curve, run_cases, run_chain, saved_tensors, worst_difference
 from tests.support.runs import fork_workers, log_text, make_attempt, run_ranks, train, wait_for, wait_until
 from tests.support.said import said
 from tests.support.tasks import write_tutorial
@@ -58,12 +59,15 @@ def same_everywhere(one: Path, other: Path) -> None:
     assert states[0] == states[1]
 
 
+def whole_and_cut(case: Case, step: int) -> list[Case]:
+    """Return a case, and the same case with the name ``cut-NAME`` in two attempts."""
+    again = replace(case, name=f"cut-{case.name}")
+    return [case, replace(again, overrides=(*case.overrides, f"train.stop_at_step={step}")), again]
+
+
 @pytest.mark.slow
-def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
-    run_cases(tmp_path, LAYOUTS, COMMON)
-    for stop in (("train.stop_at_step=4",), ()):
-        cut = [Case(f"cut-{case.name}", case.num_procs, case.parallel, stop) for case in LAYOUTS]
-        run_cases(tmp_path, cut, COMMON)
+def test_turns_on_every_layout_and_after_every_stop(tmp_path):
+    run_cases(tmp_path, [run for case in LAYOUTS for run in whole_and_cut(case, 4)], COMMON)
     for case in LAYOUTS:
         same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
     found = logged(tmp_path / "alone")
@@ -80,13 +84,9 @@ def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None:
+def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path):
     common = (*COMMON, "task_args.every=2", "precision.dtype=bf16", "checkpoint.best_metric=g_loss")
-    alone, ddp, fsdp = LAYOUTS
-    run_cases(tmp_path, [alone], common)
-    for number, case in enumerate((fsdp, alone, ddp), 1):
-        stop = (f"train.stop_at_step={2 * number}",) if number < 3 else ()
-        run_cases(tmp_path, [Case("chain", case.num_procs, case.parallel, stop)], common)
+    run_chain(tmp_path, [(2, {"dp_shard": 2}), (1, {}), (2, {"dp_replicate": 2})], common)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
     records = read_jsonl(RunDir(tmp_path / "alone").attempt(1).rank_record(0))
     turns = [(record["step"], record["turn"], record["optimizer"]) for record in records]
@@ -97,17 +97,16 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_killed_after_any_step(tmp_path: Path) -> None:
-    """The run gets SIGKILL right after each checkpoint was published."""
+def test_killed_after_a_save(tmp_path):
+    """The run gets SIGKILL right after a checkpoint was published by an asynchronous save."""
     options = [TASK, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0", "parallel.dp_shard=2"]
     train(tmp_path / "whole", options, 2)
     run = RunDir(tmp_path / "killed")
-    for step in (1, 3, 4):
-        workers = fork_workers(make_attempt(run.path, options, 2), 2)
-        wait_until(lambda step=step: any(item.step >= step for item in published(run.checkpoints_dir)))
-        for worker in workers:
-            worker.kill()
-        wait_for(workers)
+    workers = fork_workers(make_attempt(run.path, options, 2), 2)
+    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
+    for worker in workers:
+        worker.kill()
+    wait_for(workers)
     train(run.path, options, 2)
     same_everywhere(tmp_path / "whole", run.path)
 
@@ -132,7 +131,7 @@ EXAMPLES = {
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) -> None:
+def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path):
     write_tutorial(tmp_path)
     cases = []
     for section in (DOCS / "optimizers.md").read_text().split("\n## ")[1:]:
@@ -145,10 +144,7 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
         cases.append(Case(Path(file).stem, 1, {}, (f"task={tmp_path / task}",)))
     assert len(cases) == len(EXAMPLES)
     common = ("train.steps=4", "train.eval_every=2", "optimizer.lr=1e-3")
-    run_cases(tmp_path, cases, common)
-    for stop in (("train.stop_at_step=2",), ()):
-        cut = [Case(f"cut-{case.name}", 1, {}, case.overrides) for case in cases]
-        run_cases(tmp_path, cut, (*common, *stop))
+    run_cases(tmp_path, [run for case in cases for run in whole_and_cut(case, 2)], common)
     for case in cases:
         same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
         assert len({loss for _, loss, *_ in curve(tmp_path / case.name)}) == 4
@@ -181,7 +177,7 @@ def refuse_shards(world: World) -> None:
 
 
 @pytest.mark.slow(seconds=4)
-def test_what_cannot_be_sharded_is_refused() -> None:
+def test_what_cannot_be_sharded_is_refused():
     run_ranks(refuse_shards, 2)
 
 
@@ -297,7 +293,7 @@ KINDS: dict[str, Callable[[Parameters], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded_after_any_step(kind: str) -> None:
+def test_saved_and_loaded_after_any_step(kind):
     whole = tiny()
     optimizers = own(whole, KINDS[kind])
     shown = []
@@ -317,7 +313,7 @@ def test_saved_and_loaded_after_any_step(kind: str) -> None:
     assert not torch.equal(tiny().a.weight, whole.a.weight)
 
 
-def test_as_torch_does_it_and_with_the_schedule_of_the_config() -> None:
+def test_as_torch_does_it_and_with_the_schedule_of_the_config():
     mine, theirs = tiny(), tiny()
     optimizers = own(mine, one(optim.SGD, lr=0.3, momentum=0.9))
     expected = optim.SGD(theirs.parameters(), lr=0.3, momentum=0.9)
@@ -334,7 +330,7 @@ def test_as_torch_does_it_and_with_the_schedule_of_the_config() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_turn_updates_its_own_parameters_alone() -> None:
+def test_a_turn_updates_its_own_parameters_alone():
     def make(parameters: Parameters) -> Made:
         return {name: optim.SGD([parameters[f"{name}.weight"], parameters[f"{name}.bias"]]) for name in "ab"}
 
@@ -354,7 +350,7 @@ def test_a_turn_updates_its_own_parameters_alone() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_what_the_task_changes_between_attempts_counts() -> None:
+def test_what_the_task_changes_between_attempts_counts():
     def make(lr: float, period: int, momentum: float) -> Callable[[Parameters], LRScheduler]:
         sgd = one(optim.SGD, lr=lr, momentum=momentum)
         return lambda parameters: lr_scheduler.CosineAnnealingLR(sgd(parameters), period)
@@ -414,7 +410,7 @@ REFUSED: dict[str, Callable[[Parameters], Any]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_the_first_step(case: str) -> None:
+def test_refused_before_the_first_step(case):
     with pytest.raises(FatalError) as raised:
         own(tiny(), REFUSED[case])
     said(without_lines(f"{raised.value.message}\n{raised.value.hint}"))
@@ -427,15 +423,13 @@ def without_lines(text: str) -> str:
 @pytest.mark.parametrize(
     "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
 )
-def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
+def test_two_tensors_of_one_name_are_not_saved(state):
     with pytest.raises(FatalError) as raised:
         encode("task", state, {})
     said(str(raised.value))
 
 
-def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(caplog):
     def make(lr: float, start: float) -> Callable[[Parameters], LRScheduler]:
         return lambda parameters: lr_scheduler.LinearLR(
             optim.SGD(parameters.values(), lr=lr), start, total_iters=10
@@ -466,9 +460,7 @@ def steps_in_sequence(milestones: list[int]) -> Callable[[Parameters], LRSchedul
 @pytest.mark.parametrize(
     "make", [partial(scheduled, lr_scheduler.MultiStepLR), steps_in_sequence], ids=["multi", "sequence"]
 )
-def test_milestones_that_the_task_changes_count_and_are_logged(
-    make: Callable[[list[int]], Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_milestones_that_the_task_changes_count_and_are_logged(make, caplog):
     model = tiny()
     optimizers = own(model, make([3, 6]))
     for step in range(1, 5):
@@ -484,7 +476,7 @@ def test_milestones_that_the_task_changes_count_and_are_logged(
     assert lrs[0] == lrs[1]
 
 
-def test_turns_name_optimizers() -> None:
+def test_turns_name_optimizers():
     with pytest.raises(TaskError) as raised:
         own(tiny(), one(optim.SGD), turns=("g",)).turns()
     said(without_lines(str(raised.value)))

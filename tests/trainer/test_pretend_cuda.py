@@ -9,9 +9,7 @@ import json
 import math
 import os
 import re
-import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,7 @@ from tests.support import pretend_cuda, tasks
 from tests.support.cuda_lines import not_run
 from tests.support.hf_models import need
 from tests.support.ranks import start_ranks, wait_for_all
-from tests.support.runs import TIMEOUT_S, events, fork_workers, free_port, log_text, make_attempt, wait_for
+from tests.support.runs import TIMEOUT_S, fork_workers, free_port, log_text, make_attempt, wait_for
 from trainkit.capabilities.doctor.bandwidth import Layout as Hosts
 from trainkit.capabilities.generate.worker import generate
 from trainkit.errors import TrainkitError, UsageError
@@ -43,8 +41,8 @@ pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.smoke, pytest.mark.xdist_
 
 MAIN = "MainThread"
 COMMON = (
-    *("parallel.compile=false", "train.steps=4", "train.eval_every=3", "train.eval_batches=1"),
-    *("train.global_batch_size=8", "train.device_batch_size=4"),
+    *("parallel.compile=false", "train.steps=3", "train.eval_every=3", "train.eval_batches=1"),
+    *("train.global_batch_size=8", "train.device_batch_size=4", "model.num_layers=1"),
     *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
 )
 SMALL = "train.device_batch_size=2"
@@ -80,7 +78,7 @@ LAYOUTS = {
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false", "train.deterministic=true")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
     "cp-exact": Layout(2, ("parallel.cp=2", BF16, "train.deterministic=true"), tolerance=5e-4),
-    "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
+    "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}", "model.num_layers=2")),
     "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true", SMALL)),
     "task": Layout(2, (TASK, "parallel.dp_shard=2", "data.num_workers=1", SMALL)),
 }
@@ -137,13 +135,11 @@ class Record:
         return found
 
 
-def pretend(
-    attempt: AttemptDir, num_procs: int, codes: int = 0, first: Callable[[], None] = as_gpu
-) -> list[Record]:
+def pretend(attempt: AttemptDir, num_procs: int, codes: int = 0) -> list[Record]:
     folder = attempt.path / "pretend"
     folder.mkdir()
     env = {pretend_cuda.RECORD_VARIABLE: str(folder)}
-    assert wait_for(fork_workers(attempt, num_procs, env, first)) == [codes] * num_procs, log_text(attempt)
+    assert wait_for(fork_workers(attempt, num_procs, env, as_gpu)) == [codes] * num_procs, log_text(attempt)
     return read_records(folder)
 
 
@@ -210,7 +206,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout(runs: Runs, name: str) -> None:
+def test_a_layout(runs, name):
     """The results equal the results on CPUs, each rank uses one GPU, and the host waits once per step."""
     layout, records = LAYOUTS[name], runs.of(name)
     gpu, cpu = (curve(runs.folder / folder) for folder in (name, f"{name}-cpu"))
@@ -245,11 +241,8 @@ def host_notices(what: str) -> bool:
     return what.startswith(("copy", "wait")) or what.endswith("synchronize")
 
 
-def test_saves(runs: Runs) -> None:
-    """A step waits only for the stream.
-
-    Another thread copies tensors to pinned memory, except single numbers.
-    """
+def test_saves(runs):
+    """A step waits only for the stream. Another thread copies tensors, except numbers, to pinned memory."""
     for record in runs.of("fsdp"):
         steps = record.of(MAIN)
         first = steps.index("end step", steps.index("Stream.synchronize") - 2)
@@ -261,53 +254,22 @@ def test_saves(runs: Runs) -> None:
         assert Counter(record.of(staging)) == {
             "copy gpu to pageable, waits": num_params,  # torch copies the step count of each parameter
             "copy gpu to pinned": 3 * num_params,
-            "Stream.synchronize": 2,  # after steps 2 and 4
+            "Stream.synchronize": 2,  # after steps 2 and 3
         }
-
-
-def stop_during_a_save() -> None:
-    """Send a stop signal while the state after step 2 is written, and let the write end only after it."""
-    as_gpu()
-
-    from trainkit.trainer.checkpoint.saver import CheckpointSaver
-    from trainkit.trainer.checkpoint.storage import HashingWriter
-    from trainkit.trainer.loop import Trainer
-
-    stops = threading.Event()
-    save, stop, write = CheckpointSaver.save, Trainer._end, HashingWriter.write_data
-
-    def save_and_signal(saver: CheckpointSaver, request: Any, blocking: bool) -> None:
-        save(saver, request, blocking)
-        if not blocking:
-            os.kill(os.getpid(), signal.SIGUSR2)
-
-    def stop_noted(trainer: Trainer, reason: str) -> int:
-        stops.set()
-        return stop(trainer, reason)
-
-    def write_late(*args: Any) -> Any:
-        stops.wait()
-        return write(*args)
-
-    CheckpointSaver.save, Trainer._end = save_and_signal, stop_noted  # type: ignore[method-assign]
-    HashingWriter.write_data = write_late  # type: ignore[method-assign]
 
 
 def stop_and_resume(runs: Runs, folder: Path) -> list[Record]:
     options = [*COMMON, *LAYOUTS["fsdp"].overrides, "device=cuda"]
-    attempt = make_attempt(folder / "stopped", options, 2)
-    pretend(attempt, 2, codes=75, first=stop_during_a_save)
-    assert [event["step"] for event in events(attempt.run.path, "checkpoint_commit")] == [2, 3]
+    pretend(make_attempt(folder / "stopped", [*options, "train.stop_at_step=2"], 2), 2, codes=75)
     return pretend(make_attempt(folder / "stopped", options, 2), 2)
 
 
-def test_a_stop_during_a_save(runs: Runs) -> None:
-    """The save is finished, and the later steps equal the steps of an undisturbed run."""
-    stopped, whole = runs.folder / "stopped", runs.folder / "fsdp"
+def test_a_resume(runs):
+    """`test_stop.py` stops ranks during a save."""
     assert [record.used for record in runs.of("stopped")] == [[0], [1]]
-    assert "resumed from step-00000003" in log_text(RunDir(stopped).attempt(2))
     runs.of("fsdp")
-    assert [row[:3] for row in curve(stopped)] == [row[:3] for row in curve(whole)]
+    stopped, whole = (curve(runs.folder / name) for name in ("stopped", "fsdp"))
+    assert [row[:3] for row in stopped] == [row[:3] for row in whole]
 
 
 def continue_prompt(rank: int, request: dict[str, Any], out: str) -> None:
@@ -324,7 +286,7 @@ def continue_prompts(runs: Runs, folder: Path) -> list[Record]:
     return in_ranks(folder / "generate", 1, continue_prompt, asked, str(folder / "text"))
 
 
-def test_generate(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(runs, capsys):
     [record] = runs.of("generate")
     asked = request(runs.folder / "fp16", as_json=True)
     generate(asked)
@@ -359,7 +321,7 @@ def loop_in_ranks(runs: Runs, folder: Path) -> list[Record]:
     return in_ranks(folder / "loop", 2, own_loop, str(folder / "own"))
 
 
-def test_a_loop_of_ones_own(runs: Runs) -> None:
+def test_a_loop_of_ones_own(runs):
     assert [record.used for record in runs.of("loop")] == [[0], [1]]
     losses = [record["loss"] for record in read_metrics(RunDir(runs.folder / "own/run"))]
     assert losses == sorted(losses, reverse=True)
@@ -378,7 +340,7 @@ def measure(runs: Runs, folder: Path) -> list[Record]:
     return in_ranks(folder / "bandwidth", 2, bandwidth, layout)
 
 
-def test_bandwidth(runs: Runs) -> None:
+def test_bandwidth(runs):
     for rank, record in enumerate(runs.of("bandwidth")):
         assert record.used == [rank]
         count = Counter(record.of(MAIN))
@@ -408,7 +370,7 @@ def four_bits(rank: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_nf4(tmp_path: Path) -> None:
+def test_nf4(tmp_path):
     need("bitsandbytes")
     in_ranks(tmp_path / "gpu", 1, four_bits)
 
@@ -486,11 +448,11 @@ def kernel(name: str, start_s: float, end_s: float, device: str = "CUDA") -> Any
     return SimpleNamespace(name=name, is_user_annotation=False, **values)
 
 
-def test_small_parts(runs: Runs) -> None:
+def test_small_parts(runs):
     runs.of("parts")
 
 
-def test_what_a_gpu_refuses_is_refused(tmp_path: Path) -> None:
+def test_what_a_gpu_refuses_is_refused(tmp_path):
     in_ranks(tmp_path / "gpu", 1, what_a_gpu_refuses)
     assert torch.zeros(2).device == torch.device("cpu")
     assert not torch.cuda.is_available()
@@ -552,7 +514,7 @@ def count(tensors):
 """
 
 
-def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
+def test_every_line_under_a_cuda_condition_runs(runs):
     ran = {line for name in (*LAYOUTS, *PROGRAMS) for record in runs.of(name) for line in record.lines}
     missing = {(item.function, item.text) for item in not_run(ran)}
     assert sorted(missing - ELSEWHERE.keys()) == []
@@ -561,7 +523,7 @@ def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
         assert not test or f"def {test}(" in (Path(__file__).parent / file).read_text()
 
 
-def test_a_line_that_does_not_run_is_found(tmp_path: Path) -> None:
+def test_a_line_that_does_not_run_is_found(tmp_path):
     (tmp_path / "rank.py").write_text(OF_A_RANK)
     lines = {("rank.py", line) for line in (6, 7, 8, 9, 11)}
     assert {(item.file, item.line) for item in not_run(set(), tmp_path)} == lines

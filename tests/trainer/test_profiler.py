@@ -32,25 +32,25 @@ def run(folder: Path, config: ProfilerConfig, steps: int = 6) -> list[str]:
     return sorted(name for name in names if name.startswith("step-"))
 
 
+STEPS = [f"step-{step}" for step in range(1, 7)]
+
+
 @pytest.mark.parametrize(
-    ("start_step", "num_steps", "expected"),
-    [(2, 3, ["step-2", "step-3", "step-4"]), (1, 1, ["step-1"]), (5, 10, ["step-5", "step-6"])],
+    ("config", "expected"),
+    [
+        ({"start_step": 2, "num_steps": 3}, STEPS[1:4]),
+        ({"start_step": 1, "num_steps": 1}, STEPS[:1]),
+        ({"start_step": 5, "num_steps": 10}, STEPS[4:]),
+        ({}, []),
+        ({"start_step": 2, "ranks": (1,)}, []),
+        ({"start_step": 100}, []),
+    ],
 )
-def test_records_the_window(tmp_path: Path, start_step: int, num_steps: int, expected: list[str]) -> None:
-    config = ProfilerConfig(start_step=start_step, num_steps=num_steps)
-    assert run(tmp_path / "profile", config) == expected
+def test_records_the_window(tmp_path, config, expected):
+    assert run(tmp_path / "profile", ProfilerConfig(**config)) == expected
 
 
-def test_records_nothing_when_not_asked_to(tmp_path: Path) -> None:
-    for config in (
-        ProfilerConfig(),
-        ProfilerConfig(start_step=2, ranks=(1,)),
-        ProfilerConfig(start_step=100),
-    ):
-        assert run(tmp_path / "profile", config) == []
-
-
-def test_a_summary_tells_the_kinds_of_work_apart() -> None:
+def test_a_summary_tells_the_kinds_of_work_apart():
     matrix = torch.ones(512, 512)
     with torch.profiler.profile() as profile:
         for _ in range(8):
@@ -65,12 +65,12 @@ def test_a_summary_tells_the_kinds_of_work_apart() -> None:
     assert found["share"]["idle"] > 0.9
 
 
-def test_what_runs_at_the_same_time_is_covered_once() -> None:
+def test_what_runs_at_the_same_time_is_covered_once():
     assert covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == 4.0
     assert covered_s([]) == 0.0
 
 
-def test_memory_is_recorded_on_gpus_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_recorded_on_gpus_only(tmp_path, caplog):
     config = ProfilerConfig(start_step=2, num_steps=1, memory=True)
     run(tmp_path / "profile", config)
     [message] = [message for message in caplog.messages if "profiler.memory" in message]

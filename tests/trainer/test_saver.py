@@ -81,7 +81,7 @@ def ruin(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, blocking: bool) -> None:
+def test_goes_round(tmp_path, tensors, make_saver, blocking):
     saver = make_saver(tmp_path)
     saver.save(request(5), blocking)
     saver.finish()
@@ -94,9 +94,7 @@ def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any,
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_published_once_the_logs_of_its_steps_are_written(
-    tmp_path: Path, make_saver: Any, blocking: bool
-) -> None:
+def test_published_once_the_logs_of_its_steps_are_written(tmp_path, make_saver, blocking):
     """A resume does not log these steps again."""
     saver, published_before = make_saver(tmp_path), []
 
@@ -108,9 +106,7 @@ def test_published_once_the_logs_of_its_steps_are_written(
     assert (published_before, steps(tmp_path)) == ([[]], [5])
 
 
-def test_state_may_change_as_soon_as_it_is_staged(
-    tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_may_change_as_soon_as_it_is_staged(tmp_path, tensors, make_saver, monkeypatch):
     """The state changes three times, because a save uses the buffers of the previous save."""
     saver = make_saver(tmp_path)
     expected = {}
@@ -142,9 +138,7 @@ def hold_back_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return gate
 
 
-def test_without_memory_to_stage_in_training_waits_for_every_save(
-    tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_to_stage_in_training_waits_for_every_save(tmp_path, tensors, make_saver, monkeypatch):
     def fails(stager: DefaultStager, state: dict[str, Any]) -> Future[Any]:
         failed: Future[Any] = Future()
         failed.set_exception(RuntimeError("cudaHostRegister: out of memory"))
@@ -159,9 +153,7 @@ def test_without_memory_to_stage_in_training_waits_for_every_save(
         assert saver.last_step == step, "published on return"
 
 
-def test_blocking_after_asynchronous_and_back(
-    tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any
-) -> None:
+def test_blocking_after_asynchronous_and_back(tmp_path, tensors, make_saver):
     saver, expected = make_saver(tmp_path), {}
     for step, blocking in ((1, False), (2, False), (3, True), (4, False), (5, True)):
         expected[step] = clone(tensors)
@@ -172,7 +164,7 @@ def test_blocking_after_asynchronous_and_back(
         assert_equal(loaded(tmp_path, step, tensors), state)
 
 
-def test_the_same_step_is_saved_once(tmp_path: Path, make_saver: Any) -> None:
+def test_the_same_step_is_saved_once(tmp_path, make_saver):
     saver = make_saver(tmp_path)
     for blocking in (False, True, False):
         saver.save(request(5), blocking)
@@ -181,9 +173,7 @@ def test_the_same_step_is_saved_once(tmp_path: Path, make_saver: Any) -> None:
     assert len(events(tmp_path, "checkpoint_begin")) == 1
 
 
-def test_poll_reports_without_waiting(
-    tmp_path: Path, make_saver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poll_reports_without_waiting(tmp_path, make_saver, monkeypatch):
     saver = make_saver(tmp_path)
     gate = hold_back_writing(monkeypatch)
     saver.save(request(1), blocking=False)
@@ -197,7 +187,7 @@ def test_poll_reports_without_waiting(
 
 
 class TestKeeping:
-    def test_the_newest_and_the_best_stay(self, tmp_path: Path, make_saver: Any) -> None:
+    def test_the_newest_and_the_best_stay(self, tmp_path, make_saver):
         saver = make_saver(tmp_path, keep_last=2)
         for step in range(1, 7):
             saver.save(request(step, is_best=step == 2), blocking=True)
@@ -210,7 +200,7 @@ class TestKeeping:
         names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
         assert names == ["best", "step-00000006", "step-00000007"]
 
-    def test_all_stay(self, tmp_path: Path, make_saver: Any) -> None:
+    def test_all_stay(self, tmp_path, make_saver):
         saver = make_saver(tmp_path, keep_last=None)
         for step in range(1, 6):
             saver.save(request(step, is_best=step == 2), blocking=True)
@@ -221,14 +211,7 @@ class TestKeeping:
 @pytest.mark.parametrize("blocking", [True, False])
 class TestFailure:
     @pytest.mark.parametrize("leave_bytes", [0, 600_000])
-    def test_a_full_disk(
-        self,
-        tmp_path: Path,
-        make_saver: Any,
-        blocking: bool,
-        leave_bytes: int,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    def test_a_full_disk(self, tmp_path, make_saver, blocking, leave_bytes, caplog):
         """The disk is full from the first byte on, events included, or in the middle of a file."""
         with small_disk(tmp_path / "disk", "8m") as disk:
             saver = make_saver(disk)
@@ -242,14 +225,7 @@ class TestFailure:
             filler.unlink()
             self.check_failed_and_recover(disk, saver, blocking, caplog, "No space left", leave_bytes > 0)
 
-    def test_a_full_quota(
-        self,
-        tmp_path: Path,
-        make_saver: Any,
-        blocking: bool,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    def test_a_full_quota(self, tmp_path, make_saver, blocking, monkeypatch, caplog):
         saver = make_saver(tmp_path)
         saver.save(request(1), blocking=True)
         error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
@@ -286,9 +262,7 @@ class TestFailure:
         assert all(find_damage(checkpoint) == "" for checkpoint in published(checkpoints_dir))
         saver.require_saved(3)
 
-    def test_a_folder_that_is_there_already_is_not_touched(
-        self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_folder_that_is_there_already_is_not_touched(self, tmp_path, make_saver, blocking, caplog):
         make_saver(tmp_path).save(request(1), blocking=True)
         written = (RunDir(tmp_path).checkpoint_dir(1) / "manifest.json").read_text()
         other = make_saver(tmp_path)
@@ -299,8 +273,8 @@ class TestFailure:
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
     def test_a_folder_that_another_rank_made_and_this_host_does_not_see(
-        self, tmp_path: Path, make_saver: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, tmp_path, make_saver, blocking, monkeypatch
+    ):
         """`mkdir` asks the server, because the cache of a parallel file system's client can be stale."""
         partial = RunDir(tmp_path).checkpoints_dir / "step-00000001.attempt-001.partial"
         partial.mkdir(parents=True)
@@ -312,9 +286,7 @@ class TestFailure:
         saver.require_saved(1)
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
-    def test_a_folder_that_cannot_be_written(
-        self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_folder_that_cannot_be_written(self, tmp_path, make_saver, blocking, caplog):
         RunDir(tmp_path).checkpoints_dir.write_text("a file where the folder should be")
         saver = make_saver(tmp_path)
         saver.save(request(1), blocking)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.step_clock import RankObservers, StepClock
 
 
-def test_a_rank_reports_the_times_since_its_last_report() -> None:
+def test_a_rank_reports_the_times_since_its_last_report():
     clock = StepClock(world_of(rank=1, size=2), Layout(dp_replicate=2))
     assert clock.report().tolist() == [0.0] * 4
     for data_s in (1.0, 9.0, 2.0):
@@ -59,14 +58,7 @@ class Fragile(RankObserver):
 
 
 @pytest.mark.parametrize(("rank", "size", "steps"), [(0, 2, [2, 4]), (1, 2, []), (0, 1, [])])
-def test_an_observer_that_fails_does_not_end_the_training(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    rank: int,
-    size: int,
-    steps: list[int],
-) -> None:
+def test_an_observer_that_fails_does_not_end_the_training(tmp_path, monkeypatch, caplog, rank, size, steps):
     monkeypatch.setattr(SlowRanks, "rank_observer", lambda self, plan, ranks: Fragile())
     monkeypatch.setattr(step_clock, "gather_from_all", lambda value, world: [value] * world.size)
     plan, attempt = launch_plan().with_part(SlowRanksPlan()), RunDir(tmp_path).attempt(1)

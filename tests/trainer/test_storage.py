@@ -2,8 +2,12 @@
 
 import os
 import pickle
+<<<<<<< HEAD
 import platform
 import sys
+=======
+import shutil
+>>>>>>> wt-la
 from pathlib import Path
 
 import pytest
@@ -13,17 +17,21 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import trainkit
 from tests.support import tasks
+from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.parity import Case, run_cases
+<<<<<<< HEAD
 from tests.support.programs import run_program
 from tests.support.runs import log_text, train
+=======
+from tests.support.runs import events, log_text, train
+>>>>>>> wt-la
 from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, FatalError
 from trainkit.launch.plan_run import gather
 from trainkit.plan.make_plan import make_plan
-from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import FileSum, file_hash, published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_initial_weights
@@ -42,7 +50,7 @@ def save(folder: Path) -> HashingWriter:
     return writer
 
 
-def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path):
     writer = save(tmp_path / "saved")
     on_disk = {path.name for path in (tmp_path / "saved").iterdir()}
     assert METADATA_NAME in on_disk
@@ -62,13 +70,14 @@ def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path: 
     assert found["step"].item() == 7
 
 
-def test_paths_of_another_python_are_read(tmp_path: Path) -> None:
+def test_paths_of_another_python_are_read(tmp_path):
     """Python 3.13 has moved the class to another module."""
     for module in (b"pathlib", b"pathlib._local"):
         (tmp_path / METADATA_NAME).write_bytes(b"c" + module + b"\nPosixPath\n(V/a\ntR.")
         assert SafeReader(tmp_path).read_metadata() == Path("/a")  # type: ignore[comparison-overlap]
 
 
+<<<<<<< HEAD
 def test_enumerations_of_another_python_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.11.0 to 3.11.3 pickle a member as a call of `getattr`."""
 
@@ -130,6 +139,9 @@ def test_only_members_of_enumerations_are_looked_up(tmp_path: Path, name: str) -
 
 
 def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
+=======
+def test_an_existing_checkpoint_is_not_written_over(tmp_path):
+>>>>>>> wt-la
     before = save(tmp_path / "saved").files
     with pytest.raises(CheckpointException, match="already exists"):
         save(tmp_path / "saved")
@@ -166,9 +178,7 @@ def opcodes(module: str, name: str, argument: str, protocol: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_metadata_that_would_run_code_is_refused(
-    tmp_path: Path, module: str, name: str, protocol: int
-) -> None:
+def test_metadata_that_would_run_code_is_refused(tmp_path, module, name, protocol):
     save(tmp_path / "saved")
     trace = tmp_path / "ran"
     (tmp_path / "saved" / METADATA_NAME).write_bytes(opcodes(module, name, f"touch {trace}"[:250], protocol))
@@ -183,7 +193,7 @@ def test_metadata_that_would_run_code_is_refused(
     assert not trace.exists()
 
 
-def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> None:
+def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path):
     trace = tmp_path / "ran"
     pickle.loads(opcodes("os", "system", f"touch {trace}", 2))
     assert trace.exists()
@@ -192,7 +202,7 @@ def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> No
     assert trace.exists()
 
 
-def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:
+def test_tensor_files_are_read_without_pickled_code(tmp_path):
     """The file of a tensor is replaced by one that torch.load would execute."""
     save(tmp_path / "saved")
     metadata = SafeReader(tmp_path / "saved").read_metadata()
@@ -208,44 +218,43 @@ def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-FILE = Path(tasks.__file__)
-PHASE_1 = ["train.steps=4", "train.eval_every=4", "checkpoint.every_steps=4", "optimizer.lr=0.01"]
-PHASE_2 = ["train.steps=2", "train.eval_every=2", "train.eval_at_start=true"]
-LAYOUTS = [
-    Case("alone", 1, {}),
-    Case("fsdp", 2, {"dp_shard": 2}),
-    Case("tp", 2, {"tp": 2}),
-    Case("pp", 2, {"pp": 2}),
-]
+PHASE_2 = ["train.steps=1", "train.eval_every=1", "train.eval_at_start=true"]
+PHASE_1 = [*PHASE_2, "train.steps=4", "train.eval_every=4", "optimizer.lr=0.01"]
+SHARD = Case("phase-1", 2, {"dp_shard": 2})
 
 
 def val_losses(folder: Path) -> list[float]:
-    return [
-        event["val_loss"] for event in read_jsonl(RunDir(folder).events_file) if event["event"] == "evaluated"
-    ]
+    return [event["val_loss"] for event in events(folder, "evaluated")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["causal_lm", f"{FILE}:Classify"])
-def test_phase_2_begins_where_phase_1_ended(tmp_path: Path, task: str) -> None:
-    own = [f"task={task}"]
-    run_cases(tmp_path, [Case("phase-1", 2, {"dp_shard": 2})], [*PHASE_1, *own])
-    layouts = LAYOUTS if task == "causal_lm" else LAYOUTS[:2]
-    run_cases(tmp_path, layouts, [*PHASE_2, *own, f"model.init_from={tmp_path / 'phase-1'}"])
-    last = val_losses(tmp_path / "phase-1")[-1]
+@pytest.mark.parametrize(
+    ("task", "layouts"),
+    [
+        ("causal_lm", [Case("alone", 1, {}), Case("tp", 2, {"tp": 2}), Case("pp", 2, {"pp": 2})]),
+        (f"{tasks.__file__}:Classify", [Case("fsdp", 2, {"dp_shard": 2})]),
+    ],
+    ids=["built-in", "own"],
+)
+def test_phase_2_begins_where_phase_1_ended(tmp_path, task, layouts):
+    own = f"task={task}"
+    run_cases(tmp_path, [SHARD], [*PHASE_1, own])
+    run_cases(tmp_path, layouts, [*PHASE_2, own, f"model.init_from={tmp_path / 'phase-1'}"])
+    first, *_, last = val_losses(tmp_path / "phase-1")
+    assert abs(first - last) > 1e-3
     for case in layouts:
         assert val_losses(tmp_path / case.name)[0] == pytest.approx(last, rel=1e-5), case.name
-    run_cases(tmp_path, [Case("new", 1, {})], [*PHASE_2, *own])
-    assert abs(val_losses(tmp_path / "new")[0] - last) > 1e-3
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    train(tmp_path / "first", ["train.steps=2", "checkpoint.every_steps=1"])
-    return tmp_path / "first"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that no test changes."""
+    run = tmp_path_factory.mktemp("saved") / "first"
+    train(run, ["train.steps=2", "checkpoint.every_steps=1"])
+    return run
 
 
-def test_what_fits_and_what_does_not(saved: Path) -> None:
+def test_what_fits_and_what_does_not(saved):
     newest = published(RunDir(saved).checkpoints_dir)[-1]
     norm = {"model.norm.weight": torch.zeros(64)}
     for source in (saved, newest.path):
@@ -270,12 +279,9 @@ def loaded_with(*overrides: str) -> LoadedConfig:
     return load_config("quickstart", overrides=overrides, environ={})
 
 
-def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
-    newest = published(RunDir(saved).checkpoints_dir)[-1].path
-    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+def test_a_damaged_or_missing_checkpoint_is_refused(saved, tmp_path):
+    newest = shutil.copytree(published(RunDir(saved).checkpoints_dir)[-1].path, tmp_path / "step-00000002")
+    flip(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size))
     with pytest.raises(FatalError, match="is damaged: "):
         load_initial_weights({}, ModelConfig(init_from=str(newest)), ALONE)
     with pytest.raises(FatalError, match="has no intact checkpoint"):
@@ -287,11 +293,9 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
         loaded_with("model.init_include=['norm.*']")
 
 
-def test_a_resume_does_not_start_again(saved: Path, tmp_path: Path) -> None:
+def test_a_resume_does_not_start_again(saved, tmp_path):
     """The run then has checkpoints itself, and uses them."""
-    source = tmp_path / "moved"
-    saved.rename(source)
-    options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={source}"]
+    options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={saved}"]
     attempt = train(tmp_path / "second", [*options, "train.stop_at_step=2"], expect=75)
     assert "initialized from" in log_text(attempt)
     again = train(tmp_path / "second", options)

@@ -36,12 +36,12 @@ class Planted:
 @pytest.mark.parametrize(
     "sealed", [b"", b"x" * 31, json.dumps(VALUE).encode(), seal(OTHER, b"1"), seal("", b"1")]
 )
-def test_what_no_rank_has_sealed(sealed: bytes) -> None:
+def test_what_no_rank_has_sealed(sealed):
     with pytest.raises(TrainkitError, match="not a rank of this attempt has sent a value to this rank"):
         unseal(NONCE, sealed)
 
 
-def test_what_a_rank_has_sealed() -> None:
+def test_what_a_rank_has_sealed():
     assert unseal(NONCE, seal(NONCE, b"x" * 1000)) == b"x" * 1000
     changed = bytearray(seal(NONCE, b'{"step": 3}'))
     changed[-2] ^= 1
@@ -86,7 +86,7 @@ def exchange(world: World, folder: Path) -> None:
 
 
 @pytest.mark.slow(seconds=5)
-def test_nothing_of_a_stranger_is_read(tmp_path: Path) -> None:
+def test_nothing_of_a_stranger_is_read(tmp_path):
     run_ranks(exchange, 2, tmp_path)
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Planted(tmp_path / "executed"))).close()

@@ -4,7 +4,7 @@ import copy
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests.support import tasks
-from tests.support.parity import Case, curve, run_cases, worst_difference
+from tests.support.parity import Case, curve, run_cases, run_chain, worst_difference
 from tests.support.ranks import ForkedWorker
 from tests.support.runs import (
     fork_workers,
@@ -74,16 +74,12 @@ class StatefulLetters(Letters):
         self.start = state["at"]
 
 
-def collate(items: list[str]) -> list[str]:
-    return items
-
-
 def batches(
     stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
 ) -> TaskBatches:
     return stream_batches(
         StreamData(stream, config_of()),
-        collate,
+        list,
         Positions(Batch(1, 4 // dp, 4, 4), rank, dp, start, end=None),
         saved=saved,
         takes_state=rank == 0,
@@ -95,7 +91,7 @@ def read(found: TaskBatches, count: int) -> list[str]:
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
 
 
-def test_what_is_a_stream() -> None:
+def test_what_is_a_stream():
     class Torch(IterableDataset[Any]):
         def __len__(self) -> int:
             return 3
@@ -110,7 +106,7 @@ def test_what_is_a_stream() -> None:
     assert not is_stream(tasks.Points(3, 0))
 
 
-def test_epochs_follow_each_other_within_a_step() -> None:
+def test_epochs_follow_each_other_within_a_step():
     stream = Letters()
     found = read(batches(stream), 3)
     assert "".join(item[0] for item in found) == "abcdeabcdeab"
@@ -118,7 +114,7 @@ def test_epochs_follow_each_other_within_a_step() -> None:
     assert stream.epochs[-3:] == [0, 1, 2]
 
 
-def test_ranks_share_a_step_as_they_share_that_of_map_style_data() -> None:
+def test_ranks_share_a_step_as_they_share_that_of_map_style_data():
     alone = read(batches(Letters()), 3)
     ranks = [[next(found) for _ in range(3)] for found in (batches(Letters(), rank=r, dp=2) for r in (0, 1))]
     dealt = [
@@ -136,7 +132,7 @@ def test_ranks_share_a_step_as_they_share_that_of_map_style_data() -> None:
 @pytest.mark.parametrize("kind", [Letters, StatefulLetters])
 @pytest.mark.parametrize("steps", range(1, 7))
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int, dp: int) -> None:
+def test_a_resume_continues_with_the_next_sample(kind, steps, dp):
     whole = read(batches(kind()), 8)
     before = batches(kind())
     for _ in range(steps):
@@ -150,7 +146,7 @@ def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int
     ] == (whole[4 * steps :])
 
 
-def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
+def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead():
     class Shared(StatefulLetters):
         """A stream that returns the object that it changes."""
 
@@ -171,58 +167,44 @@ def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
     assert first.stream.state == {"at": 3}, "before the last sample of the step"
 
 
-class Raising(Letters):
-    def __iter__(self) -> Iterator[Any]:
-        return map({}.__getitem__, ["column"])
+class Reads(Letters):
+    """A stream that is read by a function of the stream."""
 
-
-class RaisingState(StatefulLetters):
-    def state_dict(self) -> dict[str, Any]:
-        raise KeyError("at")
-
-
-class TensorState(StatefulLetters):
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": torch.ones(1)}
-
-
-class TupleState(StatefulLetters):
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": (1, 2)}
-
-
-class Consumed(Letters):
-    """A stream that continues when it should start again."""
+    def __init__(self, read: Callable[[Any], Iterator[Any]], fingerprint: str | None = None) -> None:
+        super().__init__()
+        self.read = read
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
 
     def __iter__(self) -> Iterator[Any]:
-        while self.at < self.count:
-            self.at += 1
-            yield self.at
+        return self.read(self)
 
 
-class ConsumedInAnEpoch(Consumed):
-    fingerprint = "own"
+class HasState(StatefulLetters):
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.state_dict = state  # type: ignore[method-assign]
 
 
-class Empty(Letters):
-    fingerprint = "own"
+def go_on(stream: Letters) -> Iterator[int]:
+    """Continue when the stream should start again."""
+    while stream.at < stream.count:
+        stream.at += 1
+        yield stream.at
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
-
-MISTAKES = {
-    "tensor": (TensorState(), TaskError),
-    "tuple": (TupleState(), TaskError),
-    "raises": (RaisingState(), RuntimeError),
-    "consumed": (Consumed(), TaskError),
-    "consumed in an epoch": (ConsumedInAnEpoch(), TaskError),
-    "empty": (Empty(), TaskError),
+MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
+    "tensor": (HasState(lambda: {"at": torch.ones(1)}), TaskError),
+    "tuple": (HasState(lambda: {"at": (1, 2)}), TaskError),
+    "raises": (HasState(lambda: {}["at"]), RuntimeError),
+    "consumed": (Reads(go_on), TaskError),
+    "consumed in an epoch": (Reads(go_on, "own"), TaskError),
+    "empty": (Reads(lambda _: iter(()), "own"), TaskError),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_a_stream(mistake: str) -> None:
+def test_mistakes_of_a_stream(mistake):
     stream, error = MISTAKES[mistake]
     with pytest.raises(error) as found:
         read(batches(stream), 2)
@@ -237,13 +219,13 @@ def neutral(error: Any) -> str:
 STARTS: dict[str, tuple[Any, list[str]]] = {
     "iterator": (iter([1, 2]), []),
     "empty": (Letters(0), []),
-    "raises": (Raising(), []),
+    "raises": (Reads(lambda _: map({}.__getitem__, ["column"])), []),
     "epochs": (Letters(), ["train.epochs=2", "train.steps=null"]),
 }
 
 
 @pytest.mark.parametrize("mistake", STARTS)
-def test_mistakes_that_are_found_at_the_start(mistake: str) -> None:
+def test_mistakes_that_are_found_at_the_start(mistake):
     stream, overrides = STARTS[mistake]
     with pytest.raises(TaskError) as found:
         StreamData(stream, config_of(*overrides))
@@ -258,7 +240,7 @@ class Forgetful(StatefulLetters):
         self.start = state["at"] + 1
 
 
-def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
+def test_a_stream_that_resumes_elsewhere_is_refused():
     saved = next(batches(Forgetful(10))).stream
     with pytest.raises(TaskError) as found:
         next(batches(Forgetful(10), start=4, saved=saved))
@@ -266,7 +248,7 @@ def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
     assert read(batches(Letters(10), start=4, saved=saved), 1)[0][0] == "e", "without the methods it can"
 
 
-def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
+def test_other_samples_at_the_position_of_the_checkpoint_are_refused():
     class Changed(Letters):
         def __iter__(self) -> Iterator[Any]:
             return (item if index < 3 else "new" for index, item in enumerate(super().__iter__()))
@@ -277,7 +259,7 @@ def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
     said(neutral(found.value))
 
 
-def test_the_stream_of_the_docs(tmp_path: Path) -> None:
+def test_the_stream_of_the_docs(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text()
     names: dict[str, Any] = {}
     exec("class Lines:" + text.partition("class Lines:")[2].partition("```")[0], names)
@@ -293,48 +275,42 @@ def test_the_stream_of_the_docs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-@pytest.mark.parametrize("stateful", ["true", "false"])
-def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path, stateful: str) -> None:
+def test_killed_on_two_ranks_it_resumes_exactly(tmp_path):
     """The kill comes in the third epoch, while a process reads ahead, two steps after the checkpoint."""
-    options = [
-        *(*STREAM, f"task_args.stateful={stateful}", "task_args.dropout=0.2"),
-        *("train.steps=10", "checkpoint.every_steps=4", "checkpoint.async=false"),
-    ]
-    train(tmp_path / "whole", options, 2)
-    run = tmp_path / "run"
-    attempt = make_attempt(run, [*options, "task_args.blocks_at=110"], 2)
-    with ranks(attempt, 2):
-        wait_until(lambda: len(losses(run)) == 6)
-    assert newest_step(run) == 4
-    attempt = train(run, options, 2)
-    assert losses(run) == losses(tmp_path / "whole")
-    assert samples_seen(run) == list(range(16, 161, 16))
-    reads_over = "skipping 26 samples of epoch 1 of the stream" in log_text(attempt)
-    assert reads_over is (stateful == "false"), log_text(attempt)
+    common = [*STREAM, "task_args.dropout=0.2", "train.steps=10"]
+    common += ["checkpoint.every_steps=4", "checkpoint.async=false"]
+    train(tmp_path / "whole", common, 2)
+    for stateful in ("true", "false"):
+        run = tmp_path / stateful
+        options = [*common, f"task_args.stateful={stateful}"]
+        attempt = make_attempt(run, [*options, "task_args.blocks_at=110"], 2)
+        with ranks(attempt, 2):
+            wait_until(lambda run=run: len(losses(run)) == 6)
+        assert published(RunDir(run).checkpoints_dir)[-1].step == 4
+        attempt = train(run, options, 2)
+        assert losses(run) == losses(tmp_path / "whole")
+        assert samples_seen(run) == list(range(16, 161, 16))
+        reads_over = "skipping 26 samples of epoch 1 of the stream" in log_text(attempt)
+        assert reads_over is (stateful == "false"), log_text(attempt)
 
 
 @pytest.mark.slow
-def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> None:
+def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path):
     """The curve equals the curve of the same samples as map-style data in their order."""
-    same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=8", "data.shuffle=false")]
+    same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=6", "data.shuffle=false")]
     map_style = [f"task={FILE}:Classify", *same]
     run_cases(tmp_path, [Case("map-style", 1, {})], map_style)
-    links = [(2, {"dp_replicate": 2}), (1, {}), (2, {"dp_shard": 2}), (1, {})]
-    for index, (num_procs, parallel) in enumerate(links, 1):
-        stop = ("data.num_workers=1", *((f"train.stop_at_step={2 * index}",) if index < 4 else ()))
-        cases = [
-            Case(name, num_procs, parallel, (*stop, f"task_args.stateful={name == 'stateful'}".lower()))
-            for name in ("stateful", "read-over")
-        ]
-        run_cases(tmp_path, cases, [f"task={FILE}:ClassifyStream", *same])
-    run_cases(tmp_path, [Case("alone", 1, {})], [f"task={FILE}:ClassifyStream", *same])
-    assert curve(tmp_path / "alone") == curve(tmp_path / "map-style")
+    links: list[tuple[int, dict[str, object]]] = [(2, {"dp_replicate": 2}), (1, {}), (2, {"dp_shard": 2})]
     for name in ("stateful", "read-over"):
-        assert worst_difference(tmp_path / name, tmp_path / "map-style") < 1e-5, name
+        own = f"task_args.stateful={name == 'stateful'}".lower()
+        (tmp_path / name).mkdir()
+        run_chain(tmp_path / name, links, [f"task={FILE}:ClassifyStream", *same, own, "data.num_workers=1"])
+        assert curve(tmp_path / name / "alone") == curve(tmp_path / "map-style")
+        assert worst_difference(tmp_path / name / "chain", tmp_path / "map-style") < 1e-5, name
 
 
 @pytest.mark.slow
-def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path: Path) -> None:
+def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path):
     attempt = make_attempt(tmp_path / "run", [*STREAM, "task_args.fails_at=100"], 2)
     with ranks(attempt, 2) as procs:
         codes = wait_for(procs)
@@ -352,7 +328,3 @@ def ranks(attempt: AttemptDir, num_procs: int) -> Iterator[list[ForkedWorker]]:
         for worker in workers:
             worker.kill()
             worker.wait()
-
-
-def newest_step(run: Path) -> int:
-    return published(RunDir(run).checkpoints_dir)[-1].step

@@ -55,7 +55,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_loader_begins_again_with_the_same_workers(num_workers: int) -> None:
+def test_a_loader_begins_again_with_the_same_workers(num_workers):
     squares = loader(num_workers)
     found: list[Any] = []
     for _ in range(2):
@@ -65,9 +65,7 @@ def test_a_loader_begins_again_with_the_same_workers(num_workers: int) -> None:
     assert (len(found[0][0]), found[0][1]) == (num_workers, [i**2 for i in range(9)])
 
 
-def test_a_worker_that_hangs_in_its_fork_is_replaced(
-    hangs: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_hangs_in_its_fork_is_replaced(hangs, tmp_path, caplog):
     hangs.append(tmp_path / "hangs")
     items = iter(loader(2))
     assert list(items) == [i**2 for i in range(9)]
@@ -76,7 +74,7 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     assert not is_running(int(hangs[0].read_text()))
 
 
-def test_it_gives_up(hangs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_up(hangs, tmp_path, monkeypatch):
     monkeypatch.setattr(task_batches, "MAX_STARTS", 2)
     monkeypatch.setattr(task_batches, "START_S", 0.5)
     hangs += [tmp_path / name for name in "ab"]
