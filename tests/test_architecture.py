@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 5_134),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (38, 9_842),
-    "tests": (369, 62_450),
+    "tests": (369, 62_439),
 }
 """Maps a folder to its number of Python files and lines.
 

@@ -2,12 +2,9 @@
 
 import os
 import pickle
-<<<<<<< HEAD
 import platform
-import sys
-=======
 import shutil
->>>>>>> wt-la
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +17,8 @@ from tests.support import tasks
 from tests.support.disks import flip
 from tests.support.models import ALONE
 from tests.support.parity import Case, run_cases
-<<<<<<< HEAD
 from tests.support.programs import run_program
-from tests.support.runs import log_text, train
-=======
 from tests.support.runs import events, log_text, train
->>>>>>> wt-la
 from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
@@ -77,8 +70,7 @@ def test_paths_of_another_python_are_read(tmp_path):
         assert SafeReader(tmp_path).read_metadata() == Path("/a")  # type: ignore[comparison-overlap]
 
 
-<<<<<<< HEAD
-def test_enumerations_of_another_python_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enumerations_of_another_python_are_read(tmp_path, monkeypatch):
     """Python 3.11.0 to 3.11.3 pickle a member as a call of `getattr`."""
 
     def by_name(member: _MEM_FORMAT_ENCODING, protocol: int) -> tuple[object, ...]:
@@ -116,7 +108,7 @@ print([name for folder in (own, other) for name in SafeReader(folder).read_metad
 
 
 @pytest.mark.slow(seconds=10)
-def test_a_checkpoint_of_another_patch_release_is_read(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_patch_release_is_read(tmp_path):
     """Python may be updated between two attempts, and two patch releases can pickle differently."""
     python = other_patch_release()
     if python is None:
@@ -131,7 +123,7 @@ def test_a_checkpoint_of_another_patch_release_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["unlink", "__class__", "CONTIGUOUS_FORMAT"])
-def test_only_members_of_enumerations_are_looked_up(tmp_path: Path, name: str) -> None:
+def test_only_members_of_enumerations_are_looked_up(tmp_path, name):
     lookup = f"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nV{name}\ntR."
     (tmp_path / METADATA_NAME).write_bytes(lookup.encode())
     with pytest.raises(pickle.UnpicklingError, match="is not allowed in checkpoint metadata"):
@@ -139,9 +131,6 @@ def test_only_members_of_enumerations_are_looked_up(tmp_path: Path, name: str) -
 
 
 def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
-=======
-def test_an_existing_checkpoint_is_not_written_over(tmp_path):
->>>>>>> wt-la
     before = save(tmp_path / "saved").files
     with pytest.raises(CheckpointException, match="already exists"):
         save(tmp_path / "saved")
