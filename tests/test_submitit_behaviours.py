@@ -330,13 +330,13 @@ def _(both: Both) -> None:
     assert both.runs["flaky"].status.attempt == 1
 
 
-@row("an exception cannot be pickled")
+@row("the function raises an exception that cannot be pickled")
 def _(both: Both) -> None:
     assert "holds a lock" in str(both.jobs["hold"].exception())
     assert "WithLock: holds a lock" in str(both.runs["hold"].exception(LIMIT_S))
 
 
-@row("the return value cannot be pickled")
+@row("the function returns a value that cannot be pickled")
 def _(both: Both) -> None:
     assert "returned a lock" not in str(both.jobs["lock"].exception())
     assert "returned a lock, " in str(both.runs["lock"].exception(LIMIT_S))
