@@ -60,8 +60,8 @@ PROVEN = {
         "`exception()` of a job that terminates without a result returns an exception",
     ),
     "test_function_ends.py::test_an_end": (
-        "an exception cannot be pickled",
-        "the return value cannot be pickled",
+        "the function raises an exception that cannot be pickled",
+        "the function returns a value that cannot be pickled",
     ),
     "test_function_ends.py::test_values_of_all_kinds": (
         "the class of an argument is defined inside a function",
