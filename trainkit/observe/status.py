@@ -453,6 +453,8 @@ def _slurm_state(
     reason = None if end is None else end.reason
     has_started = entry.started_at is not None
     if job.state.is_waiting:
+        if has_started and end is None and job.restarts == 0 and job.state is not JobState.REQUEUED:
+            return state, reason  # Slurm answered before the job started, and never requeued the job.
         was_requeued = has_started or job.state is JobState.REQUEUED
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
     if job.state.is_terminal and job.state is JobState.CANCELLED:

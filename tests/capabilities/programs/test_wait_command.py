@@ -100,6 +100,13 @@ def test_a_time_that_is_none_is_refused(option, value):
     assert main(["wait", "runs/finished", option, value]) == 2
 
 
+def test_a_failure_before_a_restart_is_shown_once(recorded, capsys):
+    """The run has finished with exit code 0, and nothing else would tell that its code can fail."""
+    poll = wait_command.RunPoll(RunDir(recorded / "runs/restarted"), wait_command.Goal("ended"))
+    assert [poll()[1], poll()[1]] == [0, 0]
+    said(capsys.readouterr().err)
+
+
 def test_the_verdict_does_not_need_stderr(monkeypatch):
     def gone(text: str, err: bool) -> None:
         raise BrokenPipeError

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -22,7 +22,7 @@ from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import state_counts
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup, group_of
-from trainkit.run.history import RunHistory
+from trainkit.run.history import Restart, RunHistory
 from trainkit.run.record import read_job_to_change
 from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RunDir, is_being_changed
@@ -190,6 +190,7 @@ class RunPoll:
     def __init__(self, run: RunDir, goal: Goal) -> None:
         self._run, self._goal, self._history = run, goal, RunHistory(run)
         self._slurm = SlurmPoller()
+        self._num_restarts = 0
         self._not_submitted_at_s: float | None = None
 
     def __call__(self) -> tuple[str, int | None]:
@@ -207,6 +208,7 @@ class RunPoll:
         status = self._status()
         if status.state == "incomplete":
             return self._not_submitted(), None
+        self._report_failures(status.restarts)
         step, total = status.progress.step, status.progress.total_steps
         text = status.state
         if step is not None:
@@ -215,6 +217,15 @@ class RunPoll:
         if self._goal.is_reached(status) and not self._died_before_start(status):
             return text, EXIT_OK
         return text, None if status.is_active else verdict([status.state], self._goal)
+
+    def _report_failures(self, restarts: Sequence[Restart]) -> None:
+        """Print each failure that was followed by a restart, because the run may still finish with code 0."""
+        for restart in restarts[self._num_restarts :]:
+            if restart.verdict is not None:
+                failure, number = restart.verdict.failure.line, restart.attempt
+                hint = f"`trainkit diagnose {self._run.quoted} --attempt {number}`"
+                print_progress(f"{self._run.shown}: attempt {number} failed: {failure} ({hint})")
+        self._num_restarts = len(restarts)
 
     def _died_before_start(self, status: RunStatus) -> bool:
         is_wanted = self._goal.kind == STARTED and status.state == "died"
