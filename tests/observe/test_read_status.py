@@ -114,7 +114,7 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
 def test_an_answer_from_before_the_job_started_is_no_requeue(run, restarts, state):
     """A site may allow one query in two minutes, so that the run folder is newer than Slurm's answer."""
     submitted(run, started_at=ago(1))
-    job = JobInfo("7", JobState.PENDING, restarts=restarts)
+    job = slurm_job(JobState.PENDING, restarts=restarts)
     assert status_of(run, True, job).state == state
 
 

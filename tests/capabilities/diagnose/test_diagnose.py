@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.golden.__main__ import unpack as unpack_golden
 from tests.job.failure.test_launcher_report import OUTPUT
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
@@ -631,3 +632,13 @@ def test_the_ranks_that_did_not_reach_rank_0(tmp_path, message, silent, first_mi
     found = newest(run)
     assert (found.name, found.rank) == ("rendezvous", first_missing)
     said(found.cause)
+
+
+def test_the_newest_checkpoint_is_no_advice_for_an_earlier_attempt(tmp_path):
+    unpack_golden(tmp_path / "project")
+    run = RunDir(tmp_path / "project/runs/preempted")
+    about_checkpoint = [line for line in newest(run).advice if "step 6" in line]
+    assert about_checkpoint
+    earlier = run.attempt(run.attempt_numbers()[-1])
+    run.attempt(earlier.number + 1).create()
+    assert not set(about_checkpoint) & set(diagnose(earlier, read_job(run)).advice)

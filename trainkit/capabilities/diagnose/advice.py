@@ -51,6 +51,10 @@ def run_values(files: AttemptFiles) -> dict[str, str]:
         **_disk_values(run, is_command=plan.is_command and not is_by_hand),
         **({} if plan.is_command else _batch_values(plan.record("batch"))),
     }
+    if attempt.number != max(run.attempt_numbers(), default=attempt.number):
+        # The run has resumed since, so its newest checkpoint belongs to a later attempt.
+        for name in ("newest_step", "no_checkpoint", "starts_again"):
+            values.pop(name, None)
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     if config is None:
         return values
