@@ -1,4 +1,4 @@
-"""What trainkit says of recorded run folders, and what it would submit: ``python -m tests.golden [FOLDER]``.
+"""Writes what trainkit says of recorded run folders, and what it would submit: ``python -m tests.golden [FOLDER]``.
 
 Writes one text for each run of folders/ and each case of dry_runs.yaml, by default to expected/, with which
 `tests/test_golden.py` compares them. All commands run in this process, on a machine that is always the same:
@@ -195,7 +195,7 @@ def unpack_run(source: Path, project: Path, host: str = HOST) -> Path:
 
 
 def texts_of_runs(project: Path) -> dict[str, str]:
-    """What the commands that read say of every recorded run, and of all of them."""
+    """Return what the commands that read say of every recorded run, and of all of them."""
     unpack(project)
     known = Path(os.environ["XDG_STATE_HOME"]) / "trainkit" / "runs.jsonl"
     known.parent.mkdir(parents=True)

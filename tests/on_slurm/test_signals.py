@@ -188,7 +188,7 @@ def test_a_job_whose_id_was_never_learned_is_found(login):
 
 
 def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login):
-    """After the preemption, a second crash would exceed `requeue.max_crashes`, a first one does not."""
+    """A second crash after the preemption would exceed `requeue.max_crashes`, a first one does not."""
     shapes = [Shape(1, 3, "gpu", "submitit"), Shape(2, 2, "gpu", "sbatch"), Shape(1, 4, "node", "sbatch")]
     runs = [(shape, shape.submit(login)) for shape in (*shapes, Shape(2, 1, "node", "submitit"))]
     for shape, run in runs:

@@ -112,7 +112,7 @@ def test_each_cluster_is_asked_about_its_own_jobs(fake):
 
 
 def test_a_cluster_that_cannot_be_reached(fake):
-    """As 22.05 says it. It is asked once, this cluster for five seconds."""
+    """The answer is the one of Slurm 22.05. Slurm is asked once, this cluster for five seconds."""
     printed = (
         "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or "
         "it is an invalid entry for --cluster.  Use 'sacctmgr list clusters' to see available clusters."

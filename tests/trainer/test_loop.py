@@ -95,7 +95,7 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 @pytest.mark.slow
 def test_a_killed_loop_continues_to_the_last_bit(tmp_path):
-    """With DDP and dropout, the steps after the last save are computed again, and a stop loses no step."""
+    """The steps after the last save are computed again with DDP and dropout, and a stop loses no step."""
     assert start(tmp_path / "whole", 2, 12, 0, "ddp") == [0, 0]
     assert start(tmp_path / "cut", 2, 12, 6, "ddp") == [-9, -9]
     assert start(tmp_path / "cut", 2, 12, 0, "ddp") == [0, 0]

@@ -46,7 +46,7 @@ COMMON = (
     *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
 )
 SMALL = "train.device_batch_size=2"
-"""With this value, each of two ranks with different samples accumulates two microbatches too."""
+"""Each of two ranks with different samples accumulates two microbatches with this value too."""
 PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
 SCHEDULE = "1f1b" if torch.__version__ < "2.12" else "zbv"
 """torch 2.11 has each stage send to the next before its first step, which gloo cannot do on one rank."""

@@ -72,11 +72,11 @@ class PlanJson(_PlanJson, total=False):
 
 class _ChosenNodesJson(TypedDict, total=False):
     offers: Sequence[Mapping[str, object]]
-    """With `--nodes auto`, the job requests that were considered."""
+    """The job requests that `--nodes auto` considered."""
     taken: Mapping[str, object] | None
-    """With `--nodes auto`, the job request that was chosen; None if the original request is kept."""
+    """The job request that `--nodes auto` chose; None if the original request is kept."""
     reason: str | None
-    """With `--nodes auto`, the reason why no request was chosen."""
+    """The reason why `--nodes auto` chose no request."""
 
 
 class _StartTimeJson(TypedDict):

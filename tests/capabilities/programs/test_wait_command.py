@@ -76,7 +76,7 @@ def test_a_group_has_the_worst_verdict_of_its_runs(states, goal, code):
     ("run", "state"), [("preempted", "unknown, step 6 of 400: "), ("array", "2 unknown, 1 finished")]
 )
 def test_a_timeout_has_an_exit_code_of_its_own(run, state, monkeypatch, capsys):
-    """This machine has no Slurm, or another Slurm, so it cannot tell whether the job waits."""
+    """The machine has no Slurm, or another Slurm, so it cannot tell whether the job waits."""
     monkeypatch.setattr(wait_command, "QUERY_INTERVAL_S", 0.1)
     assert main(["wait", f"runs/{run}", "--timeout", "0.3", "--interval", "0.2"]) == 124
     *lines, last = capsys.readouterr().err.splitlines()
