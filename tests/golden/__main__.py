@@ -1,4 +1,4 @@
-"""Writes what trainkit says of recorded run folders, and what it would submit: ``python -m tests.golden [FOLDER]``.
+"""Writes what trainkit says of recorded runs and would submit: ``python -m tests.golden [FOLDER]``.
 
 Writes one text for each run of folders/ and each case of dry_runs.yaml, by default to expected/, with which
 `tests/test_golden.py` compares them. All commands run in this process, on a machine that is always the same:
