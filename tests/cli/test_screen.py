@@ -206,7 +206,7 @@ def test_the_reason_of_a_trial_uses_a_wide_terminal(project, show):
 
 
 TABLES = (
-    *("status", "status --all --where seed=0", "status runs/sweep", "status runs/bench"),
+    *("status", "status --all --where seed=7", "status runs/sweep", "status runs/bench"),
     *("ckpt ls runs/a-run-with-a-name-that-is-quite-long", "check small.yaml --show-origin"),
     "plan small.yaml --gpu-type h100 --gpus-per-node 8",
     *("compare runs/finished runs/crashed runs/restarted", "drill small.yaml --list"),
