@@ -73,7 +73,7 @@ def sweep(
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
-    The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
+    The keys of `values` are config keys or, if `work` is a function, names of its keyword arguments.
     Without a `limit`, Slurm decides how many runs to execute at a time. On this machine, runs are executed
     one after another if no `limit` is given. Raises the same errors as `submit`.
     """

@@ -149,7 +149,7 @@ def sweep(
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
-    The keys of `values` are config keys or, if `work` is a function, keyword arguments of this function.
+    The keys of `values` are config keys or, if `work` is a function, names of its keyword arguments.
     Without a `limit`, Slurm decides how many runs to execute at a time. On this machine, runs are executed
     one after another if no `limit` is given. Raises the same errors as `submit`.
     """
@@ -373,8 +373,8 @@ class Run(Generic[Value]):
             int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
         if verdict is not None and verdict.rank is not None:
-            # Read the rank that failed first, because other ranks may have failed only as a consequence of
-            # that failure.
+            # Load the result of the rank that failed first. Other ranks may have failed only because of this
+            # failure.
             files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
         found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():

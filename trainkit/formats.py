@@ -193,8 +193,8 @@ _SECRETS = (
         )
         for words, program, option in _BY_PROGRAM
     ),
-    # After -p, mask only values with upper-case and lower-case letters and digits. Values with fewer kinds of
-    # characters are probably numbers, partition names, or the rest of an option such as -pix_fmt.
+    # After -p, mask only values with upper-case and lower-case letters and digits. Any other value is
+    # probably a number, a partition name, or part of a longer option such as -pix_fmt.
     ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
 )
 """Each entry consists of lowercase words, separated by spaces, and a pattern that matches a secret. A text is

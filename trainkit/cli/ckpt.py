@@ -107,7 +107,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     )
 )
 @run_argument
-@option("--keep-last N", "Number of newest checkpoints to keep.", type=COUNT, required=True)
+@option("--keep-last N", "Number of the most recent checkpoints to keep.", type=COUNT, required=True)
 @option("--dry-run", "Print which checkpoints would be removed, without removing them.")
 @json_option("trainkit.cli.ckpt:PrunedJson")
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:

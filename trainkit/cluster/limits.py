@@ -150,7 +150,8 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
     yield from _gpu_types_problems(request, cluster)
     visible = [item for item in cluster.partitions if not item.is_hidden]
     if not request.partitions and visible:
-        # If none of the requested partitions exists, report a time limit that no partition allows.
+        # If none of the requested partitions exists, still report a requested time limit that exceeds the
+        # limits of all partitions.
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in request.partitions]

@@ -74,7 +74,8 @@ def spare_what_a_rank_starts() -> None:
         prepare_for_capabilities(is_rank=True)
         answer_for_flight_records()
     elif agent == parent_pid:
-        # Protect the launcher, which would forward SIGTERM to ranks that Slurm has already signalled.
+        # Shield the launcher from Slurm's SIGTERM. The launcher would forward the signal to ranks that Slurm
+        # has already signalled.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
 

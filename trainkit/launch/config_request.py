@@ -36,7 +36,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """A config to load, and the changes to it from the command line."""
+    """A config to load and its command-line overrides."""
 
     path: str
     """The config file as typed, or the name of a built-in config. If CONFIG was omitted, the value is the

@@ -466,7 +466,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 
 
 def _git(cwd: Path, *args: str) -> str | None:
-    """Return the output of a git command; None if git or a repository is missing, or on timeout."""
+    """Return the output of a git command, or None if the command fails or times out."""
     try:
         done = run_git(str(cwd), *args, timeout_s=GIT_TIMEOUT_S)
     except (OSError, UsageError):

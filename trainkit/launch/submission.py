@@ -109,7 +109,7 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
-        """Yield the runs with their folders, but only the first of several runs with identical plan files."""
+        """Yield each run with its folder, except runs whose plan files equal the files of an earlier run."""
         seen: list[Mapping[str, str]] = []
         for trial in self.trials:
             if trial.plan.files not in seen:

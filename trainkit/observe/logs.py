@@ -124,7 +124,7 @@ def follow(
             # missed.
             over = run_is_over(run, is_alive())
             if over and run.follow():
-                continue  # The run folder was moved while the state was checked.
+                continue  # The run folder was moved while its state was being checked.
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()

@@ -196,7 +196,7 @@ def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str)
     # If the job can be allocated GPUs of different types, the ranks check the GPUs when they start.
     capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
     if environment is not None and torch is not None:
-        # Modules and LD_LIBRARY_PATH may provide a newer CUDA driver library than the library of the
+        # Environment modules or LD_LIBRARY_PATH may provide a CUDA driver library that is newer than the
         # installed driver.
         is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
         driver = machine.driver_cuda if is_known else None

@@ -103,7 +103,7 @@ def _joined(
 
 
 def _alike(plan: LaunchPlan, first: LaunchPlan, least: LaunchPlan, note: str) -> LaunchPlan:
-    """Set the values that all node counts share; `first` has the most nodes, `least` the fewest."""
+    """Return `plan` with values of `first`, the plan with most nodes, and `least`, the plan with fewest."""
     reasons = {"nodes": note, **plan.reasons}
     for key, of in (("lr", first), ("exclude", least)):
         if key in reasons:

@@ -159,7 +159,8 @@ def _json(key: str, value: object, depth: int = LIST_DEPTH) -> object:
     if isinstance(value, Enum):
         return value.name
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = as_number(str(value))  # Convert through text, so that a 32-bit 0.1 becomes 0.1.
+        # Convert to a string first, so that 0.1 in float32 becomes 0.1 instead of 0.10000000149.
+        value = as_number(str(value))
     if isinstance(value, bool | None):
         return value
     if isinstance(value, int) and value.bit_length() <= MAX_BITS:

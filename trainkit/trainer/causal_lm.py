@@ -56,7 +56,7 @@ class Microbatch:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move a batch to the device: tensors, containers and dataclasses of tensors, and objects with ``to``."""
+    """Move a batch to the device: tensors, objects with a ``to`` method, and containers of these."""
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor):

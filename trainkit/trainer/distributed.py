@@ -262,8 +262,9 @@ def make_world(
         dist.all_reduce(one, group=each)
         one.item()
     if layout.pp > 1:
-        # Collectives do not connect all ranks that exchange data in a pipeline, so send between neighbouring
-        # stages, and between the first and the last stage.
+        # Collectives do not connect all pairs of ranks that exchange data in a pipeline. Send a tensor
+        # between neighbouring stages, and between the first and the last stage, to open these connections
+        # now.
         group, own = mesh["pp"].get_group(), layout.place(rank).pp
         after, before = (own + 1) % layout.pp, (own - 1) % layout.pp
         ways = [(after, before), (before, after)]

@@ -1,4 +1,4 @@
-"""Runs a run's attempts on this machine, and monitors the agents of each attempt."""
+"""Starts the attempts of a run on this machine, and monitors the agents of each attempt."""
 
 from __future__ import annotations
 

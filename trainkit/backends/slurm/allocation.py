@@ -262,8 +262,8 @@ class SlurmAllocation(Allocation):
                 return outcome_of(attempt, plan, observed)
             # The ranks received a signal that could not be recorded, for example because the disk is full.
             stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # If Slurm does not answer, exclude no host; if a host is lost, the next start fails and reports the
-        # host.
+        # If Slurm does not answer, do not exclude any host. If a host is in fact lost, the next start fails
+        # and reports the host.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         error = before.launch_error
         failure = find_first_failure(attempt, plan, observed, before.lost_nodes, error)

@@ -37,7 +37,7 @@ ENTRY_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """The reason why a start of a job executes no attempt."""
+    """The reason why a job that has just started does not run an attempt."""
 
     reason: str
     cancelled: AttemptDir | None = None

@@ -130,7 +130,7 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
 @options.config_options(unless="collect")
 @option(
     "--layout KEY=N,KEY=N,…",
-    "Layout to measure, given as keys of the section `parallel`; repeatable. Default: all possible layouts.",
+    "Layout to measure, as values of keys in `parallel`; repeatable. Default: all possible layouts.",
     name="layouts",
     multiple=True,
 )

@@ -34,7 +34,7 @@ _UNBROKEN = "\0"
     "trainkit diagnose last --json",
 )
 @run_argument
-@option("--attempt A", "Attempt to diagnose, by its number; default: the newest.", name="number", type=COUNT)
+@option("--attempt A", "Number of the attempt to diagnose; default: the newest.", name="number", type=COUNT)
 @json_option("trainkit.capabilities.diagnose.diagnose:Diagnosis")
 def command(run_name: str, number: int | None, as_json: bool) -> None:
     """Show which rank of RUN failed first, the cause with its evidence, and what to do about it.

@@ -230,7 +230,7 @@ class _Case:
         return replace(first, failure=failure, text=line, reported=root.time)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
-        """Return a line of a traceback if it is in the folder with the run's code, or None otherwise."""
+        """Return `code` if its file is in the folder with the run's code, or None otherwise."""
         code = None if code is None else code.in_tree(self.files.job)
         return None if code is None or Path(code.file).is_absolute() else code
 

@@ -17,7 +17,7 @@ from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages, tra
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
-"""The oldest and the newest Python version with which trainkit is tested."""
+"""The oldest and newest Python versions that trainkit is tested with."""
 TIMEOUT_S = 120.0
 COMPARED = (
     "trainkit",

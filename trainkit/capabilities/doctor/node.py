@@ -100,7 +100,7 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 
 
 def main() -> int:
-    """Check this node as the command-line argument requests, and print a report for `received` to read.
+    """Run the checks in the command-line argument on this node, and print a report, which `received` parses.
 
     After the report, measure and print the bandwidth for each `Layout` read from standard input.
     """

@@ -329,7 +329,8 @@ def _gather(
         gpus = dict.fromkeys(gpus, "")
     asked = [
         (size, item, limit_s, is_slice)
-        for is_slice in (False, True)  # Query slices last, so that they are omitted first if time runs out.
+        # Slices come last, so that their queries to Slurm are dropped first if time runs out.
+        for is_slice in (False, True)
         for size in plans
         for item in request.partitions
         for limit_s in limits[item.name]

@@ -13,7 +13,7 @@ from trainkit.cli.output import json_text
     "trainkit schema --output status",
     "trainkit schema --output ckpt-ls",
 )
-@option("--output NAME", "Print the JSON Schema of what the command NAME prints with --json.")
+@option("--output NAME", "Print the JSON Schema of the --json output of the command NAME.")
 def schema(output: str | None) -> None:
     """Print the JSON Schema of the config, for editors that complete and check YAML.
 

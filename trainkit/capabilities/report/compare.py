@@ -111,9 +111,9 @@ def command(
 ) -> None:
     """Compare the results of runs and the config keys that differ between the runs.
 
-    The name of a group or bench stands for all of its runs that have started. The table of a single group is
-    ranked by results, and the best result is bold. The output of --csv and --json keeps the order of the
-    trials. For runs that differ only in their seeds, an additional table shows the mean and standard
+    The name of a group or bench stands for all of its runs that have started. For a single group, the table
+    is sorted by result, and the best result is shown in bold. The output of --csv and --json keeps the order
+    of the trials. For runs that differ only in their seeds, an additional table shows the mean and standard
     deviation of their results.
 
     --curves and --plot compare the curves of the runs. The figure has one line per combination of values of

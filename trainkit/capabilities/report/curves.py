@@ -121,7 +121,7 @@ class Curves(dict[str, list[Any]]):
         values in an exponential moving average: at least 0 and less than 1. The values of the key `by`
         determine the line colours; by default, `by` is the first key that differs between the runs.
 
-        In the figure, a line, its band and its legend entry have the same matplotlib label: the legend text.
+        Each line shares its matplotlib label, the legend text, with its band and its legend entry.
         The figure's `savefig` writes the same file as ``trainkit compare --plot``.
 
         Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,

@@ -277,7 +277,7 @@ def _records(lines: bytes) -> Iterable[dict[str, object]]:
 
 
 def _kept(records: Iterable[Mapping[str, object]], kept: Mapping[int, float]) -> list[Mapping[str, object]]:
-    """Return the records of steps that were kept; `kept` maps each attempt to its last kept step."""
+    """Return the records of steps that were not rolled back; `kept` is the last such step of each attempt."""
     limits = {attempt: step for attempt, step in kept.items() if step < LAST_STEP}
     found = []
     for record in records:

@@ -103,8 +103,8 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
             try:
                 prepare(spec, partial, workers, on_progress)
             except DatasetMismatch:
-                # This folder contains an interrupted preparation of an older version of the texts. The folder
-                # can be deleted, because the cache can be rebuilt.
+                # This folder was left behind by an interrupted preparation of an older version of the texts.
+                # The folder can be deleted, because the cache can be rebuilt.
                 shutil.rmtree(partial)
                 prepare(spec, partial, workers, on_progress)
             partial.rename(target)

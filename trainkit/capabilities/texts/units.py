@@ -121,7 +121,7 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Return where the validation split begins: at the first line in the last `val_fraction` of a text."""
+    """Return the byte offset of the first line that starts in the last `val_fraction` of a text."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)

@@ -189,7 +189,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return damage to the manifest or file sizes, hash mismatches in this rank's share, and a read error.
+    """Describe a checkpoint's damage: of manifest or sizes, of hashes in this rank's share, and a read error.
 
     Each result is a description, or "" if there is no such problem.
     """
