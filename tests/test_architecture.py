@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 5_135),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (38, 9_843),
-    "tests": (369, 62_465),
+    "tests": (369, 62_464),
 }
 """Maps a folder to its number of Python files and lines.
 

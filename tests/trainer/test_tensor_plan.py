@@ -114,14 +114,13 @@ def test_every_layout_has_the_same_curve(tmp_path):
 
 @pytest.mark.slow
 def test_tied_and_frozen_weights_and_those_read_from_files(tmp_path):
-    tied = ("task_args.tied=true", "train.steps=2")
-    frozen = ("task_args.frozen=true", "task_args.on_meta=true", "train.steps=2")
-    cases = [
-        *(Case("tied-alone", 1, {}, tied), Case("tied", 4, {"tp": 2, "dp_shard": 2}, tied)),
-        *(Case("frozen-alone", 1, {}, frozen), Case("frozen", 2, {"tp": 2}, frozen)),
-    ]
+    layouts = {"tied": (4, {"tp": 2, "dp_shard": 2}), "on_meta": (2, {"tp": 2}), "frozen": (2, {"tp": 2})}
+    cases = []
+    for name, (num_procs, layout) in layouts.items():
+        options = (f"task_args.{name}=true", "train.steps=2")
+        cases += [Case(f"{name}-alone", 1, {}, options), Case(name, num_procs, layout, options)]
     run_cases(tmp_path, cases, COMMON)
-    for name in ("tied", "frozen"):
+    for name in layouts:
         assert_same_metrics(tmp_path, [Case(name, 1, {})], f"{name}-alone")
         assert saved(tmp_path / name) == saved(tmp_path / f"{name}-alone")
     assert "optimizer.embed.weight.exp_avg" not in saved(tmp_path / "frozen")
