@@ -90,7 +90,7 @@ def fork(
 
 @contextlib.contextmanager
 def forked_modules(before: Callable[[str], None] = lambda module: None) -> Iterator[None]:
-    """In the block, run ``python -m trainkit.…`` as a fork of this process; the fork calls `before` first."""
+    """Let forks of this process run ``python -m trainkit.…`` within the block, after a call of `before`."""
 
     def execute(child: subprocess.Popen[bytes], *args: Any) -> None:
         given = _signature.bind(child, *args).arguments

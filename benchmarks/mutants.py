@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def draw(number: int, seed: int) -> dict[str, Mutant]:
-    """Return mutants, each of which negates the condition of a random line."""
+    """Return mutants. Each mutant negates the condition in one random line."""
     found = []
     for file in sorted((ROOT / "trainkit").rglob("*.py")):
         text = file.read_text()

@@ -169,7 +169,7 @@ def differing(before: Entries, after: Entries) -> list[str]:
 
 
 class Place:
-    """A project that one process uses to execute commands, and a copy from which the project is restored."""
+    """A project in which one process executes commands, and a copy of the project to restore it from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project, self.kept = folder, folder / "project", folder / "kept"

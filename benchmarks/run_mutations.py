@@ -6,7 +6,7 @@ are four kinds of mutations:
 - other bytes of a file;
 - another value in a JSON or YAML file;
 - a file or folder that is replaced with an entry of another type;
-- attempts and files that are replaced with those of another run.
+- attempts and files that are replaced with the attempts and files of another run.
 """
 
 from __future__ import annotations

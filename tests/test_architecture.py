@@ -62,11 +62,11 @@ SIZES = {
     "trainkit/job": (30, 7_051),
     "trainkit/launch": (18, 3_998),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (16, 3_355),
+    "trainkit/plan": (16, 3_359),
     "trainkit/run": (17, 5_135),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (38, 9_843),
-    "tests": (369, 62_464),
+    "tests": (369, 62_466),
 }
 """Maps a folder to its number of Python files and lines.
 

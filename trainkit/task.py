@@ -212,7 +212,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def turns(self) -> Sequence[str]:
-        """Return the names of the optimizers to run in the current step, in the order in which they run.
+        """Return the names of the optimizers of the current step, in the order of their updates.
 
         In each optimizer turn, trainkit computes the gradient of `loss_for` over the samples of the step and
         updates only that optimizer's parameters. If no names are returned, all optimizers minimize `loss`

@@ -102,6 +102,8 @@ class StepWork:
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
     """True if the sharded weight matrices of blocks are gathered in float8."""
+    float8: bool = False
+    """True if blocks use float8 in any way."""
 
     @property
     def itemsize(self) -> int:
@@ -112,10 +114,11 @@ class StepWork:
     def is_fused(self) -> bool:
         """Return whether compiled kernels of a GPU compute whole blocks and the loss in a 16-bit dtype.
 
-        With tensor parallelism, the loss is not compiled, and the memory of compiled blocks is not measured.
+        With tensor parallelism, the loss is not compiled. In float8, compiled blocks keep further copies.
         """
-        compiled = compiles(self.parallel, self.layout, self.device)
-        return compiled and self.device == "cuda" and self.itemsize == 2 and self.layout.tp == 1
+        if self.device != "cuda" or self.itemsize != 2 or self.layout.tp > 1 or self.float8:
+            return False
+        return compiles(self.parallel, self.layout, self.device)
 
     @property
     def block_itemsize(self) -> int:
@@ -244,6 +247,7 @@ def work_of(
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",
+        float8=bool(config.precision.float8),
     )
 
 
