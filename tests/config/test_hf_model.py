@@ -73,8 +73,18 @@ def test_both_ways_to_write_the_rotary_embedding(tmp_path, changes):
     assert (model.architecture, model.qkv_bias, model.tie_embeddings) == ("llama", True, True)
 
 
+def test_the_heads_of_qwen_3(tmp_path):
+    """Qwen 3 normalizes queries and keys. Its heads have 128 numbers unless config.json says otherwise."""
+    for given, expected in ({}, 128), ({"head_dim": 32}, 32), ({"head_dim": 16}, None):
+        write(tmp_path / "model", model_type="qwen3", **given)
+        model = load(tmp_path).config.model
+        assert (model.architecture, model.head_dim) == ("llama", expected)
+        assert (model.qk_norm, model.qkv_bias) == (True, False)
+
+
 OTHER_MODELS: list[dict[str, Any]] = [
-    *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}, {"head_dim": 32}),
+    *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}),
+    {"model_type": "qwen3", "attention_bias": True},
     *({"attention_bias": True}, {"attention_dropout": 0.1}, {"model_type": "mistral"}),
     {"model_type": "mistral", "sliding_window": 4096},
     *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "linear"}, {"rope_type": "llama3"})),

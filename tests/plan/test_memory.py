@@ -15,7 +15,7 @@ from trainkit.plan.memory import block_bytes, kept_bytes, loss_bytes, memory_of,
 from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.step_work import optimizer_bytes
 
-SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
+SMALL = ModelShape(64, 8, 2, 2, 1, 4, 12, 1e-5, 1e4, False, 0.0)
 """Width 8, 2 layers, one key-value head of width 4, 12 hidden units: a shape to count by hand."""
 
 
@@ -153,13 +153,15 @@ TRACKED: list[tuple[float, dict[str, Any]]] = [
     (5.058, {"layout": Layout(dp_shard=2, cp=4), "seq_len": 8192}),
     (8.564, {"preset": "70b", "layout": Layout(dp_shard=512), **FULL, "seq_len": 2048}),
     (2.148, {"preset": "70b", "layout": Layout(dp_shard=8, tp=8), **FULL}),
+    (7.053, {"model": {"qk_norm": True, "head_dim": 160, "num_kv_heads": 8}}),
+    (4.723, {"model": {"qk_norm": True, "head_dim": 160, "num_kv_heads": 8}, **SELECTIVE}),
 ]
 
 
 @pytest.mark.parametrize(("tracked_gib", "what"), TRACKED)
 def test_as_torch_tracked_it(tracked_gib, what):
     rest = dict(what)
-    shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers", 4))
+    shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers", 4), **rest.pop("model", {}))
     peak = memory_of(step_work(shape, device="cpu", **rest)).peak
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
 

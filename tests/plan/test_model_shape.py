@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 import yaml
 
 from tests.support.said import said
@@ -13,6 +14,7 @@ from trainkit.errors import ConfigError
 from trainkit.plan.model_shape import PRESETS, ModelShape, flops_per_token, num_params, resolve_model_shape
 from trainkit.plan.model_shape import num_params_between_embeddings as num_params_of_blocks
 from trainkit.plan.step_work import attends_in_blocks
+from trainkit.trainer.models.decoder import Decoder
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,17 @@ def test_published_sizes(preset, vocab_size, tied, params):
     assert num_params(resolve_model_shape(model, vocab_size)) == params
 
 
+def test_the_size_of_qwen_3():
+    """Qwen3 0.6B has 0.44B parameters in its blocks, which contain 16 heads of 128 at a width of 1024."""
+    sizes = {"dim": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8, "ffn_dim": 3072}
+    model = ModelConfig(**sizes, vocab_size=151_936, head_dim=128, qk_norm=True, tie_embeddings=True)
+    shape = resolve_model_shape(model, 151_669)
+    assert num_params(shape) == 596_049_920
+    with torch.device("meta"):
+        built = Decoder(shape, 8)
+    assert sum(param.numel() for param in built.parameters()) == num_params(shape)
+
+
 def test_small_presets_are_small_and_grow():
     def size(preset: Preset) -> int:
         return num_params_of_blocks(resolve_model_shape(ModelConfig(preset=preset), 256))
@@ -48,7 +61,7 @@ def test_the_config_overrides_the_preset():
     sizes = {"dim": 96, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 100, "vocab_size": 300}
     others = {"norm_eps": 1e-6, "rope_theta": 500.0, "dropout": 0.1, "tie_embeddings": True}
     found = resolve_model_shape(ModelConfig(preset="nano", **sizes, **others), 300)
-    assert found == ModelShape(300, 96, 3, 6, 3, 100, 1e-6, 500.0, True, 0.1)
+    assert found == ModelShape(300, 96, 3, 6, 3, 16, 100, 1e-6, 500.0, True, 0.1)
     padded = {1: 64, 64: 64, 65: 128, 257: 320, 50257: 50304}
     assert {tokens: resolve_model_shape(ModelConfig(), tokens).vocab_size for tokens in padded} == padded
 
@@ -58,6 +71,7 @@ num_heads: 3, num_kv_heads: 3
 num_kv_heads: 3
 dim: 132, num_heads: 4
 vocab_size: 256
+head_dim: 15
 dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1
 """.splitlines()
 
@@ -70,7 +84,7 @@ def test_shapes_that_do_not_fit():
 
 
 def test_flops_per_token():
-    shape = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, False, 0.0)
+    shape = ModelShape(10, 4, 2, 2, 1, 2, 6, 1e-5, 1e4, False, 0.0)
     # A block has q and o with 2 * 4 * 4, k and v with 2 * 4 * 2, feed-forward with 3 * 4 * 6, and norms with
     # 2 * 4. The last norm adds 4 and the head 40.
     matmul_params = 2 * (32 + 16 + 72 + 8) + 4 + 40

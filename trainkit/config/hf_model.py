@@ -23,6 +23,12 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
 }
 """Maps keys of the `model` section to keys in config.json, for models that trainkit's decoder supports."""
+DERIVED = (
+    *("num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm", "tie_embeddings"),
+)
+"""Other keys of the `model` section whose values come from config.json."""
+QWEN3_HEAD_DIM = 128
+"""Default value of `head_dim` for Qwen3 models in transformers; other models divide `hidden_size`."""
 MISTRAL_WINDOW = 4096
 """Default value of `sliding_window` for Mistral models in transformers."""
 ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
@@ -116,7 +122,7 @@ def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
 def _unlike_decoder(content: JsonObject) -> str:
     """Return the reason why trainkit's decoder does not support the model; empty if it does."""
     model_type = content["model_type"]
-    if model_type not in ("llama", "mistral", "qwen2"):
+    if model_type not in ("llama", "mistral", "qwen2", "qwen3"):
         return f"model_type is {model_type}"
     missing = [key for key in SIZES.values() if key not in content]
     if missing:
@@ -128,10 +134,6 @@ def _unlike_decoder(content: JsonObject) -> str:
         has_windows = has_windows or content.get("sliding_window", MISTRAL_WINDOW) is not None
     expected = {
         "hidden_act": (content.get("hidden_act", "silu"), "silu"),
-        "head_dim": (
-            content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"],
-            content["hidden_size"] / content["num_attention_heads"],
-        ),
         "attention_dropout": (content.get("attention_dropout", 0.0), 0.0),
         "mlp_bias": (content.get("mlp_bias", False), False),
         # Qwen2 has biases only for queries, keys and values, but `attention_bias` in Llama also adds a bias
@@ -152,6 +154,15 @@ def _unlike_decoder(content: JsonObject) -> str:
     return "" if kind == "default" else f"rope_type is {kind}"
 
 
+def _head_dim(content: JsonObject) -> int | None:
+    """Return the size of an attention head, or None if the size is the default value of `model.head_dim`."""
+    default = QWEN3_HEAD_DIM if content["model_type"] == "qwen3" else None
+    found = content.get("head_dim") or default
+    return (
+        None if found is None or found * content["num_attention_heads"] == content["hidden_size"] else found
+    )
+
+
 def _decoder_values(content: JsonObject) -> JsonObject:
     theta, rope = _rope(content)
     is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
@@ -160,6 +171,8 @@ def _decoder_values(content: JsonObject) -> JsonObject:
         "num_kv_heads": content.get("num_key_value_heads") or content["num_attention_heads"],
         "rope_theta": float(theta or 0.0),
         "rope_scaling": {key: float(rope[key]) for key in ROPE_KEYS} if is_scaled else None,
+        "head_dim": _head_dim(content),
         "qkv_bias": content["model_type"] == "qwen2",
+        "qk_norm": content["model_type"] == "qwen3",
         "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
     }

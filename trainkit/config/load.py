@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.config import yamlfile
-from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
+from trainkit.config.hf_model import CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
@@ -214,7 +214,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
 
 def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterator[Problem]:
     """Yield a problem for each model size in `tree` that differs from the size in the model's config.json."""
-    for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling", "qkv_bias", "tie_embeddings"):
+    for key in (*SIZES, *DERIVED):
         found = tree.find(("model", key))
         if found is None or found.origin.startswith(shipped):
             continue

@@ -33,8 +33,9 @@ class ModelConfig(Section):
     )
     dim: AtLeastOne | None = key(None, "Width of the residual stream.")
     num_layers: AtLeastOne | None = key(None, "Number of decoder blocks.")
-    num_heads: AtLeastOne | None = key(None, "Number of query heads; must divide dim.")
+    num_heads: AtLeastOne | None = key(None, "Number of query heads; must divide dim unless head_dim is set.")
     num_kv_heads: AtLeastOne | None = key(None, "Number of key and value heads; must divide num_heads.")
+    head_dim: AtLeastOne | None = key(None, "Size of each attention head; null uses dim / num_heads.")
     ffn_dim: AtLeastOne | None = key(None, "Hidden size of the feed-forward network.")
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
@@ -42,6 +43,7 @@ class ModelConfig(Section):
         None, "Factors for extending the rotary position embedding to longer contexts, as in Llama 3.1."
     )
     qkv_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
+    qk_norm: bool = key(False, "Apply an RMSNorm to each query and key head, as in Qwen3.")
     dropout: BelowOne = key(0.0, "Dropout probability at the output of each residual branch.")
     tie_embeddings: bool = key(False, "Share the weights of the embedding and the output projection.")
     hf: str | None = key(

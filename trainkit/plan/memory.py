@@ -94,10 +94,12 @@ def block_bytes(work: StepWork) -> int:
     float32 statistics of the norms and of attention.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
-    kv_dim = shape.num_kv_heads * shape.head_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of the two chunks.
     num_inner = 3 if work.is_fused else 4
-    split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + num_inner * shape.ffn_dim
+    attended = (2 if layout.cp == 1 else 3) * shape.query_dim + 2 * shape.kv_dim * layout.cp
+    if shape.qk_norm:  # the inputs of the norms, which are float32 copies on CPUs
+        attended += (shape.query_dim + shape.kv_dim) * (2 * FLOAT32 // item if work.device == "cpu" else 1)
+    split = attended + num_inner * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
     if work.is_fused:
         a_token += FLOAT32 * (2 + shape.num_heads)
@@ -119,10 +121,11 @@ def kept_bytes(work: StepWork) -> int:
     if mode == "selective":
         # Selective recomputation keeps the results of attention, of every second matrix product (wq, wv,
         # gate, down), and of tensor-parallel reductions.
-        kv_dim = shape.num_kv_heads * shape.head_dim
         # On Hopper, context-parallel attention merges the results of two kernel calls.
-        attended = shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
-        a_token += work.itemsize * ((attended + shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
+        attended = shape.query_dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
+        a_token += work.itemsize * (
+            (attended + shape.query_dim + shape.kv_dim + shape.ffn_dim) / tp + shape.dim
+        )
         a_token += 2 * stream_bytes(work) if tp > 1 else 0
     return round(work.tokens_per_pass * a_token)
 
@@ -130,7 +133,7 @@ def kept_bytes(work: StepWork) -> int:
 def _split_gradient_bytes(work: StepWork) -> int:
     """Return the bytes of output gradients that a block keeps per pass for deferred weight gradients."""
     shape = work.shape
-    split = shape.dim + 2 * shape.num_kv_heads * shape.head_dim + 2 * shape.ffn_dim
+    split = shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn_dim
     norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
     return round(work.tokens_per_pass * (norms + work.itemsize * (2 * shape.dim + split / work.layout.tp)))
 

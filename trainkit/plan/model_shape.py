@@ -33,6 +33,7 @@ class ModelShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     ffn_dim: int
     norm_eps: float
     rope_theta: float
@@ -40,10 +41,17 @@ class ModelShape:
     dropout: float
     qkv_bias: bool = False
     rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
+    def query_dim(self) -> int:
+        """Return the total size of all query heads, which can differ from `dim`."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Return the total size of all key heads, which equals the total size of all value heads."""
+        return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -106,15 +114,18 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     preset = PRESETS[model.preset]
     scaling = {str(key): value for key, value in (model.rope_scaling or {}).items()}
     missing = [item.name for item in fields(RopeScaling) if scaling and item.name not in scaling]
+    sizes = {name: getattr(model, name) or getattr(preset, name) for name in SIZES}
     shape = ModelShape(
         vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),
-        **{name: getattr(model, name) or getattr(preset, name) for name in SIZES},
+        **sizes,
+        head_dim=model.head_dim or sizes["dim"] // sizes["num_heads"],
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
         qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
         rope_scaling=None if missing or not scaling else RopeScaling(**scaling),
     )
-    problems = _shape_problems(shape, tokenizer_vocab_size)
+    problems = _shape_problems(shape, tokenizer_vocab_size, is_head_dim_set=model.head_dim is not None)
     if missing:
         problems.append(
             Problem(
@@ -128,19 +139,20 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     return shape
 
 
-def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Problem]:
+def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int, *, is_head_dim_set: bool) -> list[Problem]:
     problems = []
     if shape.vocab_size < tokenizer_vocab_size:
         message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
         hint = "use null to select a size that is large enough"
         problems.append(Problem("model.vocab_size", message, hint=hint))
-    if shape.dim % shape.num_heads:
+    if is_head_dim_set:
+        if shape.head_dim % 2:
+            hint = "choose an even size, as the rotary position embedding requires"
+            problems.append(Problem("model.head_dim", f"is {shape.head_dim}, which is odd", hint=hint))
+    elif shape.dim % shape.num_heads:
         message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"
-        problems.append(
-            Problem(
-                "model.num_heads", message, hint="choose a divisor of model.dim: all heads have the same size"
-            )
-        )
+        hint = "choose a divisor of model.dim, or set model.head_dim"
+        problems.append(Problem("model.num_heads", message, hint=hint))
     elif shape.head_dim % 2:
         message = f"is {shape.num_heads}, which results in the odd head size {shape.head_dim}"
         hint = "choose an even dim / num_heads, as the rotary position embedding requires"
@@ -160,10 +172,10 @@ def num_params(shape: ModelShape) -> int:
 
 def num_params_between_embeddings(shape: ModelShape) -> int:
     """Return the number of parameters in the decoder blocks and the final norm."""
-    attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
+    attention = 2 * shape.dim * (shape.query_dim + shape.kv_dim)
     feed_forward = 3 * shape.dim * shape.ffn_dim
-    norms = 2 * shape.dim
-    biases = (shape.dim + 2 * shape.num_kv_heads * shape.head_dim) if shape.qkv_bias else 0
+    norms = 2 * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
+    biases = (shape.query_dim + 2 * shape.kv_dim) if shape.qkv_bias else 0
     return shape.num_layers * (attention + biases + feed_forward + norms) + shape.dim
 
 
@@ -174,5 +186,5 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> float:
     the output projection (even if tied), but not the embedding, which is only a lookup.
     """
     matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
-    attention = 12 * shape.num_layers * shape.dim * seq_len
+    attention = 12 * shape.num_layers * shape.query_dim * seq_len
     return float(6 * matmul_params + attention)

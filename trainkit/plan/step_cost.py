@@ -80,7 +80,7 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     # saved, so recomputation does not reduce them again, except for the attention output with `full`.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
-    keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
+    keys = work.tokens_per_pass * work.itemsize * 2 * shape.kv_dim // layout.tp
     calls = (2 if mode == "none" else 3) * block_passes
     yield Flow("cp", calls * keys * (layout.cp - 1), calls, layout.cp, layout.tp)
     calls = 2 * len(params.layers) * work.passes_per_step
@@ -105,8 +105,8 @@ shown."""
 INTERFERENCE = 0.1
 """Minimum fraction of communication that cannot be hidden, because communication takes SMs and memory
 bandwidth away from computation."""
-WEIGHTS_OF_A_BLOCK = 9
-"""Number of weights in a block: seven matrices and two norms."""
+MATRICES = 7
+"""Number of matrices in a block."""
 HOP_S = {"node": 2e-6, "network": 6e-6}
 """Latency in seconds per message between two ranks; in a ring, n ranks send n - 1 messages in sequence."""
 
@@ -187,19 +187,18 @@ def recompute_share(work: StepWork) -> float:
         return 0.0
     if mode == "full":
         is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in DEFERRED_WEIGHT_GRADS
-        return (1 + WEIGHTS_OF_A_BLOCK) / 3 if is_apart else 1 / 3
-    kv_dim = shape.num_kv_heads * shape.head_dim
-    again = kv_dim + shape.dim + shape.ffn_dim
-    return again / (2 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim) / 3
+        num_weights = MATRICES + (4 if shape.qk_norm else 2)
+        return (1 + num_weights) / 3 if is_apart else 1 / 3
+    attention = shape.kv_dim + shape.query_dim
+    return (attention + shape.ffn_dim) / (2 * attention + 3 * shape.ffn_dim) / 3
 
 
 def rank_flops(work: StepWork, pp_rank: int) -> float:
     """Return the FLOPs of one rank per step, from ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
     params = _params(work, pp_rank)
-    kv_dim = shape.num_kv_heads * shape.head_dim
-    block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
-    block += 12 * shape.dim * work.seq_len
+    block = 6 * (2 * shape.dim * (shape.query_dim + shape.kv_dim) + 3 * shape.dim * shape.ffn_dim)
+    block += 12 * shape.query_dim * work.seq_len
     head = 6 * shape.dim * shape.vocab_size if params.head else 0
     tokens = work.tokens_per_pass * work.passes_per_step
     return tokens * (block * params.num_layers + head) / layout.tp

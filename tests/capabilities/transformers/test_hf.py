@@ -50,7 +50,11 @@ def of(folder: Path, architecture: str = "transformers") -> tuple[str, ...]:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("llama", {"rope_parameters": LLAMA3_ROPE}), ("qwen2", {"tie_word_embeddings": True})],
+    [
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 32}),
+    ],
 )
 def test_every_layout_of_both_implementations_has_the_same_curve(
     tmp_path: Path, kind: str, changes: dict[str, object]
@@ -59,11 +63,17 @@ def test_every_layout_of_both_implementations_has_the_same_curve(
     theirs, ours = of(folder), of(folder, "llama")
     cases = [
         Case("alone", 1, {}, theirs),
-        Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}, theirs),
         Case("ours", 1, {}, ours),
         Case("ours-tp", 2, {"tp": 2}, ours),
-        Case("ours-pp", 2, {"pp": 2}, ours),
     ]
+    if kind == "qwen3":
+        whole_stream = {"tp": 2, "sequence_parallel": False, "activation_checkpointing": "selective"}
+        cases += [Case("ours-whole-stream", 2, whole_stream, ours)]
+    else:
+        cases += [
+            Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}, theirs),
+            Case("ours-pp", 2, {"pp": 2}, ours),
+        ]
     if kind == "llama":
         cases += [
             Case("ddp", 2, {"dp_replicate": 2}, theirs),
@@ -131,11 +141,19 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     assert num_bytes < (folder / "model.safetensors").stat().st_size / 2
 
 
-@pytest.mark.parametrize("architecture", ["llama", "transformers"])
+@pytest.mark.parametrize(
+    ("architecture", "kind", "changes"),
+    [("llama", "qwen3", {"head_dim": 32}), ("transformers", "qwen2", {"tie_word_embeddings": True})],
+    ids=["llama", "transformers"],
+)
 def test_an_export_has_the_logits_of_the_run(
-    tmp_path: Path, architecture: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    architecture: str,
+    kind: str,
+    changes: dict[str, object],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=True)
+    folder = save_model(tmp_path / "model", kind, **changes)
     options = (*UNEVALUATED, *of(folder, architecture))
     run_cases(tmp_path, [Case("run", 2, {"dp_shard": 2})], options, keep_labels=True)
     out = tmp_path / "exported"

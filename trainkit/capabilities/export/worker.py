@@ -77,6 +77,11 @@ def export(request: ExportRequest) -> list[str]:
             f"Hugging Face format",
             hint="read the checkpoint with torch.distributed.checkpoint",
         )
+    if config.model.qk_norm and config.model.qkv_bias:
+        raise UsageError(
+            "no model in transformers has both model.qk_norm and model.qkv_bias",
+            hint="read the checkpoint with torch.distributed.checkpoint",
+        )
     if request.merge:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
     _export_decoder(config, reader, out, DTYPES[request.dtype])
@@ -96,7 +101,7 @@ def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
 
 
 def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype) -> None:
-    """Write trainkit's decoder as a Llama or Qwen2 model for transformers, a few tensors at a time."""
+    """Write trainkit's decoder as a Llama, Qwen2 or Qwen3 model for transformers, a few tensors at a time."""
     saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
@@ -136,17 +141,18 @@ def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Ten
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json content that describes trainkit's decoder as a transformers model."""
-    kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
+    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
     scaling = shape.rope_scaling
     settings: dict[str, object] = {
-        "architectures": [name],
-        "model_type": kind,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
         "hidden_act": "silu",
         "hidden_size": shape.dim,
         "intermediate_size": shape.ffn_dim,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
         "max_position_embeddings": config.data.seq_len,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,

@@ -1,6 +1,6 @@
 """A Llama-style decoder with RMSNorm, rotary position embeddings, grouped-query attention and SwiGLU.
 
-Dimensions in shapes: B samples, T positions, D model width, H query heads, K key/value heads, C = D / H.
+Dimensions in shapes: B samples, T positions, D model width, H query heads, K key/value heads, C head size.
 """
 
 from __future__ import annotations
@@ -121,19 +121,20 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        kv_dim = shape.num_kv_heads * shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.dim, bias=shape.qkv_bias)
-        self.wk = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
-        self.wv = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
-        self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.wq = nn.Linear(shape.dim, shape.query_dim, bias=shape.qkv_bias)
+        self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
+        self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
+        self.wo = nn.Linear(shape.query_dim, shape.dim, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.attend: Callable[..., Tensor] = causal_attention
         """Function that computes the attention; replaced, for example, for context parallelism."""
 
     def forward(self, x: Tensor, rope: Tensor, mask: Mask | None = None) -> Tensor:
         # With tensor parallelism, a rank has only some of the heads, so infer their number.
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
-        v = self.wv(x).view(heads)
+        q, k, v = (project(x).view(heads) for project in (self.wq, self.wk, self.wv))
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         masks = () if mask is None else (mask,)  # attention for context parallelism takes no mask
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
@@ -215,6 +216,8 @@ class Decoder(Model):
         "blocks.*.attention.wq": "column",
         "blocks.*.attention.wk": "column",
         "blocks.*.attention.wv": "column",
+        "blocks.*.attention.q_norm": "heads",
+        "blocks.*.attention.k_norm": "heads",
         "blocks.*.attention.wo": "row",
         "blocks.*.ffn_norm": "norm",
         "blocks.*.ffn": "whole_input",
@@ -329,6 +332,8 @@ _HF_BLOCK = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
@@ -339,7 +344,7 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def llama_name(name: str) -> str:
-    """Translate a decoder parameter's name to its name in transformers' Llama and Qwen2 models."""
+    """Translate a decoder parameter's name to its name in transformers' Llama, Qwen2 and Qwen3 models."""
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:
@@ -348,7 +353,7 @@ def llama_name(name: str) -> str:
 
 
 def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
-    """Read a slice of a decoder parameter from the files of a Llama or Qwen2 model.
+    """Read a slice of a decoder parameter from the files of a Llama, Qwen2 or Qwen3 model.
 
     Raises FatalError if the files do not contain the parameter.
     """

@@ -19,13 +19,14 @@ from trainkit.plan.model_shape import ModelShape
 from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
-Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
+Role = Literal["embedding", "norm", "stream", "whole_input", "column", "heads", "row", "head"]
 """Roles that determine how tensor parallelism splits a module or its inputs.
 
 ``column`` splits a weight matrix by its outputs, and ``row`` by its inputs. ``whole_input`` gathers the whole
 sequence before the module is called. Modules with the role ``norm`` or ``stream`` process each position
-separately, and receive only this rank's slice of the sequence. Every module with parameters of its own needs
-a role other than ``whole_input``.
+separately, and receive only this rank's slice of the sequence. Modules with the role ``heads`` process each
+attention head [B, T, heads, C] separately, and receive only this rank's heads. Every module with parameters
+of its own needs a role other than ``whole_input``.
 """
 
 

@@ -35,6 +35,7 @@ from trainkit.trainer.torch_private import ModuleStyle, with_params
 from trainkit.trainer.user_code import TaskError, errors_of_user, refusal
 
 SEQUENCE_DIM = 1
+HEADS_DIM = 2
 
 
 class VocabularyParallel(ModuleStyle):
@@ -88,6 +89,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
         "stream": SumsGradients() if sequence_parallel else None,
         "whole_input": _WholeInput(stream),
         "column": ColwiseParallel(),
+        "heads": SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
         "row": RowwiseParallel(output_layouts=stream),
         "head": logits,
     }
