@@ -82,12 +82,14 @@ def test_the_heads_of_qwen_3(tmp_path):
         assert (model.qk_norm, model.qkv_bias) == (True, False)
 
 
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
 OTHER_MODELS: list[dict[str, Any]] = [
     *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}),
     {"model_type": "qwen3", "attention_bias": True},
     *({"attention_bias": True}, {"attention_dropout": 0.1}, {"model_type": "mistral"}),
     {"model_type": "mistral", "sliding_window": 4096},
-    *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "linear"}, {"rope_type": "llama3"})),
+    *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "dynamic"}, {"rope_type": "llama3"})),
+    *({"rope_scaling": {**YARN, **more}} for more in ({"mscale": 1.0}, {"truncate": False})),
 ]
 
 

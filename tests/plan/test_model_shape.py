@@ -72,6 +72,10 @@ num_kv_heads: 3
 dim: 132, num_heads: 4
 vocab_size: 256
 head_dim: 15
+rope_scaling: {factor: 2}
+rope_scaling: {type: linear, factor: 2, beta_fast: 3}
+rope_scaling: {type: 3, factor: 2}
+rope_scaling: {type: yarn, factor: linear, original_max_position_embeddings: 32}
 dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1
 """.splitlines()
 

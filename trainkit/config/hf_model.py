@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from trainkit.config.training import DECODER, TRANSFORMERS, RopeKey
+from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path, typed_path
 from trainkit.formats import JsonObject
@@ -31,7 +31,17 @@ QWEN3_HEAD_DIM = 128
 """Default value of `head_dim` for Qwen3 models in transformers; other models divide `hidden_size`."""
 MISTRAL_WINDOW = 4096
 """Default value of `sliding_window` for Mistral models in transformers."""
-ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor"),
+    ),
+}
+"""Maps each type of `rope_scaling` to its required and its optional keys."""
+ROPE_BASE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
+"""Keys in the rope section of config.json that do not depend on the type of the scaling."""
 
 
 class HFModel(NamedTuple):
@@ -148,10 +158,28 @@ def _unlike_decoder(content: JsonObject) -> str:
             return f"{key} is {found}"
     if not isinstance(theta, int | float):
         return "the model has several rotary embeddings"
-    if kind == "llama3":
-        absent = [key for key in ROPE_KEYS if key not in rope]
-        return f"rope_scaling has no {absent[0]}" if absent else ""
-    return "" if kind == "default" else f"rope_type is {kind}"
+    if kind == "default":
+        return ""
+    if kind not in ROPE_KEYS:
+        return f"rope_type is {kind}"
+    required, optional = ROPE_KEYS[kind]
+    absent = [key for key in required if rope.get(key) is None]
+    if absent:
+        return f"rope_scaling has no {absent[0]}"
+    if not rope.get("truncate", True):
+        return "rope_scaling has truncate: false"
+    given = {key for key, value in rope.items() if value is not None}
+    others = sorted(given - {*required, *optional} - ROPE_BASE_KEYS) if kind == "yarn" else []
+    return f"rope_scaling has {others[0]}" if others else ""
+
+
+def _rope_scaling(rope: JsonObject) -> JsonObject | None:
+    """Return the value of `model.rope_scaling`, or None without a scaling."""
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in ROPE_KEYS:
+        return None
+    values = {key: float(rope[key]) for keys in ROPE_KEYS[kind] for key in keys if rope.get(key) is not None}
+    return values if kind == "llama3" else {"type": kind, **values}
 
 
 def _head_dim(content: JsonObject) -> int | None:
@@ -165,12 +193,11 @@ def _head_dim(content: JsonObject) -> int | None:
 
 def _decoder_values(content: JsonObject) -> JsonObject:
     theta, rope = _rope(content)
-    is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
     return {
         **{key: content[theirs] for key, theirs in SIZES.items()},
         "num_kv_heads": content.get("num_key_value_heads") or content["num_attention_heads"],
         "rope_theta": float(theta or 0.0),
-        "rope_scaling": {key: float(rope[key]) for key in ROPE_KEYS} if is_scaled else None,
+        "rope_scaling": _rope_scaling(rope),
         "head_dim": _head_dim(content),
         "qkv_bias": content["model_type"] == "qwen2",
         "qk_norm": content["model_type"] == "qwen3",

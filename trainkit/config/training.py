@@ -10,7 +10,17 @@ from trainkit.formats import JsonObject
 DECODER, TRANSFORMERS = "llama", "transformers"
 """Architecture values: trainkit's own decoder, which can be planned without running its code, or any model in
 the transformers library."""
-RopeKey = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+RopeType = Literal["llama3", "linear", "yarn"]
+RopeKey = Literal[
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
@@ -39,8 +49,11 @@ class ModelConfig(Section):
     ffn_dim: AtLeastOne | None = key(None, "Hidden size of the feed-forward network.")
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
-    rope_scaling: dict[RopeKey, Positive] | None = key(
-        None, "Factors for extending the rotary position embedding to longer contexts, as in Llama 3.1."
+    rope_scaling: dict[RopeKey, Positive | RopeType] | None = key(
+        None,
+        "How to extend the rotary position embedding to longer contexts, with the keys of rope_scaling in "
+        "transformers. The type is llama3 (the default, as in Llama 3.1), linear or yarn.",
+        allowed="a mapping with a factor above 0 and the other keys of its type",
     )
     qkv_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
     qk_norm: bool = key(False, "Apply an RMSNorm to each query and key head, as in Qwen3.")

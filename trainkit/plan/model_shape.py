@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
-from trainkit.config.training import ModelConfig
+from trainkit.config.training import ModelConfig, RopeType
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
@@ -12,16 +13,44 @@ VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How Llama 3.1 scales its rotary position embedding for long contexts.
+class LinearScaling:
+    """Stretches all wavelengths of the rotary position embedding by `factor` (arXiv 2306.15595)."""
 
-    Long wavelengths are stretched by `factor`; short wavelengths stay unchanged.
-    """
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Stretches long wavelengths by `factor`, as in Llama 3.1; short wavelengths stay unchanged."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Stretches long wavelengths by `factor` and sharpens attention (YaRN, arXiv 2309.00071).
+
+    Wavelengths that fit into the original context more than `beta_fast` times stay unchanged, and wavelengths
+    that fit fewer than `beta_slow` times are stretched by the whole factor.
+    """
+
+    factor: float
+    original_max_position_embeddings: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Factor applied to queries and keys; None computes the factor from `factor`, as in the paper."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+ROPE_SCALINGS: dict[RopeType, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
 
 
 @dataclass(frozen=True)
@@ -112,8 +141,7 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     Raises ConfigError that lists all incompatible sizes.
     """
     preset = PRESETS[model.preset]
-    scaling = {str(key): value for key, value in (model.rope_scaling or {}).items()}
-    missing = [item.name for item in fields(RopeScaling) if scaling and item.name not in scaling]
+    scaling, problems = _rope_scaling(model)
     sizes = {name: getattr(model, name) or getattr(preset, name) for name in SIZES}
     shape = ModelShape(
         vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),
@@ -123,20 +151,40 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
         dropout=model.dropout,
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
-        rope_scaling=None if missing or not scaling else RopeScaling(**scaling),
+        rope_scaling=scaling,
     )
-    problems = _shape_problems(shape, tokenizer_vocab_size, is_head_dim_set=model.head_dim is not None)
-    if missing:
-        problems.append(
-            Problem(
-                "model.rope_scaling",
-                f"has no {missing[0]}",
-                hint="specify all four keys of model.rope_scaling",
-            )
-        )
+    is_head_dim_set = model.head_dim is not None
+    problems = _shape_problems(shape, tokenizer_vocab_size, is_head_dim_set=is_head_dim_set) + problems
     if problems:
         raise ConfigError(problems)
     return shape
+
+
+def _rope_scaling(model: ModelConfig) -> tuple[RopeScaling | None, list[Problem]]:
+    """Return the scaling of the rotary position embedding, or the problems with `model.rope_scaling`."""
+    if not model.rope_scaling:
+        return None, []
+    given: dict[str, Any] = {str(key): value for key, value in model.rope_scaling.items()}
+    kind = given.pop("type", "llama3")
+    wrong = None if kind in ROPE_SCALINGS else f"has the type {kind}"
+    known = {} if wrong else {item.name: item.default for item in fields(ROPE_SCALINGS[kind])}
+    missing = [name for name, default in known.items() if default is MISSING and name not in given]
+    unknown = [name for name in given if name not in known]
+    texts = [name for name, value in given.items() if isinstance(value, str)]
+    if wrong:
+        hint = f"use one of {', '.join(ROPE_SCALINGS)}"
+    elif missing:
+        wrong, hint = f"has no {missing[0]}, which the type {kind} needs", "specify it"
+    elif unknown:
+        wrong, hint = (
+            f"has {unknown[0]}, which the type {kind} does not use",
+            "remove it, or set another type",
+        )
+    elif texts:
+        wrong, hint = f"has {given[texts[0]]} as {texts[0]}", "specify a number"
+    else:
+        return ROPE_SCALINGS[kind](**given), []
+    return None, [Problem("model.rope_scaling", wrong, hint=hint)]
 
 
 def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int, *, is_head_dim_set: bool) -> list[Problem]:

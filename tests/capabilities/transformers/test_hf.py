@@ -14,17 +14,19 @@ from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, sa
 from tests.support.json_outputs import checked
 from tests.support.parity import Case, close, make_trainer, run_cases, saved_tensors, worst_difference
 from tests.support.runs import make_attempt
-from trainkit.capabilities.export.worker import ExportRequest, export
+from trainkit.capabilities.export.worker import ExportRequest, decoder_settings, export
 from trainkit.capabilities.transformers.task import create_model, read_whole
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
+from trainkit.config.hf_model import find_hf_model
 from trainkit.errors import FatalError, TrainkitError
+from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.decoder import Decoder, rope_table
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
@@ -84,6 +86,37 @@ def test_every_layout_of_both_implementations_has_the_same_curve(
     assert max(found.values()) < 1e-5, found
     losses = [record["loss"] for record in read_metrics(RunDir(tmp_path / "alone"))]
     assert losses[-1] < losses[0]
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    LLAMA3_ROPE,
+    YARN,
+    {**YARN, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5},
+]
+
+
+def test_rotary_embeddings_are_scaled_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    for number, rope in enumerate(ROPES):
+        folder = save_model(tmp_path / str(number), rope_parameters=rope)
+        config = load_config(
+            None, overrides=[f"model.hf={folder}", "data.tokenizer=bytes"], layers=False
+        ).config
+        assert config.model.architecture == "llama"
+        shape = resolve_model_shape(config.model, 320)
+        found = rope_table(torch.arange(128), shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+        for mine, whole in zip(found, theirs(torch.zeros(1), torch.arange(128)[None]), strict=True):
+            torch.testing.assert_close(mine, whole[0, :, : shape.head_dim // 2], rtol=1e-5, atol=1e-5)
+        scratch = config.model.model_copy(update={"hf": None})
+        settings = decoder_settings(shape, config.model_copy(update={"model": scratch}), torch.float32)
+        write_json(folder / "config.json", settings)
+        again = scratch.model_copy(update=find_hf_model(str(folder), tmp_path).values)
+        assert resolve_model_shape(again, 320).rope_scaling == shape.rope_scaling
 
 
 def test_a_rank_reads_its_own_shard(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
+from trainkit.plan.model_shape import ROPE_SCALINGS, ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
@@ -156,7 +156,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "max_position_embeddings": config.data.seq_len,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None if scaling is None else _llama3(scaling),
+        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
         "tie_word_embeddings": shape.tie_embeddings,
         "vocab_size": shape.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -178,9 +178,12 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     return settings
 
 
-def _llama3(scaling: RopeScaling) -> dict[str, object]:
-    length = int(scaling.original_max_position_embeddings)
-    return {"rope_type": "llama3", **vars(scaling), "original_max_position_embeddings": length}
+def _rope_scaling(scaling: RopeScaling) -> dict[str, object]:
+    [kind] = [kind for kind, each in ROPE_SCALINGS.items() if isinstance(scaling, each)]
+    values = {key: value for key, value in vars(scaling).items() if value is not None}
+    if (length := values.get("original_max_position_embeddings")) is not None:
+        values["original_max_position_embeddings"] = int(length)
+    return {"rope_type": kind, **values}
 
 
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainkit.errors import FatalError
-from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
+from trainkit.plan.model_shape import (
+    LinearScaling,
+    Llama3Scaling,
+    ModelShape,
+    RopeScaling,
+    YarnScaling,
+    flops_per_token,
+    num_params,
+)
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
@@ -28,25 +36,44 @@ Mask = Tensor | BlockMask
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Return the cosines and sines of RoPE angles (arXiv 2104.09864) as float32 [2, T, C / 2]."""
+    """Return the cosines and sines of RoPE angles (arXiv 2104.09864) as float32 [2, T, C / 2].
+
+    With YaRN, they are multiplied by the factor that sharpens attention.
+    """
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
+    sharpness = 1.0
     if scaling is not None:
-        frequencies = _stretched(frequencies, scaling)
+        kept = _kept(frequencies, theta, scaling)
+        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        sharpness = scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     angles = torch.outer(positions.float(), frequencies)
-    return torch.stack((angles.cos(), angles.sin()))
+    return torch.stack((angles.cos(), angles.sin())) * sharpness
 
 
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Adapt RoPE frequencies to a longer context, as in Llama 3.1.
+def _kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Return for each RoPE frequency whether a longer context keeps it (1) or divides it by the factor (0).
 
-    Low frequencies are divided by a factor, high frequencies are kept, and frequencies in between are
-    interpolated.
+    Values between 0 and 1 interpolate between both frequencies.
     """
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    if isinstance(scaling, LinearScaling):
+        return torch.zeros_like(frequencies)
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    num_pairs = len(frequencies)
+
+    def pair_with(turns: float) -> float:
+        """Return the index, as a fraction, of the pair that turns this often in the original context."""
+        wavelength = scaling.original_max_position_embeddings / (2 * math.pi * turns)
+        return num_pairs * math.log(wavelength) / math.log(theta)
+
+    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with(scaling.beta_slow)), 2 * num_pairs - 1)
+    pairs = torch.arange(num_pairs, dtype=torch.float32, device=frequencies.device)
+    return 1.0 - ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
