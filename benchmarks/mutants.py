@@ -139,10 +139,12 @@ def is_caught(name: str, mutant: Mutant) -> bool:
         marks = [] if mutant.has_slow_tests else ["-m", "not slow"]
         argv = [*pytest, "--numprocesses=2", "--dist=loadgroup", *marks, *mutant.tests.split()]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        verdict = f"caught by {failed[0].split()[1]}" if failed else "SURVIVED"
+    except subprocess.TimeoutExpired:  # The mutant may wait forever, or this machine may be busy.
+        failed, verdict = [], f"TIMED OUT after {TIMEOUT_S} s"
     finally:
         file.write_text(text)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    verdict = f"caught by {failed[0].split()[1]}" if failed else "SURVIVED"
     print(f"{name:44} {time.monotonic() - began_s:4.0f} s  {verdict}", flush=True)
     return bool(failed)
 
