@@ -261,6 +261,13 @@ class Backend(ABC):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         """Kill a job immediately, without saving, and record its end."""
 
+    def query_interval_s(self, entry: AttemptRecord) -> float:
+        """Return how many seconds `wait_until_gone` waits between two queries about an attempt's job.
+
+        Raises ConfigError if the site's minimum interval is not a number.
+        """
+        return self.poll_s
+
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
         """Wait until a job has ended; return False if the job is still alive after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
