@@ -137,6 +137,10 @@ class Backend(ABC):
         """Return the job options in the plan, by name; empty if the run has no job."""
         return {}
 
+    def gpus_per_node(self, plan: LaunchPlan) -> int:
+        """Return the largest number of GPUs per node that a job may get, including GPUs without a rank."""
+        return plan.gpus_per_node
+
     @abstractmethod
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         """Return the plan for a run that starts only after other runs have finished successfully.

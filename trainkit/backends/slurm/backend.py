@@ -88,6 +88,10 @@ class SlurmBackend(Backend):
         clusters: Options = {"clusters": ",".join(plan.clusters)} if plan.clusters else {}
         return {**plan.slurm.srun, **plan.slurm.sbatch, **clusters}
 
+    def gpus_per_node(self, plan: LaunchPlan) -> int:
+        whole = 0 if plan.slurm is None else plan.slurm.whole_node_gpus or 0
+        return max(plan.gpus_per_node, whole)
+
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         assert plan.slurm is not None
         dependency = f"afterok:{':'.join(names)}"
