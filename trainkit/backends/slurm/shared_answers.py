@@ -68,7 +68,8 @@ def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Trai
     """Return the jobs like `query_clusters`, but query each cluster at most once per minimum interval.
 
     Within the interval, all of a user's commands get the same answers; only the first query about a job, and
-    one repetition of a failed query, are sent immediately. If the site sets no minimum interval, the function always queries Slurm.
+    one repetition of a failed query, are sent immediately. If the site sets no minimum interval, the function
+    always queries Slurm.
     """
     ids = list(ids)
     if not least_interval_s(ids):
