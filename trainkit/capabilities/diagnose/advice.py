@@ -149,7 +149,7 @@ def _next_attempt_values(run: RunDir, number: int) -> dict[str, str]:
 
 
 def _disk_values(run: RunDir, checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     # The advice omits the values read from the run folder if the disk is failing.
     with suppress(OSError):
         folder = run.path.resolve()
