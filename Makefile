@@ -68,7 +68,7 @@ docs-serve: .venv-docs ## Show the documentation site on this machine.
 .venv-docs/.ready: docs/requirements.txt
 .venv-dist/.ready: tools/dist-requirements.txt
 .venv-docs/.ready .venv-dist/.ready:
-	python3 -m venv $(@D)
+	python3 -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 

@@ -65,8 +65,8 @@ class RankFailure:
     code: CodeLine | None = field(default=None, metadata=OPTIONAL)
     """The innermost line of user code in the exception's traceback."""
     num_alike: int | None = field(default=None, metadata=OPTIONAL)
-    """The number of ranks of the attempt if all of them raised the same exception at the same step within
-    `NOTICED_S`; else None."""
+    """The number of ranks of the attempt if all of them raised the same exception at the same step and at
+    about the same time; else None."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
     """The last lines of the rank's log."""
     more: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)

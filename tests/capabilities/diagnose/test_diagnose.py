@@ -15,6 +15,7 @@ from tests.golden.__main__ import unpack as unpack_golden
 from tests.job.failure.test_launcher_report import OUTPUT
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
+from tests.support.runs import make_attempt
 from tests.support.said import said
 from trainkit.capabilities.diagnose.command import diagnosis_lines
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
@@ -661,6 +662,18 @@ def test_a_preempted_attempt_has_not_failed(tmp_path):
     run.events_file.write_text(json.dumps(resumed) + "\n")
     lines = diagnosis_lines(diagnose(run.attempt(1), read_job(run)))
     said("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "name", "host"),
+    [("drained n3", "drained", "n3"), ("SIGTERM", "cancelled", None), ("debugger", "debugger", None)],
+)
+def test_end_json_says_what_stopped_an_attempt(tmp_path, stopped_by, name, host):
+    """The words of the reason do not matter."""
+    attempt = make_attempt(tmp_path / "run")
+    write_json(attempt.end_file, {"state": "stopped", "stopped_by": stopped_by, "reason": "ended"})
+    found = newest(attempt.run)
+    assert (found.name, found.host, found.state) == (name, host, "stopped")
 
 
 def test_a_sharded_model_that_was_called(tmp_path):
