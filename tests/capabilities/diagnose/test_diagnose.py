@@ -644,6 +644,7 @@ def test_a_finished_run_shows_the_crash_of_an_earlier_attempt(tmp_path):
     end = {"state": "failed", "action": "restart", "cause": "crash", "reason": "a worker ended"}
     write_json(run.attempt(1).end_file, {**end, "verdict": record})
     write_json(run.job_file, {"cwd": str(tmp_path), "attempts": []})
+    write_json(run.config_file, {})  # trainkit started the run, so `trainkit resume` can start it again
     said("\n".join(newest(run).advice))
     run.attempt(2).create()
     write_json(run.attempt(2).end_file, {"state": "finished", "action": "finished"})
