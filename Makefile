@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs docs-serve demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest
+.PHONY: help dist docs docs-serve demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest .venv-docs .venv-dist
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -64,18 +64,19 @@ docs: .venv-docs ## Build the documentation site into site/; a broken link fails
 docs-serve: .venv-docs ## Show the documentation site on this machine.
 	$(MKDOCS) serve
 
-.venv-docs: docs/requirements.txt
-	python3 -m venv $@
-	$@/bin/pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+# The file .ready is made last, so that make repeats an interrupted installation.
+.venv-docs/.ready: docs/requirements.txt
+.venv-dist/.ready: tools/dist-requirements.txt
+.venv-docs/.ready .venv-dist/.ready:
+	python3 -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
+
+.venv-docs: .venv-docs/.ready
+.venv-dist: .venv-dist/.ready
 
 dist: .venv-dist ## Build the source distribution, the wheel and the SBOM of a release into dist/, and check them.
 	.venv-dist/bin/python tools/dist.py
-
-.venv-dist: tools/dist-requirements.txt
-	python3 -m venv $@
-	$@/bin/pip install --quiet --disable-pip-version-check --requirement tools/dist-requirements.txt
-	@touch $@
 
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check

@@ -124,6 +124,32 @@ def test_interrupted_install_is_not_taken_for_a_finished_one(checkout: Checkout)
         assert checkout.make_venv("test").stdout == ""
 
 
+@pytest.mark.parametrize("target", [".venv-docs", ".venv-dist"])
+def test_an_interrupted_environment_of_the_makefile_is_installed_again(tmp_path: Path, target: str) -> None:
+    requirements = {".venv-docs": "docs/requirements.txt", ".venv-dist": "tools/dist-requirements.txt"}[
+        target
+    ]
+    for name in ("Makefile", requirements):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, pip = tmp_path / "python3", tmp_path / "pip"
+    python.write_text(f'#!/bin/sh\nmkdir -p "$4/bin" && cp "{pip}" "$4/bin/pip"\n')
+    python.chmod(0o755)
+
+    def make(pip_exits_with: int) -> tuple[int, bool]:
+        pip.write_text(f"#!/bin/sh\ntouch installs\nexit {pip_exits_with}\n")
+        pip.chmod(0o755)
+        (tmp_path / "installs").unlink(missing_ok=True)
+        done = run_program("make", target, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+        return done.returncode, (tmp_path / "installs").exists()
+
+    assert make(1) == (2, True)
+    assert make(0) == (0, True)
+    assert make(0) == (0, False)
+    os.utime(tmp_path / requirements, (2**31, 2**31))
+    assert make(0) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("files", "is_kept"), [([], False), (["python3"], False), (["python3", "has-pip", "mine"], True)]
 )

@@ -137,6 +137,10 @@ class Backend(ABC):
         """Return the job options in the plan, by name; empty if the run has no job."""
         return {}
 
+    def gpus_per_node(self, plan: LaunchPlan) -> int:
+        """Return the largest number of GPUs per node that a job may get, including GPUs without a rank."""
+        return plan.gpus_per_node
+
     @abstractmethod
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         """Return the plan for a run that starts only after other runs have finished successfully.
@@ -260,6 +264,13 @@ class Backend(ABC):
     @abstractmethod
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         """Kill a job immediately, without saving, and record its end."""
+
+    def query_interval_s(self, entry: AttemptRecord) -> float:
+        """Return how many seconds `wait_until_gone` waits between two queries about an attempt's job.
+
+        Raises ConfigError if the site's minimum interval is not a number.
+        """
+        return self.poll_s
 
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
         """Wait until a job has ended; return False if the job is still alive after `timeout_s`."""

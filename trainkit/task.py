@@ -231,9 +231,11 @@ class Task(ABC):
     def after_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Run your code after each step, even if the update was skipped; gradients are disabled.
 
-        Every rank calls this method. `parameters` maps names to all parameters of the model in float32,
-        including frozen parameters. For a sharded parameter, `parameters` contains only this rank's shard.
-        Change the tensors in `parameters` in place; the changes apply to the model and its checkpoints.
+        Every rank calls this method. On several ranks, `model` is sharded unless ``parallel.dp_shard`` is 1,
+        and a sharded model cannot be called. `parameters` maps names to all parameters of the model in
+        float32, including frozen parameters. For a sharded parameter, `parameters` contains only this rank's
+        shard. Change the tensors in `parameters` in place; the changes apply to the model and its
+        checkpoints.
         """
         return None
 

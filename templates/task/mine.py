@@ -47,6 +47,12 @@ class Mine(Task):
         right = (logits.argmax(1) == label).sum()
         return Loss(total, len(label), {"accuracy": right})
 
+    # To run code after each step, define after_step(self, model, parameters), which every rank calls.
+    # `self.step` is the number of the step, also after a restart; all other attributes start again from
+    # __init__, unless state_dict() returns them and load_state_dict() sets them. On several ranks, `model` is
+    # sharded and cannot be called in after_step: call it in `loss`, where `model.training` is False during
+    # validation, and log what you want to look at with self.log_text(name, text).
+
     # Replace this example with your data. Its question: is a point inside a ring?
     def points(self, count, seed):
         x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))

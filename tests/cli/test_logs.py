@@ -4,6 +4,7 @@ from tests.support.runs import make_attempt
 from tests.support.said import said
 from trainkit.cli import logs
 from trainkit.cli.logs import print_end
+from trainkit.cli.main import main
 from trainkit.errors import EXIT_FAILED
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job, read_job
 from trainkit.run.rundir import RunDir
@@ -27,6 +28,14 @@ def test_ranks_nodes_attempts_and_lines(desk):
         assert "hint:" in desk.typed("logs", "last", *args, code=2).stderr
     run.job_file.unlink()
     assert desk.typed("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
+
+
+def test_an_empty_log_is_said_to_be_empty(tmp_path, capsys):
+    attempt = make_attempt(tmp_path / "run")
+    for text, note in (("", "rank 0 has printed nothing in attempt 1\n"), ("step 1\n", "")):
+        attempt.rank_log(0).write_text(text)
+        assert main(["logs", str(attempt.run.path), "--rank", "0"]) == 0
+        assert tuple(capsys.readouterr()) == (text, note)
 
 
 def test_a_log_is_not_in_memory(tmp_path, monkeypatch, prints):

@@ -23,7 +23,7 @@ NODES = [{"count": 4, "cpus": 64, "memory": "500G", "gpus": {"a100": 8}, "featur
 ROWS = [[cell.strip() for cell in line.split("|")] for line in GRES.strip().splitlines()]
 FULL = (
     "AllocNodes=ALL QoS=N/A DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 LLN=NO NodeSets=ns1 "
-    "MaxCPUsPerSocket=UNLIMITED PriorityJobFactor=1 PriorityTier=2 OverSubscribe=NO OverTimeLimit=NONE "
+    "MaxCPUsPerSocket=UNLIMITED PriorityJobFactor=1 PriorityTier=2 OverTimeLimit=NONE "
     "PreemptMode=OFF SelectTypeParameters=NONE JobDefaults=DefMemPerGPU=29440 "
     "TRES=cpu=64,mem=250G,node=1,gres/gpu=4 TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=9.0"
 )

@@ -115,6 +115,24 @@ def saved(cause, stop_signal="SIGUSR2", **more):
     return ended([75], stop_signal, cause, **more)
 
 
+@pytest.mark.parametrize(
+    ("end", "stopped_by"),
+    [
+        (ended([75], "SIGTERM"), "SIGTERM"),  # a user sent the signal
+        (ended([137], "SIGINT", out_of_time=True), "SIGINT"),
+        (ended([1], "SIGTERM", workload=COMMAND), None),  # the command may have failed
+        (saved("preempted", planned_stop=PlannedStop("preempted", "n3 is drained", "n3")), "drained n3"),
+        (saved("preempted"), None),
+        (saved("slow_host", **SLOW), None),
+        (ended([1, 143], failure=QUIT, **PDB), "debugger"),
+        (ended([0]), None),
+    ],
+)
+def test_what_stopped_an_attempt(end, stopped_by):
+    assert after(end).stopped_by == stopped_by
+    assert after(end, policy=RequeuePolicy(max=0)).stopped_by == stopped_by  # and if the run does not resume
+
+
 def crashed(**more):
     return ended([1], **more)
 

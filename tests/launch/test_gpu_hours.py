@@ -40,7 +40,7 @@ def test_a_submission_at_the_limit(
     limit: str, options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert submit("--max-gpu-hours", limit, *options) == 0, capsys.readouterr().err
-    capsys.readouterr()
+    said(shown_hours(capsys.readouterr().err))
     assert submit("--max-gpu-hours", str(float(limit) - 0.1), *options) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -64,9 +64,44 @@ def test_a_limit_of_the_site(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "resources.time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--backend", "local"], [*EXAMPLE[:4], "--set", "device=cpu"]])
-def test_runs_that_are_not_limited(options: list[str]) -> None:
-    assert main(["submit", "quickstart", "--dry-run", "--max-gpu-hours", "0.001", *options]) == 0
+def shown_hours(text: str) -> str:
+    """Return the line about GPU-hours in the output of `submit`; there must be exactly one."""
+    [line] = [line for line in text.splitlines() if line.startswith("  gpu_hours ")]
+    return " ".join(line.split())
+
+
+def test_a_run_on_cpus_is_not_limited_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["quickstart", "--max-gpu-hours", "0.001", *EXAMPLE[:4], "--set", "device=cpu"]
+    assert main(["submit", "--dry-run", *options]) == 0
+    said(shown_hours(capsys.readouterr().err))
+    assert main(["check", "--no-estimate", *options]) == 0
+    assert "gpu_hours: 0 GPU-hours, because device is cpu" in capsys.readouterr().out
+    assert submit("--gpus-per-node", "1") == 0
+    assert "gpu_hours" not in capsys.readouterr().err  # without a limit, nothing is counted
+
+
+@pytest.mark.parametrize(
+    ("partition", "options", "count"),
+    [
+        ("", ["--set", "resources.extra.exclusive=true"], "8"),
+        ("exclusive: true, ", [], "8"),
+        ("exclusive: true, ", ["--set", "device=cpu"], "8"),
+        ("", ["--set", "resources.extra.exclusive=user"], "1"),
+    ],
+)
+def test_all_gpus_of_whole_nodes_count(
+    partition: str, options: list[str], count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm charges a job with `--exclusive`, or in an exclusive partition, for all GPUs of its nodes."""
+    profile = Path("clusters/mine.yaml")
+    profile.parent.mkdir()
+    profile.write_text(
+        f"name: mine\npartitions: {{gpu: {{{partition}default: true, nodes: [{{gpus: 8}}]}}}}\n"
+    )
+    given = ["--cluster", "mine", "--set", "device=cuda", "--gpus-per-node", "1", *ONCE, *options]
+    assert main(["submit", "quickstart", "--dry-run", *given, "--max-gpu-hours", count]) == 0
+    said(shown_hours(capsys.readouterr().err))
+    assert main(["submit", "quickstart", "--dry-run", *given, "--max-gpu-hours", f"{int(count) - 0.1}"]) == 2
 
 
 def test_a_limit_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,7 +252,9 @@ class SlurmPoller:
         if wanted <= self._answer[0]:
             runs = any(job.state is JobState.RUNNING for job in (self._answer[1] or {}).values())
             interval_s = RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S
-            if time.monotonic() - self._asked_s >= max(interval_s, self._least_s):
+            # After a failed query, `query_shared` decides how soon Slurm is queried again.
+            least_s = 0.0 if self._problem else self._least_s
+            if time.monotonic() - self._asked_s >= max(interval_s, least_s):
                 self._ask(ids)
             return self._answer[1]
         # Wait for an answer about all jobs: a job that is missing from the answer would be considered

@@ -80,8 +80,9 @@ def command(
     else:
         facts = gather(loaded)
         plan, cluster = plan_run(loaded, facts), facts.target.cluster
+    tried = ""
     if smoke:
-        problems = task_problems(loaded, "--smoke")
+        problems, tried = task_problems(loaded, "--smoke")
         if problems:
             raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and not plan.is_job:
@@ -96,6 +97,8 @@ def command(
     if (problem := lock_problem(Path(RUNS_FOLDER), plan.is_job)) is not None:
         echo_error(f"warning: {problem}")
     if as_json:
+        if tried:
+            click.echo(f"task_smoke: {tried}", err=True)
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else waits.to_list()
         value: dict[str, object] = {"config": config, "origins": loaded.origins, "plan": plan.to_dict()}
@@ -106,7 +109,7 @@ def command(
         values = flatten(loaded.config.model_dump(mode="json", by_alias=True))
         rows = [(key, show_value(value), loaded.origins[key]) for key, value in values]
         click.echo(table(rows, max_width=MAX_COLUMN_WIDTH, fit=terminal_width()) + "\n")
-    for name, reason in plan.reasons.items():
+    for name, reason in (plan.reasons | ({"task_smoke": tried} if tried else {})).items():
         click.echo(f"{name}: {reason}")
     if choice is not None:
         click.echo("\n" + "\n".join(choice.lines(plan, terminal_width())))

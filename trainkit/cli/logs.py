@@ -108,6 +108,8 @@ def command(
             for raw in forward_lines(stream, MAX_LINE_BYTES):
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
+    if not named and paths == logs_of(attempt) and paths[0].stat().st_size == 0:
+        click.echo(f"rank {rank or 0} has printed nothing in attempt {attempt.number}", err=True)
     if following:
         return print_end(run, newest)
     if (said := with_divergence(None, diverged_since(run, attempt.number))) is not None:

@@ -228,6 +228,7 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
         name=name,
         is_default=values.get("Default") == "YES",
         is_hidden=values.get("Hidden") == "YES",
+        is_exclusive=values.get("OverSubscribe") == "EXCLUSIVE",
         is_up=values.get("State", "UP") == "UP",
         max_time_s=seconds_of(values.get("MaxTime", "")),
         default_time_s=seconds_of(values.get("DefaultTime", "")),

@@ -52,6 +52,8 @@ class Partition:
     is_default: bool = False
     is_hidden: bool = False
     """True if Slurm lists the partition only with --all; jobs can still use it."""
+    is_exclusive: bool = False
+    """True if Slurm allocates only whole nodes in the partition, with all of their CPUs and GPUs."""
     is_up: bool = True
     max_time_s: int | None = None
     default_time_s: int | None = None

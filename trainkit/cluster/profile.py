@@ -258,6 +258,7 @@ class PartitionProfile(Section):
 
     is_default: bool = Field(default=False, alias="default")
     is_hidden: bool = Field(default=False, alias="hidden")
+    is_exclusive: bool = Field(default=False, alias="exclusive")
     max_time_s: Time | None = Field(default=None, alias="max_time")
     default_time_s: Time | None = Field(default=None, alias="default_time")
     min_nodes: AtLeastOne | None = None

@@ -84,6 +84,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         job = read_whole_job(run)
         entry = live_entry(run, job, "cancel")
         if entry is not None:
+            if wait:
+                backend_of(entry).query_interval_s(entry)  # report an invalid interval before any signal
             is_signalled = not now and entry.is_cancelled and _got_stop_signal(run, entry)
             try:
                 # Copy only `cancelled_at` from the recorded entry: the job in `entry` may be a chained job
@@ -180,6 +182,8 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     running = [trial.index for trial in alive if trial.index not in set(pending)]
     job_ids = [trials.jobs[trial.index] for trial in alive]
     left = [] if group.record.cancelled_at else group.unsubmitted
+    # Compute the interval first, so that an invalid interval is reported before any signal.
+    interval_s = max(GROUP_POLL_S, least_interval_s(job_ids)) if wait else GROUP_POLL_S
     if alive or left:
         refuse_copied_group(group, "cancel")
         # A resumed trial has its own job, which is not part of the group's arrays.
@@ -188,7 +192,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
         pending += left
     state = "cancelled" if alive or left else "ended"
     if running and not now:
-        ended = wait and _wait_until_jobs_gone(job_ids, _grace_s(group) + WAIT_MARGIN_S)
+        ended = wait and _wait_until_jobs_gone(job_ids, _grace_s(group) + WAIT_MARGIN_S, interval_s)
         state = "cancelled" if ended else "cancelling"
     result = _group_result(group, len(running), len(pending), now, state)
     if problems:
@@ -301,9 +305,9 @@ def _cancel_trials(
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 
 
-def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float) -> bool:
+def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float, interval_s: float) -> bool:
     """Wait until all jobs have left Slurm's queue; return False if some remain after `timeout_s`."""
-    deadline_s, interval_s = time.monotonic() + timeout_s, max(GROUP_POLL_S, least_interval_s(job_ids))
+    deadline_s = time.monotonic() + timeout_s
     while any(in_queue(job) for job in query_jobs(job_ids).values()):
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:

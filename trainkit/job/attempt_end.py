@@ -139,6 +139,7 @@ def write_end(
         best=best,
         guessed=guessed,
         summary=decision.summary if decision.details else None,
+        stopped_by=decision.stopped_by,
         saved=decision.action != "finished" and outcome.has_saved,
         time=utc_now(),
     )

@@ -71,7 +71,7 @@ class PlannedStop:
     why: str
     """The reason, such as ``restarts without b: rank 5 has been slow since step 1200 (compute)``."""
     host: str | None = None
-    """The host to exclude when the run continues; None to exclude no host."""
+    """The drained host, or the host to exclude when the run continues; None to exclude no host."""
 
 
 @dataclass
@@ -204,6 +204,8 @@ class Decision:
     """The second half of `reason`: what happens next, or why the run is not restarted."""
     hint: str | None = None
     """A hint on how to fix the failure; None if the failure message already includes a hint."""
+    stopped_by: str | None = None
+    """The value of `AttemptEnd.stopped_by`."""
 
     @property
     def reason(self) -> str:
@@ -229,7 +231,8 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
         reason = f"the run folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
     if run.attended_in is not None and result.failure is not None and is_quit(result.failure.type or ""):
-        return Decision("stopped", f"stopped in the {run.attended_in}", EXIT_STOPPED)
+        stopped_by = run.attended_in
+        return Decision("stopped", f"stopped in the {stopped_by}", EXIT_STOPPED, stopped_by=stopped_by)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart would not help", EXIT_NO_RESTART)
     # If a save fails after a cancellation, the run is considered failed.
@@ -332,10 +335,12 @@ def _after_request(
         return Decision("stopped", f"{summary}: the run folder was moved to {result.moved_to}", EXIT_STOPPED)
     cause = result.cause
     if cause is None:
-        return Decision("stopped", summary, EXIT_STOPPED)
+        stopped_by = result.stop_signal if saved or result.out_of_time else None
+        return Decision("stopped", summary, EXIT_STOPPED, stopped_by=stopped_by)
     planned_stop = result.planned_stop
     is_drained = planned_stop is not None and planned_stop.cause == cause == "preempted"
     summary += f" while {planned_stop.why}" if planned_stop and is_drained else _BECAUSE.get(cause, "")
+    stopped_by = f"drained {planned_stop.host}" if planned_stop and is_drained else None
     if planned_stop is not None and is_of_capability(cause):
         summary = planned_stop.why if saved else f"{planned_stop.why}; {summary}"
     limit = _total_limit(run, policy) or restarts_limit(run.previous, policy)
@@ -344,11 +349,13 @@ def _after_request(
     elif limit is None and cause == "timeout" and _makes_no_progress(run):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
-        return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
+        details = not_again(limit)
+        return Decision("stopped", summary, EXIT_STOPPED, cause, details=details, stopped_by=stopped_by)
     # After a stop signal, a job stays in its allocation only if the stop serves to exclude one host, or if a
     # user requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
-    return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
+    found = _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
+    return replace(found, stopped_by=stopped_by)
 
 
 _BECAUSE = {

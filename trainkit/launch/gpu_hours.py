@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainkit.backend import backend_named
 from trainkit.config import LoadedConfig
@@ -12,32 +13,44 @@ from trainkit.formats import plural, time_limit_s, time_text, worker_time
 from trainkit.plan.launch import LaunchPlan
 
 KEY = "resources.max_gpu_hours"
+REASON = "gpu_hours"
 ROUNDING = 1e-9
 """The tolerated relative rounding error in a sum of GPU-hours; without it, a submission exactly at the limit
 could be rejected."""
 
 
-def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> None:
-    """Raise ConfigError if the jobs of one submission may use more GPU-hours than the config allows.
+def with_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> list[LaunchPlan]:
+    """Return the plans of a submission's runs with the reason ``gpu_hours``: the GPU-hours and their limit.
 
-    `plans` contains the plan of each run in the submission. Runs on this machine have no time limit and are
-    not checked.
+    Raises ConfigError if the jobs may use more GPU-hours than the config allows. Runs on this machine have no
+    time limit and are not checked. Without a limit, the plans are returned unchanged.
     """
     limit = loaded.config.resources.max_gpu_hours
-    plans = [plan for plan in plans if plan.is_job and plan.device == "cuda"]
-    if limit is None or not plans:
-        return
+    if limit is None or not all(plan.is_job for plan in plans):
+        return list(plans)
+    counted = [plan for plan in plans if _num_gpus(plan)]
+    text = _checked(loaded, limit, counted) if counted else _no_gpus(limit, plans[0])
+    return [replace(plan, reasons={**plan.reasons, REASON: text}) for plan in plans]
+
+
+def _no_gpus(limit: float, plan: LaunchPlan) -> str:
+    """Return a sentence which says that a limit has no effect."""
+    return f"0 GPU-hours, because device is {plan.device}: {KEY} ({limit:g}) limits nothing"
+
+
+def _checked(loaded: LoadedConfig, limit: float, plans: Sequence[LaunchPlan]) -> str:
+    """Return a sentence with the GPU-hours of runs and their limit; raise ConfigError above the limit."""
     hours = [_hours(plan, _num_jobs(plan)) for plan in plans]
     if None in hours:
         message = f"is {limit:g}, but a job without a time limit may use any number of GPU-hours"
         raise ConfigError([loaded.problem(KEY, message, "set resources.time (--time)")])
     total = sum(one or 0.0 for one in hours)
-    if total <= limit * (1 + ROUNDING):
-        return
     terms = dict.fromkeys(map(_terms, plans))
     sizes = next(iter(terms)) if len(terms) == 1 else "the sum"
     runs = f" {'x' if len(terms) == 1 else 'of'} {len(plans):,} runs" if len(plans) > 1 else ""
     used = worker_time(total, "GPU")
+    if total <= limit * (1 + ROUNDING):
+        return f"at most {used} ({KEY} is {limit:g}): {sizes}{runs}"
     hint = "use fewer GPUs or a shorter resources.time"
     if any(_num_jobs(plan) > 1 for plan in plans):
         once, most = sum(_hours(plan, 1) or 0.0 for plan in plans), max(plan.requeue.max for plan in plans)
@@ -51,7 +64,7 @@ def refuse_too_many_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan])
 def most_nodes(loaded: LoadedConfig, plan: LaunchPlan) -> float:
     """Return the largest number of nodes for which a plan stays within the limit; inf without a limit."""
     limit, hours = loaded.config.resources.max_gpu_hours, _hours(plan, _num_jobs(plan))
-    if limit is None or plan.device != "cuda" or not hours:
+    if limit is None or not hours:
         return math.inf
     num_nodes = plan.num_nodes + plan.spare_nodes
     return limit * (1 + ROUNDING) / (hours / num_nodes) - plan.spare_nodes
@@ -65,7 +78,7 @@ def _hours(plan: LaunchPlan, num_jobs: int) -> float | None:
 
 def _num_gpus(plan: LaunchPlan) -> int:
     """Return the largest number of GPUs that a job may get, including the GPUs of spare nodes."""
-    return (plan.num_nodes + plan.spare_nodes) * plan.workers_per_node
+    return (plan.num_nodes + plan.spare_nodes) * backend_named(plan.backend).gpus_per_node(plan)
 
 
 def _limit_s(plan: LaunchPlan) -> float | None:
@@ -84,6 +97,7 @@ def _num_jobs(plan: LaunchPlan) -> int:
 
 
 def _terms(plan: LaunchPlan) -> str:
-    limit = f"{plural(_num_gpus(plan), 'GPU')} x {time_text(int(_limit_s(plan) or 0))}"
+    whole = " on whole nodes" if backend_named(plan.backend).gpus_per_node(plan) > plan.gpus_per_node else ""
+    limit = f"{plural(_num_gpus(plan), 'GPU')}{whole} x {time_text(int(_limit_s(plan) or 0))}"
     num_jobs = _num_jobs(plan)
     return limit if num_jobs == 1 else f"{limit} x {num_jobs:,} jobs (requeue.max is {plan.requeue.max})"

@@ -18,7 +18,7 @@ from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.launch.environment import command_python, container_problems, container_program
-from trainkit.launch.gpu_hours import refuse_too_many_gpu_hours
+from trainkit.launch.gpu_hours import with_gpu_hours
 from trainkit.launch.packages import find_environment
 from trainkit.launch.secrets import refuse_secrets
 from trainkit.launch.trainer_process import find_code_problems
@@ -179,8 +179,8 @@ def plan_run(
                 environment = replace(environment, python=(*interpreter.argv, *interpreter.options))
     if not plan.is_job and config.resources.max_gpu_hours is not None:
         warnings.append("resources.max_gpu_hours: no effect, because a run on this machine has no time limit")
-    refuse_too_many_gpu_hours(loaded, [plan])
-    return replace(plan, reasons=reasons, warnings=tuple(warnings), environment=environment)
+    plan = replace(plan, reasons=reasons, warnings=tuple(warnings), environment=environment)
+    return with_gpu_hours(loaded, [plan])[0]
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:

@@ -20,7 +20,7 @@ from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import plural, shown, shown_value, size
-from trainkit.launch.gpu_hours import refuse_too_many_gpu_hours
+from trainkit.launch.gpu_hours import with_gpu_hours
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
 from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
@@ -217,7 +217,8 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
     if first is not None and len(runs) > 1:
-        refuse_too_many_gpu_hours(first, [item.plan for item in runs])
+        plans_of_group = with_gpu_hours(first, [item.plan for item in runs])
+        runs = [replace(item, plan=plan) for item, plan in zip(runs, plans_of_group, strict=True)]
     if after:
         # imported here because the import is slow
         from trainkit.launch.dependency import dependencies, with_dependency

@@ -19,6 +19,8 @@ from trainkit.shipped import TASK_CHECK
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
 """Marks the output line with the result, because the user's code may also print to stdout."""
+TRIED = "tried: "
+"""Marks the output line that says what `check --task-smoke` has tried."""
 CODE_CHECK = "trainkit.trainer.task_check"
 
 
@@ -54,28 +56,32 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
 @lru_cache
 def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
     try:
-        return _problems("", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder)
+        return _problems("", output_of("trying ", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder))
     except (subprocess.TimeoutExpired, TrainkitError):
         return []
 
 
-def task_problems(loaded: LoadedConfig, option: Literal["--smoke", "--samples"]) -> list[KeyProblem]:
+def task_problems(
+    loaded: LoadedConfig, option: Literal["--smoke", "--samples"]
+) -> tuple[list[KeyProblem], str]:
     """Return problems that occur when a task trains on some samples on a CPU, or reads all samples.
 
-    Each problem refers to the config key or task method that causes it. Raises TrainkitError if the process
-    that executes the task crashes.
+    Each problem refers to the config key or task method that causes it. With ``--smoke``, also returns a
+    sentence which says what was tried; the sentence is empty if there are problems. Raises TrainkitError if
+    the process that executes the task crashes.
     """
     task = loaded.config.task
     if not loaded.config.has_user_task:
         hint = "set task to FILE.py:CLASS; for text files, use `trainkit data validate SRC...`"
         raise UsageError(f"task is {task}, which is not a custom task", hint=hint)
-    return _problems(task, module_argv(TASK_CHECK, option), loaded.config.model_dump_json(by_alias=True))
+    values = loaded.config.model_dump_json(by_alias=True)
+    text = output_of(f"trying {task}", module_argv(TASK_CHECK, option), values)
+    tried = [line.removeprefix(TRIED) for line in text.splitlines() if line.startswith(TRIED)]
+    return _problems(task, text), tried[-1] if tried else ""
 
 
-def _problems(
-    task: str, argv: Sequence[str], values: str, timeout_s: float | None = None, folder: Path | None = None
-) -> list[KeyProblem]:
-    text = output_of(f"trying {task}", argv, values, timeout_s, folder)
+def _problems(task: str, text: str) -> list[KeyProblem]:
+    """Return the problems in the output of a process that has tried a task."""
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
         message = f"the check of {task} failed: its process exited without a result"

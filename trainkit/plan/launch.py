@@ -158,6 +158,9 @@ class SlurmRequest:
     allowed."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)
     """True if the ranks may use all CPUs of an exclusive job, including CPUs that it did not request."""
+    whole_node_gpus: int | None = field(default=None, metadata=OPTIONAL)
+    """The largest number of GPUs per node that Slurm allocates to a job that shares its nodes with no other
+    job; None if the job gets only the GPUs that it requests, or if the nodes are unknown."""
 
     def comment(self, token: str) -> str:
         """Return the Slurm comment for a job: its submission token, followed by the config's comment."""
@@ -229,6 +232,11 @@ class LaunchPlan:
         There is no supervisor if srun or another launcher has started the ranks before trainkit.
         """
         return self.backend not in ("srun", "launcher")
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Return the number of GPUs on each node that the ranks use."""
+        return self.workers_per_node if self.device == "cuda" else 0
 
     @property
     def fewest_nodes(self) -> int:

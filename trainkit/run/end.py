@@ -64,6 +64,9 @@ class RankFailure:
     """True if the failure is specific to the node, so that the run may succeed on another node."""
     code: CodeLine | None = field(default=None, metadata=OPTIONAL)
     """The innermost line of user code in the exception's traceback."""
+    num_alike: int | None = field(default=None, metadata=OPTIONAL)
+    """The number of ranks of the attempt if all of them raised the same exception at the same step and at
+    about the same time; else None."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
     """The last lines of the rank's log."""
     more: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
@@ -92,10 +95,12 @@ class RankFailure:
         """Format the first failure of an attempt on one line: rank, host, step and cause."""
         if self.type == "HostLost":
             return f"host {self.host} failed first: {self.message}"
-        subject = "the job" if self.rank is None else f"rank {self.rank}"
-        where = f" on {self.host}" if self.host else ""
         when = "" if self.step is None else f" at step {self.step}"
         cause = self.message if self.type == "exit" else f"{self.type}: {self.message}"
+        if self.num_alike is not None:
+            return f"all {self.num_alike} ranks failed in the same way{when}: {cause}"
+        subject = "the job" if self.rank is None else f"rank {self.rank}"
+        where = f" on {self.host}" if self.host else ""
         return f"{subject} failed first{where}{when}: {cause}"
 
 
@@ -185,6 +190,9 @@ class AttemptEnd:
     file."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
     """The reason without the next action; set only if `reason` also mentions the next action."""
+    stopped_by: str | None = field(default=None, metadata=OPTIONAL)
+    """What stopped the attempt, if `cause` does not say it: the signal that a user sent, ``drained HOST``, or
+    the capability in which a user quit."""
     saved: bool = field(default=False, metadata=OPTIONAL)
     """True if the attempt did not finish, but all workers exited with the exit code for a completed save."""
     time: str | None = None

@@ -21,7 +21,7 @@ from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
 from trainkit.trainer.user_task import load_task
 
-PREFIX = "problems: "
+PREFIX, TRIED = "problems: ", "tried: "
 DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 """Errors in user code that would occur with any data and on any machine."""
 
@@ -51,8 +51,13 @@ def definite_problem(config: RunConfig) -> Problem | None:
     return None
 
 
-def print_problems(found: Iterable[Problem]) -> None:
-    """Print the problems on a line of their own, because the task's code may also print output."""
+def print_problems(found: Iterable[Problem], tried: str = "") -> None:
+    """Print the problems on a line of their own, because the task's code may also print output.
+
+    A sentence which says what was tried is printed on another line.
+    """
+    if tried:
+        print(f"\n{TRIED}{tried}")
     print("\n" + PREFIX + json.dumps([[item.key, item.message, item.hint] for item in found]))
 
 

@@ -16,6 +16,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import make_attempt
 from tests.support.said import said
+from trainkit.backends import jobs
 from trainkit.backends.slurm import shared_answers
 from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.backends.slurm.shared_answers import answers_file, query_shared
@@ -129,17 +130,48 @@ def test_commands_that_start_together_wait_for_one_query(slurm):
     assert num_queries(slurm) == 1
 
 
-def test_a_controller_that_does_not_answer_is_asked_once(slurm, monkeypatch):
+def test_a_controller_that_is_down_is_asked_once_per_interval(slurm, monkeypatch):
+    """The second query repeats the first failed query; a new job has to wait too."""
     (slurm.folder / "refuses").touch()
-    for ids in (["7"], ["7"], ["8"]):  # a new job has to wait too
+    for ids, count in ((["7"], 1), (["7"], 2), (["7"], 2), (["8"], 2)):
         known, problems = query_shared(ids)
         assert known == {}
         said(problems[""].message)
-    assert num_queries(slurm) == 1
-    (slurm.folder / "refuses").unlink()
+        assert num_queries(slurm) == count
     now = time.time()
-    monkeypatch.setattr(shared_answers.time, "time", lambda: now + 101)
-    assert (states("7"), states("8"), num_queries(slurm)) == ({"7": "pending"}, {"8": "pending"}, 2)
+    for later_s, count in ((99.0, 2), (101.0, 3), (102.0, 3)):
+        monkeypatch.setattr(shared_answers.time, "time", lambda at=now + later_s: at)
+        assert query_shared(["7", "8"])[1]
+        assert num_queries(slurm) == count
+    (slurm.folder / "refuses").unlink()
+    monkeypatch.setattr(shared_answers.time, "time", lambda: now + 202)
+    assert (states("7"), states("8"), num_queries(slurm)) == ({"7": "pending"}, {"8": "pending"}, 4)
+
+
+def test_one_lost_answer_does_not_hide_the_jobs(slurm, monkeypatch):
+    assert states("7") == {"7": "pending"}
+    now = time.time()
+    for later_s in (101.0, 202.0):
+        monkeypatch.setattr(shared_answers.time, "time", lambda at=now + later_s: at)
+        (slurm.folder / "refuses").touch()
+        assert query_shared(["7"])[1]
+        (slurm.folder / "refuses").unlink()
+        assert (states("7"), states("7")) == ({"7": "pending"}, {"7": "pending"})
+    assert num_queries(slurm) == 5
+
+
+def test_a_screen_repeats_a_failed_query_within_the_interval(slurm, monkeypatch):
+    monkeypatch.setattr(jobs, "QUERY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(jobs, "MIN_QUERY_INTERVAL_S", 0.0)
+    (slurm.folder / "refuses").touch()
+    poller = jobs.SlurmPoller()
+    assert poller.jobs(["7"]) == {}
+    assert poller.problem
+    (slurm.folder / "refuses").unlink()
+    deadline_s = time.monotonic() + 10
+    while not poller.jobs(["7"]) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert (poller.problem, num_queries(slurm)) == (None, 2)
 
 
 def test_a_missing_squeue_concerns_only_this_process(slurm, monkeypatch):
@@ -228,6 +260,20 @@ def test_a_variable_that_is_no_number(slurm, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv(VARIABLE, "2 min")
     assert main(["status", "run"]) == 2
     said(capsys.readouterr().err)
+
+
+def test_cancel_reports_a_wrong_minimum_before_it_signals(slurm, monkeypatch, tmp_path, capsys):
+    run = make_attempt(tmp_path / "run").run
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    slurm.add("scancel")
+    before = run.job_file.read_text()
+    monkeypatch.setenv(VARIABLE, "2 min")
+    assert main(["cancel", "run", "--wait"]) == 2
+    said(capsys.readouterr().err)
+    assert run.job_file.read_text() == before
+    assert "scancel" not in slurm.programs
+    assert main(["cancel", "run"]) == 0  # only waiting needs the interval
+    assert "scancel" in slurm.programs
 
 
 FAST = """

@@ -15,6 +15,7 @@ from tests.golden.__main__ import unpack as unpack_golden
 from tests.job.failure.test_launcher_report import OUTPUT
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
+from tests.support.runs import make_attempt
 from tests.support.said import said
 from trainkit.capabilities.diagnose.command import diagnosis_lines
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
@@ -632,6 +633,55 @@ def test_the_ranks_that_did_not_reach_rank_0(tmp_path, message, silent, first_mi
     found = newest(run)
     assert (found.name, found.rank) == ("rendezvous", first_missing)
     said(found.cause)
+
+
+def test_a_finished_run_shows_the_crash_of_an_earlier_attempt(tmp_path):
+    run = failed(tmp_path / "run", b"")
+    message = "[Errno 2] No such file or directory: 'out/x.txt'"
+    code = {"file": "mine.py", "line": 7, "text": "open(path)"}
+    record = {"rank": 1, "host": HOST, "time": TEN, "step": 9, "type": "FileNotFoundError"}
+    record |= {"message": message, "code": code}
+    end = {"state": "failed", "action": "restart", "cause": "crash", "reason": "a worker ended"}
+    write_json(run.attempt(1).end_file, {**end, "verdict": record})
+    write_json(run.job_file, {"cwd": str(tmp_path), "attempts": []})
+    write_json(run.config_file, {})  # trainkit started the run, so `trainkit resume` can start it again
+    said("\n".join(newest(run).advice))
+    run.attempt(2).create()
+    write_json(run.attempt(2).end_file, {"state": "finished", "action": "finished"})
+    said("\n".join(diagnosis_lines(newest(run))))
+    (tmp_path / "out").mkdir()  # the folder exists by now, and a finished run cannot be resumed
+    said("\n".join(diagnose(run.attempt(1), read_job(run)).advice))
+
+
+def test_a_preempted_attempt_has_not_failed(tmp_path):
+    run = failed(tmp_path, b"")
+    run.attempt(1).rank_error(0).unlink()
+    end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": "saved", "step": 46}
+    write_json(run.attempt(1).end_file, end)
+    run.attempt(2).create()
+    resumed = {"time": TEN, "attempt": 2, "event": "resumed", "step": 46}
+    run.events_file.write_text(json.dumps(resumed) + "\n")
+    lines = diagnosis_lines(diagnose(run.attempt(1), read_job(run)))
+    said("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "name", "host"),
+    [("drained n3", "drained", "n3"), ("SIGTERM", "cancelled", None), ("debugger", "debugger", None)],
+)
+def test_end_json_says_what_stopped_an_attempt(tmp_path, stopped_by, name, host):
+    """The words of the reason do not matter."""
+    attempt = make_attempt(tmp_path / "run")
+    write_json(attempt.end_file, {"state": "stopped", "stopped_by": stopped_by, "reason": "ended"})
+    found = newest(attempt.run)
+    assert (found.name, found.host, found.state) == (name, host, "stopped")
+
+
+def test_a_sharded_model_that_was_called(tmp_path):
+    message = "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor"
+    found = newest(failed(tmp_path, b"", message, "RuntimeError"))
+    assert found.name == "sharded-model"
+    said("\n".join((found.cause, *found.advice)))
 
 
 def test_the_newest_checkpoint_is_no_advice_for_an_earlier_attempt(tmp_path):

@@ -294,11 +294,20 @@ class Shards(torch.utils.data.IterableDataset):
             for _ in range(3):
                 yield torch.full((3,), float(file)), torch.ones(1)
 """
+CALLS_MODEL = """
+
+    def after_step(self, model, parameters):
+        model(torch.ones(1, 3))
+
+    def val_dataset(self):
+        return self.train_dataset()[:3]
+"""
 BY_RANK = 'int(os.environ.get("RANK", 0))'
 ON_TWO_RANKS = {
     "a good task": (MODEL, MODEL),
     "own steps": (LOSS, LOSS + OWN_STEP + TURNS),
     "whole stream": (DATASET, "        return Shards(nodesplitter=lambda src: src)"),
+    "model in after_step": (LOSS, LOSS + CALLS_MODEL),
     "no splitter": (DATASET, "        return Shards()"),
     "split": (DATASET, f"        return Shards(nodesplitter=lambda src: list(src)[{BY_RANK}::2])"),
     "model by rank": (MODEL, f"        torch.manual_seed({BY_RANK})\n" + MODEL),
@@ -314,8 +323,9 @@ ON_TWO_RANKS = {
 def test_found_by_two_ranks(case: str) -> None:
     before, after = ON_TWO_RANKS[case]
     assert before in CODE
-    problems = smoke(config_of(CODE.replace(before, after) + SHARDS))
-    said("\n".join(map(shown, problems)))
+    problems, tried = smoke(config_of(CODE.replace(before, after) + SHARDS))
+    # The losses depend on the version of torch.
+    said("\n".join(map(shown, problems)) or re.sub(r"\d\.\d+", "LOSS", tried))
 
 
 @pytest.mark.parametrize("setting", ["optimizer.name=adamw_8bit", "optimizer.state_dtype=bf16"])

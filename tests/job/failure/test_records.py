@@ -69,6 +69,21 @@ def test_the_line_of_a_copy_is_the_one_that_the_user_edits(attempt, copy):
         assert found.place == f"{shown}:3"
 
 
+def test_all_ranks_that_fail_in_the_same_way_at_once_are_named_together(attempt):
+    at = "2026-01-01T00:00:0{}.000Z"
+    record(attempt, 0, at.format(1))
+    record(attempt, 1, at.format(2))
+    assert first_rank_failure(attempt, 2).line == "all 2 ranks failed in the same way at step 3: E: m"
+    assert first_rank_failure(attempt, 3).num_alike is None  # the third rank has not failed
+    others = ({"message": "n"}, {"step": 4}, {"type": "F"}, {"time": at.format(9)}, {"time": None})
+    for other in others:
+        record(attempt, 1, **{"time": at.format(2), **other})
+        assert first_rank_failure(attempt, 2).line == "rank 0 failed first on h at step 3: E: m", other
+    for rank in (0, 1):  # the supervisor kills the other ranks after a failure
+        record(attempt, rank, at.format(1), type="RankKilled", message="killed by SIGKILL")
+    assert first_rank_failure(attempt, 2).num_alike is None
+
+
 @pytest.mark.parametrize(
     ("code", "second", "first"),
     [

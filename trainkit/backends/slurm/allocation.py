@@ -289,7 +289,7 @@ class SlurmAllocation(Allocation):
         is_unexplained = cause is None and planned_stop is None and not (lost or observed.hangs)
         if is_unexplained and (stop or sent) and (host := self._drained_host()):
             stop = stop or sent
-            planned_stop, cause = PlannedStop("preempted", f"{host} is drained"), "preempted"
+            planned_stop, cause = PlannedStop("preempted", f"{host} is drained", host), "preempted"
         elif planned_stop is not None and (self.job is None or cause == "asked"):
             cause = planned_stop.cause
         outcome = outcome_of(

@@ -88,6 +88,10 @@ class SlurmBackend(Backend):
         clusters: Options = {"clusters": ",".join(plan.clusters)} if plan.clusters else {}
         return {**plan.slurm.srun, **plan.slurm.sbatch, **clusters}
 
+    def gpus_per_node(self, plan: LaunchPlan) -> int:
+        whole = 0 if plan.slurm is None else plan.slurm.whole_node_gpus or 0
+        return max(plan.gpus_per_node, whole)
+
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         assert plan.slurm is not None
         dependency = f"afterok:{':'.join(names)}"
@@ -185,9 +189,12 @@ class SlurmBackend(Backend):
         cancel([entry.job])
         write_cancelled(run, entry, KILLED)
 
+    def query_interval_s(self, entry: AttemptRecord) -> float:
+        return max(self.poll_s, least_interval_s([entry.job]))
+
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
         now_s, asks_at_s = time.monotonic(), -math.inf
-        deadline_s, interval_s = now_s + timeout_s, max(self.poll_s, least_interval_s([entry.job]))
+        deadline_s, interval_s = now_s + timeout_s, self.query_interval_s(entry)
         # The run's files are read more often than Slurm is queried.
         while not is_over(run.attempt(entry.attempt)):
             if now_s >= asks_at_s:

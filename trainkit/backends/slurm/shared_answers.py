@@ -50,13 +50,26 @@ class Answers:
     problem: str = ""
     """Why Slurm did not answer; empty if it answered."""
     hint: str = ""
+    num_failed: int = 0
+    """The number of consecutive queries, up to the newest one, that Slurm did not answer."""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether no command repeats the query within the minimum interval.
+
+        The next command repeats a single failed query, because one lost answer would otherwise hide the state
+        of all jobs for the whole interval. Further failures mean that Slurm is down, so each interval then
+        has only one query.
+        """
+        return self.num_failed != 1
 
 
 def query_shared(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs like `query_clusters`, but query each cluster at most once per minimum interval.
 
-    Within the interval, all of a user's commands get the same answers; only the first query about a job is
-    sent immediately. If the site sets no minimum interval, the function always queries Slurm.
+    Within the interval, all of a user's commands get the same answers; only the first query about a job, and
+    one repetition of a failed query, are sent immediately. If the site sets no minimum interval, the function
+    always queries Slurm.
     """
     ids = list(ids)
     if not least_interval_s(ids):
@@ -114,8 +127,8 @@ def _answers(file: Path, ids: Sequence[str], cluster: str, interval_s: float) ->
     """Return answers that are not older than the interval, querying Slurm if necessary."""
     known, now = _read(file), time.time()
     is_recent = -CLOCKS_S <= now - known.asked_at < interval_s
-    # If Slurm did not answer, even the first query about a job waits until the interval has passed.
-    if is_recent and (known.problem or known.wanted.keys() >= set(ids)):
+    # While Slurm is down, even the first query about a job waits until the interval has passed.
+    if is_recent and known.is_final and (known.problem or known.wanted.keys() >= set(ids)):
         if all(now - known.wanted.get(one, 0.0) < interval_s / 2 for one in ids):
             return known
         found = replace(known, wanted={**known.wanted, **dict.fromkeys(ids, now)})
@@ -123,6 +136,8 @@ def _answers(file: Path, ids: Sequence[str], cluster: str, interval_s: float) ->
         kept_s = max(ATTENTION_S, 2 * interval_s)
         others = {one: at for one, at in known.wanted.items() if now - at < kept_s}
         found = _asked(ids, others, cluster)
+        if found.problem:
+            found = replace(found, num_failed=known.num_failed + 1)
     _write(file, found)
     return found
 

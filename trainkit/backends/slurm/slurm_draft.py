@@ -161,6 +161,11 @@ class SlurmDraft(LaunchDraft):
         self.reasons["workers_per_node"] = reason
         return count
 
+    def _whole_node_gpus(self, is_exclusive: bool) -> int | None:
+        """Return how many GPUs per node an exclusive job, or a job in an exclusive partition, may get."""
+        whole = [item for item in self.partitions if is_exclusive or item.is_exclusive]
+        return max((kind.num_gpus() for item in whole for kind in self.kinds[item.name]), default=0) or None
+
     @property
     def _where(self) -> str:
         names = listed(self.kinds, "or")
@@ -300,6 +305,7 @@ class SlurmDraft(LaunchDraft):
             version=self.cluster.slurm_version,
             clusters=config.resources.clusters,
             gpu_types=self.gpu_types,
+            whole_node_gpus=self._whole_node_gpus(is_exclusive),
             fills_nodes=is_exclusive
             and config.resources.cpus_per_gpu == "auto"
             and "cpus-per-task" in sbatch

@@ -23,7 +23,7 @@ from trainkit.capabilities.report.sweep_report import REPEAT
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.launch.gpu_hours import refuse_too_many_gpu_hours
+from trainkit.launch.gpu_hours import with_gpu_hours
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import PlannedTrial, Submission, checked
 from trainkit.launch.sweep import ArraySpec, LoadedTrial
@@ -172,7 +172,7 @@ class PlannedBench:
             values = {**trial.values, REPEAT: repeat} if self.repeats > 1 else trial.values
             runs.append(replace(trial, index=index, values=values))
         assert self.loaded is not None
-        refuse_too_many_gpu_hours(self.loaded, [run.plan for run in runs])
+        with_gpu_hours(self.loaded, [run.plan for run in runs])
         return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
 
     @property

@@ -11,8 +11,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from shlex import quote
 
 from trainkit.capabilities.diagnose.attempt_files import MAX_LOGS, AttemptFiles
@@ -24,9 +25,11 @@ from trainkit.errors import UsageError
 from trainkit.formats import rank_list, size, time_limit_s, time_text
 from trainkit.observe.logs import clean
 from trainkit.observe.status import read_config
+from trainkit.run.end import read_end
+from trainkit.run.events import read_events
 from trainkit.run.files import Record, read_object
 from trainkit.run.history import PlanRecord, read_plan
-from trainkit.run.manifest import published
+from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import expand_hosts
 
@@ -41,20 +44,23 @@ def run_values(files: AttemptFiles) -> dict[str, str]:
     run, attempt = files.run, files.attempt
     plan = files.plan if files.plan.values else read_plan(run)
     command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
+    newest = run.attempt(max(run.attempt_numbers(), default=attempt.number))
+    end = read_end(newest)
+    can_resume = not is_by_hand and (end is None or end.state != "finished")
     values = {
         "run": run.quoted,
         "attempt_dir": str(attempt.path),
         "command": command,
         "by_hand": command if is_by_hand else "",
-        "resumable": "" if is_by_hand else run.quoted,
+        "resumable": run.quoted if can_resume else "",
         "missing_logs_dir": "" if attempt.logs_dir.exists() else str(attempt.logs_dir),
-        **_disk_values(run, is_command=plan.is_command and not is_by_hand),
+        **_disk_values(run, published(run.checkpoints_dir)),
         **({} if plan.is_command else _batch_values(plan.record("batch"))),
     }
-    if attempt.number != max(run.attempt_numbers(), default=attempt.number):
-        # The run has resumed since, so its newest checkpoint belongs to a later attempt.
-        for name in ("newest_step", "no_checkpoint", "starts_again"):
-            values.pop(name, None)
+    if attempt.number == newest.number:
+        values |= _resume_values(run, is_command=plan.is_command and not is_by_hand)
+    else:
+        values |= _next_attempt_values(run, attempt.number + 1)
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     if config is None:
         return values
@@ -125,14 +131,25 @@ def host_values(host: str, named: str) -> dict[str, str]:
     return {"host": host, "named_host" if host in hosts else "free_host": host}
 
 
-def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
-    checkpoints = published(run.checkpoints_dir)
-    if checkpoints:
-        values = {"newest_step": str(checkpoints[-1].step)}
-    else:
-        none = "no trainkit checkpoint" if is_command else "no checkpoint"
-        own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
-        values = {"no_checkpoint": none, "starts_again": own}
+def _resume_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
+    """Return from where the run's next attempt would continue."""
+    if checkpoints := published(run.checkpoints_dir):
+        return {"newest_step": str(checkpoints[-1].step)}
+    none = "no trainkit checkpoint" if is_command else "no checkpoint"
+    own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
+    return {"no_checkpoint": none, "starts_again": own}
+
+
+def _next_attempt_values(run: RunDir, number: int) -> dict[str, str]:
+    """Return from where the next attempt, which has already started, has resumed."""
+    step = None
+    with suppress(OSError):  # the events file may be missing or on a failing disk
+        step = next((event.step for event in read_events(run, "resumed", attempt=number)), None)
+    return {} if step is None else {"next_attempt": str(number), "resumed_step": str(step)}
+
+
+def _disk_values(run: RunDir, checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
+    values: dict[str, str] = {}
     # The advice omits the values read from the run folder if the disk is failing.
     with suppress(OSError):
         folder = run.path.resolve()
@@ -183,22 +200,37 @@ _QUOTED = re.compile(r"'([^']+)'")
 
 
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """Return the folder where a command looked for a missing file, and the folder that contains the file.
+    """Return the folder against which relative paths are resolved, and what is missing or was found there.
 
     Returns an empty dict unless the failure was caused by a missing file.
     """
-    if match.signature.name != "missing-file" or not files.plan.is_command:
+    if match.signature.name != "missing-file":
         return {}
-    job = files.job
-    if job.code is None:
-        return {"in_place_dir": job.cwd or ""}
+    job, quoted = files.job, _QUOTED.search(match.groups.get("what", ""))
+    path = "" if quoted is None else quoted[1]
+    # The trainer runs in the folder of the submission; only a COMMAND runs in the copy of the code.
+    if job.code is None or not files.plan.is_command:
+        return {"in_place_dir": job.cwd or "", **_missing_folder(job.cwd, path)}
     copy_dir = str(files.run.work_dir / job.code.subfolder)
-    values = {"copy_dir": copy_dir, "copied_dir": job.code.source}
-    path = _QUOTED.search(match.groups.get("what", ""))
-    if path is not None and job.cwd and not path[1].startswith("/"):
-        found = os.path.normpath(f"{job.cwd}/{path[1]}")
+    if path and job.cwd and not path.startswith("/"):
+        found = os.path.normpath(f"{job.cwd}/{path}")
         if os.path.lexists(found):
-            return {"copy_dir": copy_dir, "found_at": found}
+            return {"copy_dir": copy_dir, "found_at": found, "missing_path": path}
+    return {"copy_dir": copy_dir, "copied_dir": job.code.source, **_missing_folder(copy_dir, path)}
+
+
+def _missing_folder(base: str | None, path: str) -> dict[str, str]:
+    """Return `path`, and its folder if the folder does not exist.
+
+    Relative paths are resolved against `base`.
+    """
+    if not path:
+        return {}
+    values = {"missing_path": path}
+    if base is not None or path.startswith("/"):
+        folder = Path(os.path.normpath(Path(base or "/", path))).parent
+        if folder != Path(base or "/") and not os.path.lexists(folder):
+            values["missing_dir"] = str(folder)
     return values
 
 

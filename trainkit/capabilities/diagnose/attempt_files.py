@@ -49,10 +49,11 @@ class AttemptFiles:
         self.has_ended, self.end = end is not None, end or AttemptEnd()
 
     def end_text(self) -> Text:
-        values = {"cause": self.end.cause, "state": self.end.state, "reason": self.end.reason}
-        keys = [key for key, value in values.items() if value is not None]
-        lines = [clean(f"{key}: {values[key]}") for key in keys]
-        number = json_line(self.attempt.end_file, keys[0]) if keys else None
+        keys = ("cause", "state", "stopped_by", "reason")
+        values = {key: getattr(self.end, key) for key in keys}
+        known = [key for key in keys if values[key] is not None]
+        lines = [clean(f"{key}: {values[key]}") for key in known]
+        number = json_line(self.attempt.end_file, known[0]) if known else None
         return Text(self.shown(self.attempt.end_file), "end", lines, first_line=number)
 
     def _job_state(self) -> Iterator[Text]:

@@ -63,7 +63,10 @@ def diagnosis_lines(found: Diagnosis) -> list[str]:
         title = f"attempt {found.attempt} {found.state}: {found.title}{sure}"
         lines = [Styled(title, state_style(found.state)), *_wrapped(found.cause)]
         if place := _place(found):
-            lines.append(f"{'where' if found.state in ('running', 'finished') else 'first failure'}: {place}")
+            is_only_step = found.rank is None and not found.host
+            label = "stopped" if found.state == "stopped" and is_only_step else "where:"
+            label = "first failure:" if found.state == "failed" else label
+            lines.append(f"{label} {place}")
         if found.code is not None:
             own = Styled(f"in your code: {found.code.place}", TITLE)
             lines += [own, *filter(None, [f"    {found.code.text}".rstrip()])]

@@ -535,7 +535,10 @@ def earlier_failures(run: RunDir, before: int) -> list[str]:
         end = read_end(run.attempt(number)) if number < before else None
         if end is not None and end.verdict is not None:
             follows = "restarted" if end.resumes else "not restarted"
-            found.append(clean(f"attempt {number} ({follows}): {end.reason}"))
+            code = end.verdict.code
+            where = "" if code is None else f" ({code.place})"
+            message = " ".join(end.verdict.line.split())
+            found.append(clean(f"attempt {number} ({follows}): {message}{where}"))
     return found
 
 

@@ -75,6 +75,7 @@ COMMENT_COLUMN = 32
 UNBOUNDED = 10**6
 PARTITION_COMMENTS = {
     "hidden": "Slurm lists this partition only with --all",
+    "exclusive": "a job gets whole nodes with all of their GPUs",
     "default_time": "default for jobs with resources.time: null",
     "min_nodes": "of one job",
     "max_nodes": "of one job",

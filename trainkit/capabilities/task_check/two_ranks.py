@@ -25,7 +25,7 @@ from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.own_optimizers import make_own_optimizers, make_own_state
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.starting_state import check_same_data
-from trainkit.trainer.user_code import TRACEBACK_HINT, describe, problem_of, refusal
+from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user, problem_of, refusal
 from trainkit.trainer.user_task import UserTask
 
 SIZE = 2
@@ -112,7 +112,10 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
 
 
 def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
-    """Compute the gradient of the first step in the same way as a rank of the trainer."""
+    """Compute the gradient of the first step in the same way as a rank of the trainer, and call `after_step`.
+
+    The parameters are not updated.
+    """
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
     os.environ |= {name: str(value) for name, value in here.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -120,7 +123,9 @@ def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
     task = UserTask(config, None)
     store = dist.FileStore(str(folder / "store"), SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)
-    layout = Layout(dp_replicate=SIZE)
+    # By default, a run shards its model; a sharded model also shows errors in after_step().
+    shards = config.parallel.dp_shard != 1
+    layout = Layout(dp_shard=SIZE) if shards else Layout(dp_replicate=SIZE)
     world = make_world(rank, torch.device("cpu"), layout, TIMEOUT)
     check_same_data(task, world)
     built = build_for_task(task, world, Progress(), LocalGradient())
@@ -134,5 +139,7 @@ def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
         for number, turn in enumerate(("",) if optimizers is None else optimizers.turns()):
             micros = batch.of_turn(number, turn).microbatches
             built.forward_backward.accumulate_gradient(micros, torch.ones(()), lambda sums: None)
+        with errors_of_user(config, "after_step() failed"):
+            built.after_step()
     finally:
         batches.close()

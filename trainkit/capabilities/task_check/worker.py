@@ -1,7 +1,8 @@
 """Trains a user's task on a few samples on the CPU, or reads all samples of the task.
 
 ``python -m trainkit.capabilities.task_check.worker --smoke`` or ``--samples`` reads a config as JSON from
-stdin, and prints problems in the format of `trainkit.trainer.task_check`.
+stdin, and prints problems in the format of `trainkit.trainer.task_check`. If ``--smoke`` finds no problems,
+the output also contains a line which says what was tried.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from trainkit.capabilities.task_check.two_ranks import TwoRanks
 from trainkit.config.schema import RunConfig, config_class
 from trainkit.errors import Problem, TrainkitError
+from trainkit.formats import plural
 from trainkit.run.manifest import Manifest
 from trainkit.task import ParameterOptions, Stream, Task
 from trainkit.trainer.build import AfterStep
@@ -70,6 +72,10 @@ class Smoke:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._found: list[Problem] = []
+        self._num_samples: dict[str, int] = {}
+        """Maps ``train_dataset`` and ``val_dataset`` to the number of samples that were read."""
+        self._losses: dict[str, dict[str, float]] = {}
+        """Maps ``train_dataset`` and ``val_dataset`` to their mean losses, by name."""
 
     def problems(self) -> list[Problem]:
         """Return the problems found in a task, up to the first one that prevents further checks."""
@@ -78,6 +84,24 @@ class Smoke:
         except TrainkitError as error:
             self._found.append(problem_of(self._config, error))
         return self._found
+
+    def tried(self) -> str:
+        """Return a sentence which says what was tried, and which methods of the task were not called."""
+        samples = {
+            "train_dataset": ("training sample", "on one rank and on two ranks"),
+            "val_dataset": ("validation sample", "on one rank"),
+        }
+        parts = []
+        for method, count in self._num_samples.items():
+            noun, where = samples[method]
+            losses = [f"{name} {loss:.4g}" for name, loss in self._losses.get(method, {}).items()]
+            parts.append(f"{plural(count, noun)} {where}{': ' if losses else ''}{', '.join(losses)}")
+        own = type(self._user.task)
+        if own.after_step is not Task.after_step:
+            parts.append("after_step was called only once per rank, at step 1")
+        if own.export is not Task.export:
+            parts.append("export was not called")
+        return "; ".join(parts)
 
     def _try(self) -> None:
         self._user = UserTask(self._config, None)
@@ -118,6 +142,7 @@ class Smoke:
         else:
             size = min(HALF, max(1, data.num_samples // 2))
             items = self._items(method, data, min(2 * size, data.num_samples))
+        self._num_samples[method] = len(items)
         batches = []
         for chunk in (items[:size], items[size:] or items[:size], items):
             with self._errors("collate", f"{len(chunk)} items cannot be combined into a batch"):
@@ -187,6 +212,10 @@ class Smoke:
                 self._add(method, message, "both values must be finite, and the count must be at least 0")
                 return
             found.append((total, count))
+        total, count = found[-1]
+        if count:
+            data, name = ("val_dataset", "val_loss") if validates else ("train_dataset", "loss")
+            self._losses.setdefault(data, {})[batches[0].optimizer or name] = total / count
         if validates:
             return
         (first, of_first), (second, of_second), (both, of_both) = found
@@ -269,17 +298,25 @@ def _loss_of(batch: TaskBatch) -> str:
     return "loss_for" if batch.optimizer else "loss"
 
 
-def smoke(config: RunConfig) -> list[Problem]:
-    """Check a task on one rank and, if there are no problems, on two ranks; return the problems found."""
+def smoke(config: RunConfig) -> tuple[list[Problem], str]:
+    """Check a task on one rank and, if there are no problems, on two ranks.
+
+    Returns the problems found, and a sentence which says what was tried if there are none.
+    """
     with TwoRanks(config) as two:
-        return Smoke(config).problems() or two.problems()
+        one = Smoke(config)
+        problems = one.problems() or two.problems()
+        return problems, "" if problems else one.tried()
 
 
 def main() -> None:
     """Read a config from stdin, and print the problems found."""
     values = json.load(sys.stdin)
     config = config_class(values).model_validate(values)
-    print_problems(smoke(config) if "--smoke" in sys.argv else unreadable_samples(config))
+    if "--smoke" not in sys.argv:
+        print_problems(unreadable_samples(config))
+        return
+    print_problems(*smoke(config))
 
 
 if __name__ == "__main__":

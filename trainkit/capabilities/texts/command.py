@@ -175,7 +175,7 @@ def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
         )
     loaded = load_config(Path(sources[0]))
     name = loaded.config.task
-    found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")]
+    found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")[0]]
     if as_json:
         click.echo(json_text({"task": name, "problems": found}))
     else:

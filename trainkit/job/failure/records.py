@@ -20,8 +20,16 @@ from trainkit.job.hangs import blamed_failure, hang_failure, node_of, read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, is_death_by_stop_signal, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import NO_RESULT, SIGNALLED, RankFailure, first_of, rank_failures
-from trainkit.run.files import as_utc, refresh_listing, to_json, utc_now, write_json
+from trainkit.run.end import NO_RESULT, NOTICED_S, SIGNALLED, RankFailure, first_of, rank_failures
+from trainkit.run.files import (
+    as_utc,
+    parse_time,
+    refresh_listing,
+    seconds_between,
+    to_json,
+    utc_now,
+    write_json,
+)
 from trainkit.run.process import own_host
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
@@ -157,16 +165,30 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
     )
 
 
-def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
-    """Return the first recorded failure, with the end of that rank's log; None if there are no records."""
+def first_rank_failure(attempt: AttemptDir, num_ranks: int | None = None) -> RankFailure | None:
+    """Return the first recorded failure, with the end of that rank's log; None if there are no records.
+
+    If the number of ranks is given, the failure says whether all of them failed in the same way.
+    """
     refresh_listing(attempt.errors_dir)
-    found = first_of(rank_failures(attempt))
+    failures = rank_failures(attempt)
+    found = first_of(failures)
     if found is None:
         return None
     path, first = found
     log = first.log_tail or _last_lines(attempt.logs_dir / f"{path.stem}.log")[-LOG_TAIL_LINES:]
     shown = replace(first, hint=first.hint or None, final=bool(first.final), node=bool(first.node))
-    return replace(shown, log_tail=log, more={})
+    alike = {one.rank for _, one in failures if _is_alike(one, first)}
+    return replace(shown, log_tail=log, more={}, num_alike=num_ranks if 1 < len(alike) == num_ranks else None)
+
+
+def _is_alike(failure: RankFailure, first: RankFailure) -> bool:
+    """Return whether a rank raised the same exception as the first rank, and at about the same time."""
+    same = (failure.type, failure.message, failure.step) == (first.type, first.message, first.step)
+    later_s = seconds_between(first.time, parse_time(failure.time))
+    # Ranks that are killed may have the same message, because one failure makes the job end them all.
+    is_exception = first.type not in ("exit", "RankKilled", "Hang")
+    return same and is_exception and later_s is not None and abs(later_s) < NOTICED_S
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
@@ -241,7 +263,8 @@ def find_first_failure(
         return agent_failure(None, launch_error)
     if observed.hangs:
         return hang_failure(attempt, plan, observed.hangs)
-    first = _killed_agent_failure(attempt, plan, observed.killed_node) or first_rank_failure(attempt)
+    first = _killed_agent_failure(attempt, plan, observed.killed_node)
+    first = first or first_rank_failure(attempt, plan.world_size)
     return (
         None
         if first is None
