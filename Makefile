@@ -92,7 +92,7 @@ bench: venv ## Measure trainkit against training loops written by hand.
 	$(BIN)/python benchmarks/startup.py
 
 gpu: ## Check and measure trainkit on one NVIDIA GPU (9 minutes), with the torch of its Python.
-	@$${PYTHON:-python3} -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)")
+	@$${PYTHON:-python3} -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(WHEELS),--wheels "$(WHEELS)")
 
 cluster: venv ## Open a shell in a Slurm cluster of four hosts on this machine.
 	@$(SLURM) install

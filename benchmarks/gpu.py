@@ -12,20 +12,22 @@ The parts:
 
     tests          tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile,
                    memory; with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
-    1b             Llama 3.2 1B in trainkit and in a hand-written loop, measured one after the other
+    1b             trainkit and three hand-written loops on 1b, a model with 1.50 billion parameters
     profile        the use of the GPU's time in three steps of 1b
-    large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
+    large          Llama 3 8B or, on a GPU with 80 GB, 3b (3.61 billion parameters), 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
     hugging-face   the transformers Trainer, if installed, with the model of 1b
-    350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
-                   float32 and TF32
+    350m           trainkit, compiled and not, and the hand-written loops; then in float32 and TF32
     options        1b with a mask of documents, computed or read, and in float8
     context        attention of 8b under context parallelism, by two kernels
+    world          what one GPU shows about many, and two or more GPUs in earnest; only with `--only world`,
+                   which takes up to 15 minutes; described in benchmarks/world.py
 
-The hand-written loop has the usual optimizations of an experienced user: bf16 autocast, fused AdamW, SDPA,
-compiled blocks and loss, and gradient clipping. If its state in float32 does not fit into memory, the loop
-keeps all weights and averages in bf16. If the planner predicts that a model does not fit, the benchmark does
-not run it, and its row shows the required memory.
+1b and 3b have the sizes of Llama 3.2, but separate weights for embedding and head. The hand-written loops are
+described in benchmarks/training_loop.py. Loops that are compared take turns: after every step if they fit
+into memory together, and else in the order A, B, A, B. Speeds are medians with the middle 95 % of the medians
+of 2,000 resamples of the steps. If the planner predicts that a model does not fit, the benchmark does not run
+it, and its row shows the required memory. Each part of a record names the commit that it measured.
 
 The interpreter needs torch for CUDA and the packages of NEEDS. --wheels names a folder to install missing
 packages from. `--device cpu` runs every part at tiny sizes; the parts are chosen for a GPU with
@@ -38,8 +40,11 @@ import argparse
 import json
 import math
 import os
+import random
 import re
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,6 +71,12 @@ USABLE = 0.92
 """Usable fraction of a GPU's memory; copied from `trainkit.plan.gpus`, which may not be importable yet."""
 MFU_GOAL = 0.55
 """Minimum MFU to reach for models with 3 and 8 billion parameters in bf16."""
+OPPONENTS = ("careful", "autocast", "bound", "hand-written", "Hugging Face Trainer")
+"""The loops that trainkit is compared with; records of earlier versions have only `hand-written`."""
+HIDDEN = ("table", "steps_ms")
+"""Keys of rows that are not columns: the title of the row's table, and the times of all steps."""
+MEMORY_GOAL = 0.1
+"""Maximum relative difference between the planned and the measured peak memory of a rank."""
 STALL_GOAL = 0.1
 """Maximum time for which a save may block training, relative to torch.save."""
 Record = dict[str, Any]
@@ -83,18 +94,21 @@ class Part:
 
     title: str
     limit_s: float
+    by_default: bool = True
+    """False if the part runs only if `--only` names the part."""
 
 
 PARTS = {
     "tests": Part("Tests", 200),
-    "1b": Part("Llama 3.2 1B", 90),
+    "1b": Part("1b, 1.50 billion parameters", 120),
     "profile": Part("Time of a step of 1b", 60),
-    "large": Part("Llama 3 8B or Llama 3.2 3B, 8 microbatches a step", 140),
+    "large": Part("Llama 3 8B, or 3b with 3.61 billion parameters, 8 microbatches a step", 180),
     "save": Part("Saving the state", 90),
-    "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 100),
-    "350m": Part("350m, with alternating steps, and in float32", 120),
-    "options": Part("1b with a mask of documents, and in float8", 130),
+    "hugging-face": Part("1b with the Trainer of transformers", 120),
+    "350m": Part("350m, and 350m in float32", 150),
+    "options": Part("1b with a mask of documents, and in float8", 200),
     "context": Part("Attention of 8b under context parallelism", 30),
+    "world": Part("One rank of many, and two ranks", 900, by_default=False),
 }
 
 
@@ -112,6 +126,14 @@ def driver():
         found = re.search(r"Kernel Module\\D*([\\d.]+)", file.read_text()) if file.is_file() else None
         return found and found[1]
 
+def power_limit_w():
+    try:
+        import pynvml
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1000
+    except Exception:
+        return None
+
 found = {"python": sys.version.split()[0], "driver": driver()}
 found["missing"] = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if importlib.util.find_spec("torch") is None:
@@ -121,7 +143,7 @@ else:
     found.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count())
     if found["gpus"]:
         device = torch.cuda.get_device_properties(0)
-        found.update(device=device.name, memory=device.total_memory)
+        found.update(device=device.name, memory=device.total_memory, power_limit_w=power_limit_w())
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["cudnn"] = torch.backends.cudnn.version()
 print(json.dumps(found))
@@ -172,30 +194,66 @@ def run_part(
         save(known(late if code is None else f"exit code {code}" if code else None))
 
 
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a checkout, marked if files have changed; None without git or a checkout."""
+    if shutil.which("git") is None:
+        return None
+    argv = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty=, changed",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() or None
+
+
 def is_good(part: Record) -> bool:
     """Return whether a part has finished without a problem and without a failed test."""
     return "problem" not in part and all(row.get("result") != "failed" for row in part["rows"])
 
 
+def ratio_to(mine: Record, other: Record, num_resamples: int = 2000) -> str:
+    """Return the speed of `mine` divided by the speed of `other`, with the middle 95 % of the resamples."""
+    ratio = f"{mine['tokens/s'] / other['tokens/s']:.2f} x {other['loop']}"
+    if "steps_ms" not in mine or "steps_ms" not in other:
+        return ratio  # a record of an earlier version
+    draw = random.Random(0)
+
+    def median(row: Record) -> float:
+        return statistics.median(draw.choices(row["steps_ms"], k=len(row["steps_ms"])))
+
+    ratios = sorted(median(other) / median(mine) for _ in range(num_resamples))
+    low, high = ratios[num_resamples // 40], ratios[-1 - num_resamples // 40]
+    return f"{ratio}, {low:.2f} to {high:.2f}"
+
+
 def goals(parts: dict[str, Record]) -> Iterator[str]:
     """Yield one sentence per goal: whether it was reached, or by how much it was missed."""
-    for name in ("1b", "large", "350m"):
+    for name in ("1b", "large", "350m", "hugging-face"):
         speeds = {row["loop"]: row for row in parts.get(name, {}).get("rows", []) if "tokens/s" in row}
-        if "trainkit" not in speeds:
+        # Earlier versions measured trainkit against the Trainer of transformers in the part 1b only.
+        measured = {row["loop"]: row for row in parts.get("1b", {}).get("rows", []) if "tokens/s" in row}
+        mine = speeds.get("trainkit") or (measured.get("trainkit") if name == "hugging-face" else None)
+        if mine is None:
             continue
-        mine = speeds["trainkit"]
-        others = [
-            speeds.get("hand-written"),
-            *(row for row in parts.get("hugging-face", {}).get("rows", []) if name == "1b"),
-        ]
-        for other in others:
-            if other is not None and "tokens/s" in other:
-                ratio = mine["tokens/s"] / other["tokens/s"]
-                is_goal = "reached" if ratio >= 1 else "goal: 1.00"
-                yield f"{mine['model']}: {ratio:.2f} x {other['loop']} ({is_goal})"
+        for loop in OPPONENTS:
+            if loop in speeds:
+                other, is_goal = speeds[loop], loop != "bound"
+                reached = "reached" if mine["tokens/s"] >= other["tokens/s"] else "goal: 1.00"
+                yield f"{mine['model']}: {ratio_to(mine, other)}{f' ({reached})' if is_goal else ''}"
         if name == "large" and mine["MFU"] is not None:
-            is_goal = "reached" if mine["MFU"] >= MFU_GOAL else f"goal: {MFU_GOAL:.0%}"
-            yield f"{mine['model']}: {mine['MFU']:.1%} MFU ({is_goal})"
+            is_reached = "reached" if mine["MFU"] >= MFU_GOAL else f"goal: {MFU_GOAL:.0%}"
+            yield f"{mine['model']}: {mine['MFU']:.1%} MFU ({is_reached})"
+    ranks = [row for row in parts.get("world", {}).get("rows", []) if "plan / peak" in row]
+    if ranks:
+        close = sum(abs(row["plan / peak"] - 1) <= MEMORY_GOAL for row in ranks)
+        is_goal = "reached" if close == len(ranks) else "goal: all"
+        yield f"world: the memory of {close} of {len(ranks)} ranks is within 10 % of the plan ({is_goal})"
     blocked = {row["way"]: row["blocked s"] for row in parts.get("save", {}).get("rows", []) if "save" in row}
     if {"trainkit", "torch.save and fsync"} <= set(blocked):
         ratio = blocked["trainkit"] / blocked["torch.save and fsync"]
@@ -206,8 +264,9 @@ def goals(parts: dict[str, Record]) -> Iterator[str]:
 def markdown(record: Record) -> str:
     """Return the record as Markdown."""
     env = record["environment"]
+    several = f"{env['gpus']} x " if env.get("gpus", 0) > 1 else ""
     where = (
-        f"{env['device']}, driver {env['driver']}"
+        f"{several}{env['device']}, driver {env['driver']}"
         if env.get("device")
         else "CPU, tiny sizes: no figure counts"
     )
@@ -218,15 +277,19 @@ def markdown(record: Record) -> str:
     lines += ["", *(f"- {goal}" for goal in goals(record["parts"]))]
     for name, part in record["parts"].items():
         lines += ["", f"## {PARTS[name].title}", ""]
-        if part["rows"]:
-            columns = list(dict.fromkeys(key for row in part["rows"] for key in row))
+        for title in dict.fromkeys(row.get("table") for row in part["rows"]):
+            rows = [row for row in part["rows"] if row.get("table") == title]
+            columns = list(dict.fromkeys(key for row in rows for key in row if key not in HIDDEN))
+            lines += [f"### {title}", ""] if title else []
             lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-            for row in part["rows"]:
+            for row in rows:
                 cells = ("" if row.get(key) is None else str(row[key]) for key in columns)
                 lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
             lines.append("")
         problem = f": {part['problem']}" if "problem" in part else ""
-        lines.append(f"{part['date']}, {part['seconds']} s{problem}.")
+        watts = f", power limit {part['power_limit_w']:.0f} W" if part.get("power_limit_w") else ""
+        commit = part.get("commit") or "not recorded"
+        lines.append(f"{part['date']}, {part['seconds']} s, commit {commit}{watts}{problem}.")
     return "\n".join(lines) + "\n"
 
 
@@ -244,13 +307,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--memory-gib", type=float, help="upper limit of the GPU's memory (cpu: 80)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts together (default: 9)")
+    parser.add_argument("--minutes", type=float, help="limit of all parts (default: 9; with world: 15 more)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for missing packages")
     parser.add_argument(
         "--out", type=Path, help="folder of the record (default: benchmarks/gpu; none for cpu)"
     )
     args = parser.parse_args()
-    deadline_s = time.monotonic() + 60 * args.minutes
+    names = args.only or [name for name, part in PARTS.items() if part.by_default]
+    minutes = args.minutes if args.minutes is not None else 9 + 15 * ("world" in names)
+    deadline_s = time.monotonic() + 60 * minutes
     # On a stop signal, also stop the running part and remove its folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-site-") as site:
@@ -281,23 +346,26 @@ def main() -> int:
         memory = memory_bytes(found.get("memory"), args.memory_gib)
         out = args.out or (RECORDS if args.device == "cuda" else None)
         stem = None if out is None else out / stem_of(found)
+        commit = commit_of(ROOT)
         record: Record = {"environment": found, "parts": {}}
         if args.only is not None and stem is not None and Path(f"{stem}.json").is_file():
             record["parts"] = json.loads(Path(f"{stem}.json").read_text())["parts"]
 
         def save(name: str, part: Record) -> None:
-            parts = {**record["parts"], name: {"date": time.strftime("%Y-%m-%d"), **part}}
+            measured = {"date": time.strftime("%Y-%m-%d"), "commit": commit, **part}
+            measured["power_limit_w"] = found.get("power_limit_w")
+            parts = {**record["parts"], name: measured}
             record["parts"] = {name: parts[name] for name in PARTS if name in parts}
             if stem is not None:
                 write(record, stem)
 
-        for name in args.only or PARTS:
+        for name in names:
             limit_s = min(PARTS[name].limit_s, deadline_s - time.monotonic())
             if limit_s > 5:
                 argv = [name, args.device, str(round(USABLE * memory))]
                 run_part(argv, limit_s, environ, lambda part, name=name: save(name, part))
             else:
-                save(name, {"seconds": 0.0, "rows": [], "problem": f"{args.minutes:g} minutes were over"})
+                save(name, {"seconds": 0.0, "rows": [], "problem": f"{minutes:g} minutes were over"})
             part = record["parts"][name]
             print(f"{name}: {part.get('problem', 'done')} ({part['seconds']} s)", file=sys.stderr, flush=True)
     print(markdown(record), end="")
@@ -312,7 +380,8 @@ def memory_bytes(found: int | None, wanted_gib: float | None) -> float:
 def stem_of(found: Record) -> str:
     """Return the file name of the record for a GPU and a torch version, without suffix."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found.get("device") or "CPU").strip("-")
-    return f"{device}-torch-{found['torch'].partition('+')[0]}"
+    several = f"{found['gpus']}-x-" if found.get("gpus", 0) > 1 else ""
+    return f"{several}{device}-torch-{found['torch'].partition('+')[0]}"
 
 
 def write(record: Record, stem: Path) -> None:

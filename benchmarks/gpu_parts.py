@@ -13,13 +13,15 @@ import gc
 import importlib.util
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,12 +30,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._inductor.config
-import torch.nn.functional as F
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import async_save
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.training_loop import make_attempt
+from benchmarks.training_loop import (
+    MAX_CHUNK_LOGITS,
+    OPPONENTS,
+    Loop,
+    hand_written_loop,
+    make_attempt,
+    start_group_of_one,
+)
+from benchmarks.world import measure_world
 from trainkit.config import read_effective
 from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig
@@ -51,7 +61,6 @@ from trainkit.trainer.build import build_task
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import ONE_PROCESS, World
 from trainkit.trainer.loop import Trainer as OwnTrainer
-from trainkit.trainer.models.decoder import INIT_STD, Decoder
 from trainkit.trainer.parallel.context import Attend, cudnn_attention_to_last, masked_attention_to_last
 from trainkit.trainer.profiler import summary_of
 from trainkit.trainer.progress import Progress
@@ -118,8 +127,7 @@ class Case:
     vocab_size: int
     accumulation: int = 1
     has_float32_averages: bool = True
-    """True if trainkit keeps running averages in float32; otherwise the hand-written loop keeps all values in
-    bf16."""
+    """True if trainkit keeps running averages in float32, else in bf16."""
     steps: int = 12
 
     @property
@@ -138,16 +146,27 @@ class Case:
         fits = (mode for mode in MODES if memory_of(self.work(mode)).peak <= usable_bytes)
         return next(fits, None)
 
-    def hand_written_bytes(self) -> int:
-        """Return the peak bytes of the hand-written loop, which recomputes nothing and keeps all logits.
+    def bytes_of(self, loop: str, recompute: Recompute = "none") -> int:
+        """Return the estimated peak bytes of trainkit, or of a loop of `OPPONENTS`, which recomputes nothing.
 
-        The sum includes weights, gradients and averages with the copies made by autocast, the activations,
-        and the logits in float32 with their log-probabilities and gradients.
+        For the opponents, the sum includes weights, gradients, averages and bf16 copies, the activations, and
+        the logits in float32 with their log-probabilities and gradients.
         """
-        work = self.work("none")
-        a_param = 4 + 4 + 8 + 2 if self.has_float32_averages else 2 + 2 + 4
-        logits = work.tokens_per_pass * self.vocab_size * (2 + 3 * 4)
-        return a_param * num_params(self.shape) + self.shape.num_layers * block_bytes(work) + logits
+        work = self.work(recompute)
+        if loop == "trainkit":
+            return memory_of(work).peak
+        a_param = 2 + 2 + 4 if loop == "bound" else 4 + 4 + 8 + 2
+        logits = work.tokens_per_pass * self.vocab_size
+        kept = min(logits, MAX_CHUNK_LOGITS) if loop == "careful" else logits
+        activations = self.shape.num_layers * block_bytes(self.work("none"))
+        return a_param * num_params(self.shape) + activations + kept * (2 + 3 * 4)
+
+    def bytes_together(self, peaks: dict[str, int]) -> int:
+        """Return the peak bytes of alternating loops, which keep only weights and averages between steps."""
+        averages = 8 if self.has_float32_averages else 4
+        kept = {"trainkit": 2 + 4 + averages, "careful": 4 + 8, "autocast": 4 + 8, "bound": 2 + 4}
+        states = {name: kept[name] * num_params(self.shape) for name in peaks}
+        return sum(states.values()) + max(peak - states[name] for name, peak in peaks.items())
 
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -170,39 +189,37 @@ class Choice(NamedTuple):
 
     case: Case
     recompute: Recompute
-    has_hand_written: bool
-    """True if the hand-written loop also fits into memory."""
+    opponents: tuple[str, ...]
+    """The loops of `OPPONENTS` that also fit into memory."""
+    fit_together: bool
+    """True if trainkit and these opponents fit into memory at the same time."""
 
 
 def choose(part: str, bench: Bench) -> Choice | None:
-    """Return the first case of a part for which both loops, or at least trainkit, fit into memory.
+    """Return the first case of a part that fits into memory with an opponent, or else with trainkit alone.
 
-    Without a GPU, the chosen case is reduced to a tiny size. Returns None, and writes a row with the reason,
-    if no case fits.
+    Without a GPU, the chosen case is reduced to a tiny size. Writes a row with the reason for each opponent
+    that does not fit. Returns None, and writes a row with the reason, if no case fits.
     """
     modes = [(case, case.mode(bench.usable_bytes)) for case in CASES[part]]
-    found = [
-        Choice(case, mode, case.hand_written_bytes() <= bench.usable_bytes)
-        for case, mode in modes
-        if mode is not None
-    ]
+    found = []
+    for case, mode in modes:
+        if mode is None:
+            continue
+        opponents = tuple(name for name in OPPONENTS if case.bytes_of(name) <= bench.usable_bytes)
+        peaks = {name: case.bytes_of(name, mode) for name in ("trainkit", *opponents)}
+        found.append(Choice(case, mode, opponents, case.bytes_together(peaks) <= bench.usable_bytes))
     if not found:
         least = CASES[part][-1]
-        bench.skip(least.preset, "trainkit", memory_of(least.work("full")).peak)
+        bench.skip(least.preset, "trainkit", least.bytes_of("trainkit", "full"))
         return None
-    best = next((choice for choice in found if choice.has_hand_written), found[0])
-    if not best.has_hand_written:
-        bench.skip(best.case.preset, "hand-written", best.case.hand_written_bytes())
+    best = next((choice for choice in found if choice.opponents), found[0])
+    for name in OPPONENTS:
+        if name not in best.opponents:
+            bench.skip(best.case.preset, name, best.case.bytes_of(name))
     if bench.has_gpu:
         return best
     return best._replace(case=TINY if best.case.accumulation == 1 else TINY_SUMMED)
-
-
-class Loop(NamedTuple):
-    """A training loop: a step function, and the function for the weight update within a step."""
-
-    step: Callable[[], object]
-    optimizer: Any
 
 
 MakeLoop = Callable[[], Iterator[Loop]]
@@ -212,35 +229,67 @@ MakeLoop = Callable[[], Iterator[Loop]]
 class Times:
     """The measurements of a loop."""
 
-    steps_s: list[float]
-    updates_s: list[float]
+    first_s: float = 0.0
+    """Duration of the first step, which includes compilation."""
+    steps_s: list[float] = field(default_factory=list)
+    """Durations of the steps after `WARM_UP` steps."""
+    updates_s: list[float] = field(default_factory=list)
     """Durations of the weight update in additional steps; the host synchronizes with the device around each
     update."""
     peak_gb: float | None = None
+    """Peak tensor memory in GB of this loop alone."""
+    conditions: list[Row] = field(default_factory=list)
+    """The state of the GPU after each of the steps."""
 
 
-def measure(make: MakeLoop, num_steps: int, device: str) -> Times:
-    """Measure a single loop; its model is freed when this function returns."""
+def measure_in_turns(
+    loops: dict[str, MakeLoop], num_steps: int, device: str, *, together: bool
+) -> dict[str, Times]:
+    """Measure loops that take turns, so that changes in the GPU's speed affect all loops equally.
+
+    If the loops fit into memory `together`, they alternate after every step. Otherwise, each loop is built
+    and measured twice, in the order A, B, A, B.
+    """
+    found = {name: Times() for name in loops}
+    groups = [loops] if together else [{name: make} for name, make in loops.items()] * 2
+    for group in groups:
+        measure_group(group, found, num_steps if together else -(-num_steps // 2), device)
+    return found
+
+
+def measure_group(group: dict[str, MakeLoop], found: dict[str, Times], num_steps: int, device: str) -> None:
+    """Measure loops that alternate after every step; their models are freed when this function returns."""
     reset_peak(device)
-    with contextmanager(make)() as loop:
-        found = Times([timed(loop.step, device) for _ in range(num_steps)], time_updates(loop, device))
-        found.peak_gb = peak_gb(device)
-    return found
+    with ExitStack() as stack:
+        made = {}
+        for name, make in group.items():
+            before_gb = start_peak(device)
+            made[name] = stack.enter_context(contextmanager(make)())
+            warm_s = [timed(made[name].step, device) for _ in range(WARM_UP)]
+            found[name].first_s = max(warm_s[0], found[name].first_s)
+            if before_gb is not None:
+                found[name].peak_gb = round(torch.cuda.max_memory_allocated() / 1e9 - before_gb, 1)
+        for number in range(num_steps):
+            for name in list(made) if number % 2 else reversed(made):
+                found[name].steps_s.append(timed(made[name].step, device))
+                found[name].conditions.append(conditions(device))
+        for name, loop in made.items():
+            found[name].updates_s += time_updates(loop, device)
 
 
-def measure_in_turns(loops: dict[str, MakeLoop], num_steps: int, device: str) -> dict[str, Times]:
-    """Measure loops that fit into memory together, alternating between their steps."""
-    contexts = [contextmanager(make)() for make in loops.values()]
-    made = dict(zip(loops, [context.__enter__() for context in contexts], strict=True))
-    found = {name: Times([], []) for name in loops}
-    for number in range(num_steps):
-        for name in list(made) if number % 2 else reversed(made):
-            found[name].steps_s.append(timed(made[name].step, device))
-    for name, loop in made.items():
-        found[name].updates_s = time_updates(loop, device)
-    for context in contexts:
-        context.__exit__(None, None, None)
-    return found
+def conditions(device: str) -> Row:
+    """Return the clocks in MHz and the temperature of the GPU; empty on a CPU or a slice of a GPU."""
+    if device == "cpu" or "MIG" in torch.cuda.get_device_name():
+        return {}
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    return {
+        "SM MHz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        "memory MHz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
+        "°C": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+    }
 
 
 def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
@@ -259,38 +308,53 @@ def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
 
 
 def train_model(part: str, bench: Bench) -> None:
-    """Measure the steps of trainkit and of the hand-written loop for one model; write one row per loop."""
+    """Measure the steps of trainkit and of the hand-written loops for one model; write one row per loop."""
     choice = choose(part, bench)
     if choice is None:
         return
-    case, mode = choice.case, choice.recompute
-    device = bench.device
-    loops: dict[str, MakeLoop] = {
-        "trainkit": lambda: trainkit_loop(case, device, bench.folder / "compiled", mode),
-        "hand-written": lambda: hand_written_loop(case, device),
-    }
-    if not choice.has_hand_written:
-        del loops["hand-written"]
+    case, mode, device = choice.case, choice.recompute, bench.device
+    loops: dict[str, MakeLoop] = {"trainkit": partial(trainkit_loop, case, bench, mode)}
+    loops |= {name: partial(opponent_loop, name, case, device) for name in choice.opponents}
     if part == "350m":
-        eager = bench.folder / "eager"
-        loops["trainkit, eager"] = lambda: trainkit_loop(case, device, eager, mode, compiled=False)
-        for name, times in measure_in_turns(loops, case.steps, device).items():
-            bench.emit(speed_row(case, bench, name, mode, times))
+        loops["trainkit, eager"] = partial(trainkit_loop, case, bench, mode, compiled=False)
+    emit_speeds(bench, case, mode, loops, together=choice.fit_together)
+    if part == "350m":
         measure_float32(replace(case, batch_size=case.batch_size // 2), bench, mode)
-        return
-    for name, make in loops.items():
-        times = measure(make, case.steps, device)
-        bench.emit(speed_row(case, bench, name, mode if name == "trainkit" else "none", times))
+
+
+def emit_speeds(
+    bench: Bench, case: Case, mode: Recompute, loops: dict[str, MakeLoop], *, together: bool
+) -> None:
+    """Measure loops in turns, and write one row per loop."""
+    with process_group(bench.device) if set(OPPONENTS) & set(loops) else nullcontext():
+        for name, times in measure_in_turns(loops, case.steps, bench.device, together=together).items():
+            bench.emit(speed_row(case, bench, name, "none" if name in OPPONENTS else mode, times))
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Make this process the only rank of a process group."""
+    start_group_of_one(device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        gc.collect()  # gloo's threads may otherwise abort the process at its end
 
 
 def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
     """Measure trainkit's steps in float32, with matrix products in float32 or in TF32."""
-    for name, has_tf32 in (("float32", False), ("TF32", True)):
-        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as in the ranks of a run
+
+    def make(has_tf32: bool) -> Iterator[Loop]:
+        precision = "high" if has_tf32 else "highest"  # as in the ranks of a run
+        torch.set_float32_matmul_precision(precision)
         options = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
-        make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, options=options)
-        row = speed_row(case, bench, f"trainkit, {name}", mode, measure(make, case.steps, bench.device))
-        bench.emit({**row, "MFU": None})  # the MFU is based on the peak performance in bf16
+        yield from trainkit_loop(case, bench, mode, options=options)
+
+    loops = {f"trainkit, {name}": partial(make, name == "TF32") for name in ("float32", "TF32")}
+    for name, times in measure_in_turns(loops, case.steps, bench.device, together=False).items():
+        # The MFU would be based on the peak performance in bf16.
+        bench.emit({**speed_row(case, bench, name, mode, times), "MFU": None, "MFU, causal": None})
 
 
 def measure_options(bench: Bench) -> None:
@@ -303,20 +367,26 @@ def measure_options(bench: Bench) -> None:
     for number in range(100):
         (texts / f"{number}.txt").write_text("text " * 204 + "\n")
     masked = f"data.source={texts}", "data.tokenizer=bytes", "data.document_mask=true"
-    options = {"mask of documents, computed": masked, "mask of documents, read": masked}
+
+    def loop(name: str, *options: str) -> Iterator[Loop]:
+        computes = step_work.attends_in_blocks if "read" not in name else lambda *_: False
+        with patch.object(build, "attends_in_blocks", computes):
+            made = trainkit_loop(choice.case, bench, choice.recompute, options=options)
+            first = next(made)
+        yield first
+        yield from made
+
+    masks = {f"trainkit, mask of documents, {way}": masked for way in ("computed", "read")}
+    types: dict[str, tuple[str, ...]] = {"trainkit, bf16": ()}
     if bench.has_gpu and importlib.util.find_spec("torchao") is not None:
-        options |= {"float8": ("precision.float8=true",), "float8, rowwise": ("precision.float8=rowwise",)}
+        types |= {"trainkit, float8": ("precision.float8=true",)}
+        types |= {"trainkit, float8, rowwise": ("precision.float8=rowwise",)}
     else:
+        types = {}
         bench.emit({"model": "1b", "loop": "trainkit, float8", "skipped": "no GPU, or no torchao"})
-    for name, values in options.items():
-        make = partial(
-            *(trainkit_loop, choice.case, bench.device, bench.folder / name, choice.recompute),
-            options=values,
-        )
-        computes = step_work.attends_in_blocks
-        with patch.object(build, "attends_in_blocks", computes if "read" not in name else lambda *_: False):
-            times = measure(make, choice.case.steps, bench.device)
-        bench.emit(speed_row(choice.case, bench, f"trainkit, {name}", choice.recompute, times))
+    for options in filter(None, (masks, types)):
+        loops = {name: partial(loop, name, *values) for name, values in options.items()}
+        emit_speeds(bench, choice.case, choice.recompute, loops, together=False)
 
 
 def context_attention(bench: Bench) -> None:
@@ -352,36 +422,44 @@ def attention_passes(attend: Attend, inputs: list[Tensor]) -> None:
 
 
 def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
-    """Return the median speed of a loop, excluding the first steps, which include compilation."""
-    step_s = statistics.median(times.steps_s[WARM_UP:])
-    tokens_per_s = case.accumulation * case.batch_size * case.seq_len / step_s
+    """Return the median speed of a loop with its 95 % interval, both kinds of MFU, and the GPU's state."""
+    step_s = statistics.median(times.steps_s)
+    low_s, high_s = median_interval(times.steps_s)
+    tokens = case.accumulation * case.batch_size * case.seq_len
     peak_rate = peak_flops(torch.cuda.get_device_name(), "bf16") if bench.has_gpu else None
-    flops = flops_per_token(case.shape, case.seq_len)
-    update_s = statistics.median(times.updates_s) if times.updates_s else None
+    whole, causal = (flops_per_token(case.shape, case.seq_len, causal=half) for half in (False, True))
+    mfu = [
+        None if peak_rate is None else round(tokens / step_s * one / peak_rate, 3) for one in (whole, causal)
+    ]
+    found = times.conditions
+    medians = {key: round(statistics.median(item[key] for item in found)) for key in (found or [{}])[0]}
     return {
         "model": f"{case.preset}, {case.accumulation} x {case.batch_size} x {case.seq_len}",
         "loop": loop,
         "recomputation": mode,
-        "tokens/s": round(tokens_per_s),
-        "MFU": None if peak_rate is None else round(tokens_per_s * flops / peak_rate, 3),
+        "tokens/s": round(tokens / step_s),
+        "95 %": f"{tokens / high_s:.0f} to {tokens / low_s:.0f}",
+        "MFU": mfu[0],
+        "MFU, causal": mfu[1],
         "step ms": round(1000 * step_s, 1),
-        "of it update ms": None if update_s is None else round(1000 * update_s, 1),
+        "of it update ms": round(1000 * statistics.median(times.updates_s), 1) if times.updates_s else None,
         "peak GB": times.peak_gb,
-        "first step s": round(times.steps_s[0], 1),
+        "first step s": round(times.first_s, 1),
+        **medians,
+        "steps_ms": [round(1000 * seconds, 2) for seconds in times.steps_s],
     }
 
 
 def trainkit_loop(
     case: Case,
-    device: str,
-    folder: Path,
+    bench: Bench,
     mode: Recompute,
     *,
     compiled: bool = True,
     options: tuple[str, ...] = (),
 ) -> Iterator[Loop]:
     """Yield trainkit's trainer without validation and saves; on a GPU in bf16, unless `options` differ."""
-    folder.mkdir()
+    device, folder = bench.device, Path(tempfile.mkdtemp(dir=bench.folder))
     compiles = json.dumps(compiled and device == "cuda")
     overrides = [
         *(f"device={device}", f"model.preset={case.preset}", f"model.vocab_size={case.vocab_size}"),
@@ -406,41 +484,12 @@ def trainkit_loop(
     trainer.saver.close()
 
 
-def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
-    """Yield a carefully optimized hand-written loop with the same model and batch."""
-    uses_gpu = device == "cuda"
-    with torch.device(device):
-        model = Decoder(case.shape, case.seq_len).to(device)  # the host computes a table of angles
-    for param in model.parameters():
-        nn.init.normal_(param, std=INIT_STD)
-    if not case.has_float32_averages:
-        for param in model.parameters():
-            param.data = param.data.bfloat16()
-    if uses_gpu:
-        for block in model.layers:
-            block.compile()
-
-    def compute_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-    loss_of = torch.compile(compute_loss) if uses_gpu else compute_loss
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+def opponent_loop(kind: str, case: Case, device: str) -> Iterator[Loop]:
+    """Yield a loop of `OPPONENTS` with the same model and batch, on a CPU in float32."""
     tokens = torch.randint(0, 256, (case.batch_size, case.seq_len + 1), device=device)
     keys = torch.zeros(case.batch_size, dtype=torch.int32, device=device)
-    has_autocast = case.has_float32_averages and uses_gpu
-
-    def step() -> None:
-        for _ in range(case.accumulation):
-            with torch.autocast(device, dtype=torch.bfloat16, enabled=has_autocast):
-                logits = model(tokens[:, :-1], keys)
-            (loss_of(logits, tokens[:, 1:]) / case.accumulation).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    yield Loop(step, optimizer)
+    micros = [(tokens[:, :-1], tokens[:, 1:], keys)] * case.accumulation
+    yield hand_written_loop(kind, case.shape, micros, "bf16" if device == "cuda" else "fp32")
 
 
 def hugging_face(bench: Bench) -> None:
@@ -451,7 +500,7 @@ def hugging_face(bench: Bench) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     choice = choose("1b", bench)
-    if choice is None or not choice.has_hand_written:
+    if choice is None or "autocast" not in choice.opponents:
         return  # the row contains the reason: this loop needs at least as much memory
     case, shape = choice.case, choice.case.shape
     model = LlamaForCausalLM(
@@ -465,11 +514,12 @@ def hugging_face(bench: Bench) -> None:
             max_position_embeddings=case.seq_len,
         )
     )
-    tokens = torch.randint(0, 256, (case.batch_size * case.steps, case.seq_len))
+    num_steps = WARM_UP + case.steps
+    tokens = torch.randint(0, 256, (case.batch_size * num_steps, case.seq_len))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     options: Any = TrainingArguments(
         output_dir=str(bench.folder / "hugging-face"),
-        max_steps=case.steps,
+        max_steps=num_steps,
         per_device_train_batch_size=case.batch_size,
         bf16=bench.has_gpu,
         torch_compile=bench.has_gpu,
@@ -480,18 +530,36 @@ def hugging_face(bench: Bench) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    times = Times([], [])
+    all_s: dict[str, list[float]] = {"trainkit": [], "Hugging Face Trainer": []}
+    states: list[Row] = []
+    peaks = {name: case.bytes_of(name, choice.recompute) for name in ("trainkit", "autocast")}
+    both = case.bytes_together(peaks) <= bench.usable_bytes
+    reset_peak(bench.device)
+    make = partial(trainkit_loop, case, bench, choice.recompute) if both else no_loop
+    with contextmanager(make)() as own:
+        before_gb = start_peak(bench.device)
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began_s = synchronized_s(bench.device)
+        class Clock(TrainerCallback):  # type: ignore[misc]
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                all_s["trainkit"].append(timed(own.step, bench.device))
+                self.began_s = synchronized_s(bench.device)
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            times.steps_s.append(synchronized_s(bench.device) - self.began_s)
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                all_s["Hugging Face Trainer"].append(synchronized_s(bench.device) - self.began_s)
+                states.append(conditions(bench.device))
 
-    Trainer(model, options, train_dataset=samples, callbacks=[Clock()]).train()
-    times.peak_gb = peak_gb(bench.device)
-    bench.emit(speed_row(case, bench, "Hugging Face Trainer", "none", times))
+        Trainer(model, options, train_dataset=samples, callbacks=[Clock()]).train()
+    for name, steps_s in all_s.items():
+        times = Times(steps_s[0], steps_s[WARM_UP:], conditions=states[WARM_UP:])
+        if name != "trainkit" and before_gb is not None and not both:
+            times.peak_gb = round(torch.cuda.max_memory_allocated() / 1e9 - before_gb, 1)
+        if name != "trainkit" or both:
+            bench.emit(speed_row(case, bench, name, "none", times))
+
+
+def no_loop() -> Iterator[Loop]:
+    """Yield a loop that does nothing."""
+    yield Loop(lambda: None, None)
 
 
 def synchronized_s(device: str) -> float:
@@ -514,12 +582,21 @@ def reset_peak(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
-def peak_gb(device: str) -> float | None:
-    """Return the peak tensor memory since the last reset, in GB."""
-    return round(torch.cuda.max_memory_allocated() / 1e9, 1) if device == "cuda" else None
+def start_peak(device: str) -> float | None:
+    """Start to measure the peak tensor memory; return the present memory in GB."""
+    if device == "cpu":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated() / 1e9
+
+
+def median_interval(values: Sequence[float], num_resamples: int = 2000) -> tuple[float, float]:
+    """Return the middle 95 % of the medians of resamples."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(num_resamples))
+    return medians[num_resamples // 40], medians[-1 - num_resamples // 40]
 
 
 def save_state(bench: Bench) -> None:
@@ -594,7 +671,7 @@ def profile_steps(bench: Bench) -> None:
     case, mode = choice.case, choice.recompute
     num_steps = 3
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.has_gpu else [])
-    with contextmanager(trainkit_loop)(case, bench.device, bench.folder / "profiled", mode) as loop:
+    with contextmanager(trainkit_loop)(case, bench, mode) as loop:
         for _ in range(WARM_UP + 1):
             timed(loop.step, bench.device)
         with profile(activities=activities) as profiler:
@@ -616,6 +693,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "context": context_attention,
     "350m": partial(train_model, "350m"),
     "hugging-face": hugging_face,
+    "world": measure_world,
 }
 
 

@@ -152,6 +152,7 @@ class Case:
     door: str
     world: int
     wrong: tuple[int, ...]
+    device: str = "cpu"
 
     def start(self, folder: Path) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "trainkit", "submit", "--backend", "local", "--follow", "--nodes", "1"]
@@ -167,6 +168,7 @@ class Case:
             (folder / "site" / "sitecustomize.py").write_text(text)
             paths.insert(0, str(folder / "site"))
             settings = (*TRAINER, "train.steps=100000", "train.global_batch_size=null", "data.num_workers=0")
+            settings += (f"device={self.device}",)
             argv += [part for setting in settings for part in ("--set", setting)] + [*hang]
         else:
             body = {"plain": PLAIN, "loop": LOOP}[self.door]

@@ -35,8 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan
-from trainkit.capabilities.simulation.worker import _step as step_of
-from trainkit.capabilities.simulation.worker import simulated_world
+from trainkit.capabilities.simulation.worker import simulated_world, training_step, zeros_microbatch
 from trainkit.config import load_config
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.training import ModelConfig, OptimizerConfig
@@ -267,11 +266,10 @@ def count_float8(float8: str) -> CountTalk:
                 part.rebuild_buffers()
             built = build.assemble(task, plan, world, Progress(), parts)
             optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-            step = step_of(config, plan, built, optimizer)
+            step = training_step(config, plan, built, optimizer, zeros_microbatch(config, plan))
             step()
             with CountTalk() as talk:
                 step()
-                built.update_scales()
     return talk
 
 

@@ -13,16 +13,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts
-from benchmarks.gpu_parts import Bench, choose
+from benchmarks import gpu, gpu_parts, training_loop
+from benchmarks.gpu_parts import Bench, Times, choose, measure_in_turns
 from benchmarks.queue_replay import MOST, WORK_H, Job, Replay, Request
+from benchmarks.training_loop import OPPONENTS, Loop, hand_written_loop
 from tests.support.hf_models import need
 from tests.support.programs import run_program
 from tests.support.said import said
+from trainkit.trainer.models.model import local_tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"^ {4}(?:.*\bor: )?python (-m benchmarks\.\w+|benchmarks/\w+\.py)", re.MULTILINE)
@@ -92,12 +95,15 @@ def test_what_a_python_lacks_is_one_line_to_copy(monkeypatch, capsys):
 
 
 ROWS: dict[str, dict[str, list[Any]]] = {
-    "1b": {"loop": ["trainkit", "hand-written"]},
-    "350m": {"loop": ["trainkit", "hand-written", "trainkit, eager", "trainkit, float32", "trainkit, TF32"]},
+    "1b": {"loop": ["trainkit", *OPPONENTS]},
+    "large": {"loop": ["trainkit", "bound"]},
+    "350m": {
+        "loop": ["trainkit", *OPPONENTS, "trainkit, eager", "trainkit, float32", "trainkit, TF32"],
+    },
     "options": {"loop": [f"trainkit, mask of documents, {way}" for way in ("computed", "read")]},
     "context": {"keys": [128, 192, 256]},
     "save": {"way": ["trainkit", "torch.save and fsync", "DCP async_save"] * 2},
-    "hugging-face": {"loop": ["Hugging Face Trainer"]},
+    "hugging-face": {"loop": ["trainkit", "Hugging Face Trainer"]},
 }
 
 
@@ -107,7 +113,7 @@ def test_a_part_on_a_cpu(tmp_path, part):
     if part == "hugging-face":
         need("transformers")
     try:
-        gpu_parts.PARTS[part](Bench("cpu", tmp_path, 80 * 2**30))
+        gpu_parts.PARTS[part](Bench("cpu", tmp_path, (130 if part == "large" else 80) * 2**30))
     finally:
         torch.set_float32_matmul_precision("highest")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -116,6 +122,81 @@ def test_a_part_on_a_cpu(tmp_path, part):
     assert [row[key] for row in measured] == expected
     figures = ("tokens/s", "mask ms", "blocked s")
     assert all(row[name] > 0 for row in measured for name in figures if name in row)
+
+
+class Optimizer:
+    """An optimizer that does nothing."""
+
+    def step(self) -> None: ...
+
+
+def test_loops_that_are_compared_take_turns():
+    order: list[str] = []
+    kept: WeakSet[Optimizer] = WeakSet()
+
+    def make(name):
+        order.append(f"build {name} after {len(kept)}")
+        optimizer = Optimizer()
+        kept.add(optimizer)
+        yield Loop(lambda: order.append(name), optimizer)
+        order.append(f"free {name}")
+
+    loops = {"a": partial(make, "a"), "b": partial(make, "b")}
+    found = measure_in_turns(loops, 4, "cpu", together=True)
+    assert order[:6] == ["build a after 0", "a", "a", "build b after 1", "b", "b"]
+    assert order[6:14] == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert [len(times.steps_s) for times in found.values()] == [4, 4]
+    order.clear()
+    found = measure_in_turns(loops, 4, "cpu", together=False)
+    built = ["build a after 0", "free a", "build b after 0", "free b"]
+    assert [item for item in order if " " in item] == 2 * built
+    assert [len(times.steps_s) for times in found.values()] == [4, 4]
+
+
+def test_the_hand_written_loops_compute_the_same(monkeypatch):
+    """In float32, `careful` and `autocast` have the same update: they differ in types and memory only."""
+    shape = gpu_parts.TINY.shape
+    monkeypatch.setattr(training_loop, "MAX_CHUNK_LOGITS", shape.vocab_size * 12)  # chunks of unequal lengths
+    micros = [
+        (tokens[:, :-1], tokens[:, 1:], torch.zeros(2, dtype=torch.int32))
+        for tokens in torch.randint(0, 256, (2, 2, 17), generator=torch.Generator().manual_seed(0))
+    ]
+    found = {}
+    with gpu_parts.process_group("cpu"):
+        for kind in OPPONENTS:
+            torch.manual_seed(0)
+            loop = hand_written_loop(kind, shape, micros, "fp32")
+            for _ in range(2):
+                loop.step()
+            params = loop.optimizer.param_groups[0]["params"]
+            states = loop.optimizer.state[params[0]]
+            found[kind] = torch.cat([local_tensor(param).detach().flatten() for param in params])
+            dtype = torch.bfloat16 if kind == "bound" else torch.float32
+            assert {found[kind].dtype, states["exp_avg"].dtype} == {dtype}
+    assert (found["careful"] - found["autocast"]).abs().max() < 1e-6
+
+
+def test_a_speed_has_an_interval_and_two_kinds_of_mfu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    times = Times(9.0, [0.1, 0.1, 0.1, 0.2], conditions=[{"SM MHz": 1900}, {"SM MHz": 1980}])
+    case = gpu_parts.CASES["1b"][0]
+    row = gpu_parts.speed_row(case, Bench("cuda", tmp_path, 0), "careful", "none", times)
+    assert (row["tokens/s"], row["95 %"], row["SM MHz"]) == (163840, "81920 to 163840", 1940)
+    attention = 6 * 16 * 2048 * 4096 * 163840 / 989e12
+    assert row["MFU"] - row["MFU, causal"] == pytest.approx(attention, abs=1e-3)
+    twice = {**row, "loop": "trainkit", "tokens/s": 327680, "steps_ms": [50.0, 50.0, 50.0, 50.0]}
+    parts = {"1b": {"rows": [twice, row, {**row, "loop": "bound"}]}}
+    assert list(gpu.goals(parts)) == [
+        "1b, 1 x 4 x 4096: 2.00 x careful, 2.00 to 4.00 (reached)",
+        "1b, 1 x 4 x 4096: 2.00 x bound, 2.00 to 4.00",
+    ]
+
+
+@pytest.mark.parametrize("file", sorted(gpu.RECORDS.glob("*.json")), ids=lambda file: file.stem)
+def test_earlier_records_stay_readable(file):
+    record = json.loads(file.read_text())
+    assert gpu.markdown(record) == file.with_suffix(".md").read_text()
+    assert any("hand-written" in goal for goal in gpu.goals(record["parts"]))
 
 
 @pytest.mark.slow
@@ -130,6 +211,7 @@ def test_the_record_of_the_parts(tmp_path, monkeypatch, capfd):
     record = json.loads(file.read_text())
     assert list(record["parts"]) == ["profile", "save"], "in the order of their worth"
     assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
+    assert {part["commit"] for part in record["parts"].values()} == {gpu.commit_of(ROOT)}
     [table] = tmp_path.glob("*.md")
     assert table.read_text() == out
     # A part that is measured again replaces its rows, and no others.

@@ -95,6 +95,7 @@ def test_flops_per_token():
     assert num_params_of_blocks(shape) == matmul_params - 40
     assert num_params(shape) == matmul_params + 40
     assert flops_per_token(shape, 8) == 6 * matmul_params + 12 * 2 * 4 * 8
+    assert flops_per_token(shape, 8, causal=True) == 6 * matmul_params + 6 * 2 * 4 * 8
     tied = replace(shape, tie_embeddings=True)  # the head is multiplied all the same
     assert num_params(shape) - num_params(tied) == 40
     assert flops_per_token(tied, 8) == flops_per_token(shape, 8)

@@ -165,8 +165,10 @@ def _in_group(
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # NCCL refuses two ranks on one GPU.
+    shares_gpu = device.type == "cuda" and torch.cuda.device_count() < num_procs
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        f"cpu:gloo,cuda:{'gloo' if shares_gpu else 'nccl'}" if device.type == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=num_procs,
@@ -178,10 +180,12 @@ def _in_group(
 
 
 def device_of(rank: int) -> Any:
-    """Return the device of a rank: a CPU, or with TEST_DEVICE=cuda the GPU of its number."""
+    """Return the device of a rank: a CPU, or with TEST_DEVICE=cuda one of the GPUs, which ranks may share."""
     import torch
 
-    return torch.device("cuda", rank) if os.environ.get("TEST_DEVICE") == "cuda" else torch.device("cpu")
+    if os.environ.get("TEST_DEVICE") != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **precision: object) -> Any:

@@ -98,7 +98,8 @@ class Preset:
     rope_theta: float = 10_000.0
 
 
-# 60m, 125m, 350m: the Llama configurations of GaLore (arXiv 2403.03507). 1b, 3b: Llama 3.2. 8b: Llama 3 8B.
+# 60m, 125m, 350m: the Llama configurations of GaLore (arXiv 2403.03507). 8b: Llama 3 8B.
+# 1b, 3b: Llama 3.2, which also needs `model.tie_embeddings`.
 # 7b, 13b, 70b: Llama 2 (arXiv 2307.09288).
 PRESETS: dict[str, Preset] = {
     "nano": Preset(64, 2, 4, 2, 192),
@@ -227,12 +228,13 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
     return shape.num_layers * (attention + biases + feed_forward + norms) + shape.dim
 
 
-def flops_per_token(shape: ModelShape, seq_len: int) -> float:
+def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) -> float:
     """Return the training FLOPs per token, without recomputation.
 
     The formula is ``6 N + 12 L H Q T`` from PaLM, appendix B (arXiv 2204.02311). N includes the blocks and
-    the output projection (even if tied), but not the embedding, which is only a lookup.
+    the output projection (even if tied), but not the embedding, which is only a lookup. With `causal`, the
+    term of attention is halved, because a causal mask allows half of the scores.
     """
     matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
-    attention = 12 * shape.num_layers * shape.query_dim * seq_len
+    attention = (6 if causal else 12) * shape.num_layers * shape.query_dim * seq_len
     return float(6 * matmul_params + attention)

@@ -59,12 +59,16 @@ class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+HOST = torch.device("cpu")
+
+
 @contextmanager
-def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
+def simulated_world(
+    plan: LaunchPlan, rank: int, *, device: torch.device = HOST, mesh_of_one: bool = False
+) -> Iterator[World]:
     """Create the `World` of one rank with torch's ``fake`` backend, which needs no other ranks."""
     join_fake_world(rank, plan.world_size)
     try:
-        device = torch.device("cpu")
         mesh = build_mesh(device, plan.layout) if plan.world_size > 1 or mesh_of_one else None
         group = context_group(plan.layout)
         yield World(rank, plan.world_size, device, mesh, None, plan.layout, group, is_simulated=True)
@@ -85,7 +89,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
                 model.rebuild_buffers()
             built = assemble(task, plan, world, Progress(), model_parts)
             optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-            step = _step(config, plan, built, optimizer)
+            step = training_step(config, plan, built, optimizer, zeros_microbatch(config, plan))
             tracker, collectives = memory_tracker(), _CountCollectives()
             masters = [weight.param for weight in built.weights if weight.cast is not None]
             state = [tensor for _, tensor in optimizer.state_tensors()]
@@ -105,19 +109,23 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
     )
 
 
-def _step(
-    config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
+def zeros_microbatch(config: RunConfig, plan: LaunchPlan) -> Microbatch:
+    """Return a microbatch of zeros on the host."""
+    shape = (plan.batch.device_batch_size, config.data.seq_len)
+    tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    return Microbatch(tokens, labels, torch.zeros(shape[0], dtype=torch.int32))
+
+
+def training_step(
+    config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW, micro: Microbatch
 ) -> Callable[[], None]:
-    """Return a function that runs a training step, omitting operations that need tensor values."""
-    batch = plan.batch
-    shape = (batch.device_batch_size, config.data.seq_len)
-    micro = Microbatch(
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape[0], dtype=torch.int32),
-    )
-    micros = [micro] * batch.accumulation_steps
-    one, zero = torch.ones(()), torch.zeros(())
+    """Return a function that runs a training step, omitting operations that need values of other ranks.
+
+    `micro` is the microbatch of every pass.
+    """
+    micros = [micro] * plan.batch.accumulation_steps
+    device = micro.tokens.device
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
     if isinstance(built.forward_backward, PipelineForwardBackward):
         dtype = DTYPES[config.precision.dtype]
 
@@ -135,6 +143,7 @@ def _step(
         dist.all_reduce(total)
         optimizer.step(1e-3, one, zero)
         optimizer.zero_grad()
+        built.update_scales()
 
     return step
 
