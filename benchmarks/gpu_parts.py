@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest.mock import patch
 
 import pytest
@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.training_loop import make_attempt
 from trainkit.config import read_effective
-from trainkit.config.running import ParallelConfig
+from trainkit.config.running import ParallelConfig, Recomputation
 from trainkit.config.training import ModelConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan import step_work
@@ -59,8 +59,7 @@ from trainkit.trainer.torch_private import flash_attention_to_last
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-Recompute = Literal["none", "selective", "full"]
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
 @dataclass(frozen=True)
@@ -126,14 +125,14 @@ class Case:
     def shape(self) -> ModelShape:
         return resolve_model_shape(ModelConfig(preset=self.preset, vocab_size=self.vocab_size), 1)  # type: ignore[arg-type]
 
-    def work(self, recompute: Recompute) -> StepWork:
+    def work(self, recompute: Recomputation) -> StepWork:
         """Return the properties of a step that the planner needs."""
         parallel = ParallelConfig(activation_checkpointing=recompute)
         sizes = self.seq_len, self.batch_size, self.accumulation
         averages = 8 if self.has_float32_averages else 4
         return StepWork(self.shape, ONE_PROCESS, parallel, *sizes, optimizer_bytes=averages)
 
-    def mode(self, usable_bytes: int) -> Recompute | None:
+    def mode(self, usable_bytes: int) -> Recomputation | None:
         """Return the least recomputation that lets trainkit fit into memory, or None if no mode does."""
         fits = (mode for mode in MODES if memory_of(self.work(mode)).peak <= usable_bytes)
         return next(fits, None)
@@ -169,7 +168,7 @@ class Choice(NamedTuple):
     """A case that fits into memory."""
 
     case: Case
-    recompute: Recompute
+    recompute: Recomputation
     has_hand_written: bool
     """True if the hand-written loop also fits into memory."""
 
@@ -283,7 +282,7 @@ def train_model(part: str, bench: Bench) -> None:
         bench.emit(speed_row(case, bench, name, mode if name == "trainkit" else "none", times))
 
 
-def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
+def measure_float32(case: Case, bench: Bench, mode: Recomputation) -> None:
     """Measure trainkit's steps in float32, with matrix products in float32 or in TF32."""
     for name, has_tf32 in (("float32", False), ("TF32", True)):
         torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as in the ranks of a run
@@ -351,7 +350,7 @@ def attention_passes(attend: Attend, inputs: list[Tensor]) -> None:
     torch.autograd.grad(out, leaves, leaves[0].detach())
 
 
-def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
+def speed_row(case: Case, bench: Bench, loop: str, mode: Recomputation, times: Times) -> Row:
     """Return the median speed of a loop, excluding the first steps, which include compilation."""
     step_s = statistics.median(times.steps_s[WARM_UP:])
     tokens_per_s = case.accumulation * case.batch_size * case.seq_len / step_s
@@ -375,7 +374,7 @@ def trainkit_loop(
     case: Case,
     device: str,
     folder: Path,
-    mode: Recompute,
+    mode: Recomputation,
     *,
     compiled: bool = True,
     options: tuple[str, ...] = (),

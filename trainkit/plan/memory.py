@@ -91,14 +91,18 @@ def block_bytes(work: StepWork) -> int:
     For each token, a block saves the inputs of both norms, of the qkv projection, and of the gate and up
     projections. Tensor parallelism splits the other tensors: queries, keys, values, the attention output,
     gate, up, silu(gate), and silu(gate) * up. Fused kernels compute silu(gate) again from gate, and save the
-    float32 statistics of the norms and of attention.
+    float32 statistics of the norms and of attention. In float8, fused kernels also compute the outputs of the
+    norms and silu(gate) * up again, because casts to float8 follow.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
-    kv_dim = shape.num_kv_heads * shape.head_dim
+    # In float32, GPUs have no flash attention, so each query head gets its own keys and values.
+    repeats_keys = work.device == "cuda" and work.dtype == "fp32"
+    kv_dim = (shape.num_heads if repeats_keys else shape.num_kv_heads) * shape.head_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of the two chunks.
-    num_inner = 3 if work.is_fused else 4
+    num_inner = 4 if not work.is_fused else 2 if work.float8 else 3
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + num_inner * shape.ffn_dim
-    a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
+    normed = 0 if work.is_fused and work.float8 else 2 * shape.dim
+    a_token = 2 * _norm_bytes(work) + item * (normed + split / layout.tp)
     if work.is_fused:
         a_token += FLOAT32 * (2 + shape.num_heads)
     if shape.dropout:
@@ -111,19 +115,30 @@ def block_bytes(work: StepWork) -> int:
 
 
 def kept_bytes(work: StepWork) -> int:
-    """Return the bytes of activations that one block keeps from its forward to its backward pass."""
+    """Return the bytes of activations that one block keeps from its forward to its backward pass.
+
+    The modes `pointwise` and `selective` keep the block's input, the results of attention, and the results of
+    all or of every second matrix product. Tensor-parallel ranks keep reduced results instead of the products
+    to be reduced. Fused kernels do not keep the last product, because no gradient depends on its values.
+    """
     mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
     if mode == "none":
         return block_bytes(work)
     a_token: float = stream_bytes(work)
-    if mode == "selective":
-        # Selective recomputation keeps the results of attention, of every second matrix product (wq, wv,
-        # gate, down), and of tensor-parallel reductions.
+    if mode != "full":
         kv_dim = shape.num_kv_heads * shape.head_dim
+        is_pointwise = mode == "pointwise"
+        # The products are wq, wk, wv, wo, gate, up and down; `selective` keeps wq, wv, gate and down.
+        split = shape.dim + (2 if is_pointwise else 1) * (kv_dim + shape.ffn_dim)
         # On Hopper, context-parallel attention merges the results of two kernel calls.
-        attended = shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
-        a_token += work.itemsize * ((attended + shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
-        a_token += 2 * stream_bytes(work) if tp > 1 else 0
+        split += shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
+        a_token += work.itemsize * split / tp
+        if tp > 1:
+            a_token += 2 * stream_bytes(work)
+        else:
+            a_token += stream_bytes(work) * (int(is_pointwise) + (not work.is_fused))
+        if work.is_fused:
+            a_token += FLOAT32 * shape.num_heads
     return round(work.tokens_per_pass * a_token)
 
 
