@@ -13,7 +13,7 @@ from trainkit.config.training import OptimizerConfig
 from trainkit.formats import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory import block_bytes, kept_bytes, loss_bytes, memory_of, rank_memory
-from trainkit.plan.model_shape import ModelShape, num_params
+from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
 from trainkit.plan.step_work import optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
@@ -118,6 +118,15 @@ def test_a_single_process_keeps_every_weight_twice():
     assert memory_of(on_a_mesh).phases["update"].params == 4 * params
 
 
+def test_blocks_that_are_gathered_in_float8_take_one_byte_a_parameter():
+    """ZeRO-2 keeps all blocks gathered. ZeRO-3 gathers two blocks at a time."""
+    for zero, num_blocks, phase in ((2, 32, "loss"), (3, 2, "backward")):
+        work = replace(step_work(zero=zero), float8=True)
+        found = (memory_of(replace(work, float8_gather=gathers)) for gathers in (False, True))
+        bf16, float8 = (each.phases[phase].buffers for each in found)
+        assert bf16 - float8 == num_blocks * (num_params_between_embeddings(work.shape) // 32)
+
+
 def test_the_loss_by_hand():
     """The loss keeps log probabilities and two gradients in float32, and a fourth number if it is split."""
     work = step_work(SMALL, seq_len=10)
@@ -165,6 +174,8 @@ TRACKED: list[tuple[float, dict[str, Any]]] = [
     (36.047, {"num_layers": 32}),
     (14.931, {"num_layers": 32, **FULL}),
     (19.420, {"num_layers": 32, **SELECTIVE}),
+    (23.842, {"num_layers": 32, **POINTWISE}),
+    (4.301, {"layout": Layout(dp_shard=2, cp=4), **POINTWISE, "seq_len": 8192}),
     (6.959, {"accumulation_steps": 2}),
     (5.241, {"zero": 2, **FULL}),
     (5.023, {"zero": 2, **FULL, "accumulation_steps": 2, "seq_len": 512}),
@@ -236,10 +247,10 @@ PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
     (14.030, 1, {**TWO_RANKS, "pp_schedule": "zbv", **FULL}),
     (47.059, 1, {**TWO_RANKS, "preset": "70b", "pp_schedule": "zbv", **FULL}),
     (11.132, 1, {**TWO_RANKS, "pp_schedule": "dualpipe_v"}),
-    (4.941, 0, {**TWO_RANKS, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2, **SELECTIVE}),
+    (4.816, 0, {**TWO_RANKS, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2, **SELECTIVE}),
     (21.963, 0, {"num_layers": 32, "layout": Layout(dp_shard=2, pp=4), **LONG, **FULL}),
     (
-        14.742,
+        13.179,
         0,
         {"preset": "13b", "num_layers": 40, **LONG, "layout": Layout(dp_shard=2, pp=4, tp=4), **SELECTIVE},
     ),

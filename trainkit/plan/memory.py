@@ -289,7 +289,7 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         # there are shards without replicas.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
-    whole = item * params.whole
+    a_block, whole = work.block_itemsize * block, _gathered_bytes(work, params)
     # True if the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
@@ -305,8 +305,8 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
         buffers = in_block
         if is_wrapped:
-            rest = item * (block * (blocks - done) + params.embedding)
-            following = min(2 * item * block, rest) if work.shards > 1 else item * block
+            rest = a_block * (blocks - done) + item * params.embedding
+            following = min(2 * a_block, rest) if work.shards > 1 else a_block
             buffers += whole if stays else rest if work.keeps_gathered else following
             buffers += item * both_ends + FLOAT32 * (block if done else head - both_ends)
         gradients = (waiting or made) + item * both_ends
@@ -329,7 +329,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
-    buffers += item * params.whole  # The parameters stay gathered for all passes.
+    buffers += _gathered_bytes(work, params)  # The parameters stay gathered for all passes.
     kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
     last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
     again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0
@@ -349,6 +349,12 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         yield "backward", gradients, activations + again, losses, buffers + in_block
         if has_head:
             yield "loss", gradients, activations + at_head, last + losses, buffers
+
+
+def _gathered_bytes(work: StepWork, params: RankParams) -> int:
+    """Return the bytes of a rank's gathered parameters, of which the blocks' may be in float8."""
+    ends = params.embedding + params.head
+    return work.block_itemsize * params.block * params.num_layers + work.itemsize * ends
 
 
 def _head_bytes(work: StepWork) -> int:
