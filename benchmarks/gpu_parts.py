@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest.mock import patch
 
 import pytest
@@ -45,7 +45,7 @@ from benchmarks.training_loop import (
 )
 from benchmarks.world import measure_world
 from trainkit.config import read_effective
-from trainkit.config.running import ParallelConfig
+from trainkit.config.running import ParallelConfig, Recomputation
 from trainkit.config.training import ModelConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan import step_work
@@ -68,8 +68,7 @@ from trainkit.trainer.torch_private import flash_attention_to_last
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-Recompute = Literal["none", "selective", "full"]
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
 @dataclass(frozen=True)
@@ -134,19 +133,19 @@ class Case:
     def shape(self) -> ModelShape:
         return resolve_model_shape(ModelConfig(preset=self.preset, vocab_size=self.vocab_size), 1)  # type: ignore[arg-type]
 
-    def work(self, recompute: Recompute) -> StepWork:
+    def work(self, recompute: Recomputation) -> StepWork:
         """Return the properties of a step that the planner needs."""
         parallel = ParallelConfig(activation_checkpointing=recompute)
         sizes = self.seq_len, self.batch_size, self.accumulation
         averages = 8 if self.has_float32_averages else 4
         return StepWork(self.shape, ONE_PROCESS, parallel, *sizes, optimizer_bytes=averages)
 
-    def mode(self, usable_bytes: int) -> Recompute | None:
+    def mode(self, usable_bytes: int) -> Recomputation | None:
         """Return the least recomputation that lets trainkit fit into memory, or None if no mode does."""
         fits = (mode for mode in MODES if memory_of(self.work(mode)).peak <= usable_bytes)
         return next(fits, None)
 
-    def bytes_of(self, loop: str, recompute: Recompute = "none") -> int:
+    def bytes_of(self, loop: str, recompute: Recomputation = "none") -> int:
         """Return the estimated peak bytes of trainkit, or of a loop of `OPPONENTS`, which recomputes nothing.
 
         For the opponents, the sum includes weights, gradients, averages and bf16 copies, the activations, and
@@ -188,7 +187,7 @@ class Choice(NamedTuple):
     """A case that fits into memory."""
 
     case: Case
-    recompute: Recompute
+    recompute: Recomputation
     opponents: tuple[str, ...]
     """The loops of `OPPONENTS` that also fit into memory."""
     fit_together: bool
@@ -323,7 +322,7 @@ def train_model(part: str, bench: Bench) -> None:
 
 
 def emit_speeds(
-    bench: Bench, case: Case, mode: Recompute, loops: dict[str, MakeLoop], *, together: bool
+    bench: Bench, case: Case, mode: Recomputation, loops: dict[str, MakeLoop], *, together: bool
 ) -> None:
     """Measure loops in turns, and write one row per loop."""
     with process_group(bench.device) if set(OPPONENTS) & set(loops) else nullcontext():
@@ -342,7 +341,7 @@ def process_group(device: str) -> Iterator[None]:
         gc.collect()  # gloo's threads may otherwise abort the process at its end
 
 
-def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
+def measure_float32(case: Case, bench: Bench, mode: Recomputation) -> None:
     """Measure trainkit's steps in float32, with matrix products in float32 or in TF32."""
 
     def make(has_tf32: bool) -> Iterator[Loop]:
@@ -421,7 +420,7 @@ def attention_passes(attend: Attend, inputs: list[Tensor]) -> None:
     torch.autograd.grad(out, leaves, leaves[0].detach())
 
 
-def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
+def speed_row(case: Case, bench: Bench, loop: str, mode: Recomputation, times: Times) -> Row:
     """Return the median speed of a loop with its 95 % interval, both kinds of MFU, and the GPU's state."""
     step_s = statistics.median(times.steps_s)
     low_s, high_s = median_interval(times.steps_s)
@@ -453,7 +452,7 @@ def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times
 def trainkit_loop(
     case: Case,
     bench: Bench,
-    mode: Recompute,
+    mode: Recomputation,
     *,
     compiled: bool = True,
     options: tuple[str, ...] = (),

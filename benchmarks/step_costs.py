@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
@@ -38,6 +38,7 @@ from trainkit.capabilities.simulation.simulated_job import simulate, simulated_p
 from trainkit.capabilities.simulation.worker import simulated_world, training_step, zeros_microbatch
 from trainkit.config import load_config
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.running import Recomputation
 from trainkit.config.training import ModelConfig, OptimizerConfig
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.model_shape import resolve_model_shape
@@ -54,7 +55,7 @@ from trainkit.trainer.torch_private import collective_kind
 TOKENS = 4096
 GB = 1e9
 LAYERS = 4
-MODES = ("none", "selective", "full")
+MODES = get_args(Recomputation)
 LAYOUTS: dict[str, dict[str, int]] = {
     "replicate 2": {"dp_replicate": 2, "dp_shard": 1},
     "shard 8": {"dp_shard": 8},

@@ -75,7 +75,9 @@ def test_hybrid_sharding_sends_little_between_its_copies():
     assert reduce.num_bytes == pytest.approx(2 * 4 * PARAMS / 8 * 3 / 4, rel=0.01)
 
 
-@pytest.mark.parametrize(("mode", "reductions"), [("none", 4), ("selective", 5), ("full", 5.5)])
+@pytest.mark.parametrize(
+    ("mode", "reductions"), [("none", 4), ("pointwise", 5), ("selective", 5), ("full", 5.5)]
+)
 def test_tensor_parallelism_reduces_four_times_a_block(mode, reductions):
     """Megatron (arXiv 1909.08053) has two all-reduces forward and two backward.
 
@@ -124,6 +126,11 @@ def test_what_is_computed_again():
     selective = recompute_share(step_work(activation_checkpointing="selective"))
     products = 4 * 4096 + 3 * 11_008
     assert selective == pytest.approx((2 * 4096 + 11_008) / products / 3)
+    # Tensor-parallel ranks keep the reduced output of wo. Without compilation, they repeat the product.
+    pointwise = step_work(activation_checkpointing="pointwise")
+    split = replace(pointwise, layout=Layout(tp=2))
+    shares = map(recompute_share, (pointwise, split, split.with_parallel(compile=False)))
+    assert [*shares] == [0, 0, pytest.approx(4096 / products / 3)]
     zbv = step_work(layout=Layout(pp=2), activation_checkpointing="full", pp_schedule="zbv")
     # The trainer computes the attention of a block 11 times forward. Only one of them is not a recomputation.
     assert recompute_share(zbv) == pytest.approx(10 / 3)
@@ -155,7 +162,7 @@ LAYOUTS = st.builds(
 )
 
 
-@given(LAYOUTS, st.sampled_from(["none", "selective", "full"]), st.sampled_from([2, 3]))
+@given(LAYOUTS, st.sampled_from(["none", "pointwise", "selective", "full"]), st.sampled_from([2, 3]))
 def test_every_step_takes_time(layout, mode, zero):
     work = step_work(layout=layout, device_batch_size=4, activation_checkpointing=mode, zero=zero)
     cost = cost_of(work, H100, 8)

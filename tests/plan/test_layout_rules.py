@@ -39,6 +39,7 @@ cp: 4, seq_len: 36
 pp: 4, num_layers: 6, pp_schedule: zbv
 pp: 2, device_batch_size: 6
 pp: 2, pp_schedule: zbv, activation_checkpointing: selective
+pp: 2, pp_schedule: zbv, activation_checkpointing: pointwise
 pp: 2, pp_schedule: dualpipe_v, compile: true
 pp: 2, pp_schedule: interleaved_1f1b, pp_microbatches: 1, accumulation_steps: 5
 pp: 8, num_layers: 8

@@ -75,14 +75,18 @@ CASES = [
             {"all_reduce": 2 * LAYERS + 1},
         ),
     ),
-    (
-        Case("tp-selective", 2, {"tp": 2, "activation_checkpointing": "selective"}),
-        plus(
-            AGREED,
-            # Recomputation gathers the inputs of attention and feed-forward again, but reduces nothing again.
-            {"all_gather": 2 * (SPLITS + LAYERS) * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
-            {"all_reduce": 3 * PASSES + 2 * LAYERS + 1},
-        ),
+    *(
+        (
+            Case(f"tp-{mode}", 2, {"tp": 2, "activation_checkpointing": mode}),
+            plus(
+                AGREED,
+                # Recomputation gathers the inputs of attention and feed-forward again, but reduces nothing
+                # again.
+                {"all_gather": 2 * (SPLITS + LAYERS) * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
+                {"all_reduce": 3 * PASSES + 2 * LAYERS + 1},
+            ),
+        )
+        for mode in ("pointwise", "selective")
     ),
     (
         Case("tp-full", 2, {"tp": 2, "activation_checkpointing": "full"}),

@@ -129,7 +129,22 @@ def test_first_values():
     assert loss.item() == pytest.approx(math.log(model.shape.vocab_size), abs=0.1), "knows nothing yet"
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["pointwise", "selective", "full"])
+def test_recomputation_changes_no_bit(mode):
+    """The packed samples need a document mask, and the recomputed dropout masks must be the same."""
+    found = []
+    for used in ("none", mode):
+        model = masked(dropout=0.1, num_layers=2).to(torch.bfloat16).train()
+        recompute_and_compile(list(model.blocks), used, compiled=False)  # type: ignore[arg-type]
+        logits = model(tokens(4) % (EOS + 1), sample_keys(4))
+        logits.float().square().mean().backward()
+        found.append((logits, [param.grad for param in model.parameters()]))
+    (logits, gradients), (again, of_again) = found
+    assert torch.equal(logits, again)
+    assert all(map(torch.equal, gradients, of_again))
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "selective", "full"])
 def test_recomputing_keeps_less(mode):
     def kept_bytes(used: str) -> int:
         sizes = {}
@@ -149,7 +164,9 @@ def test_recomputing_keeps_less(mode):
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.parametrize(("dropout", "mode"), [(0.0, "none"), (0.1, "selective"), (0.1, "full")])
+@pytest.mark.parametrize(
+    ("dropout", "mode"), [(0.0, "none"), (0.1, "pointwise"), (0.1, "selective"), (0.1, "full")]
+)
 def test_all_blocks_share_one_compiled_graph(dropout, mode, monkeypatch):
     """torch recompiles one function at most 8 times. test_layouts.py trains with the code of Inductor."""
     from torch._dynamo.utils import counters

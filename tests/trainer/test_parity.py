@@ -19,9 +19,10 @@ TWO_STEPS = (DROPOUT, "train.steps=2")
 """Options of tests whose layouts differ in the gradient of a step. `test_one_curve` has longer runs."""
 DATA_PARALLEL = [
     Case("recomputed", 1, {"activation_checkpointing": "full"}),
+    Case("pointwise", 1, {"activation_checkpointing": "pointwise"}),
     Case("whole-batch", 1, {}, ("train.device_batch_size=16",)),
     Case("mesh-of-one", 1, {"mesh_of_one": True}),
-    Case("replicate", 2, {"dp_replicate": 2, "activation_checkpointing": "selective"}),
+    Case("replicate", 2, {"dp_replicate": 2, "activation_checkpointing": "pointwise"}),
     Case("shard", 2, {"dp_shard": 2, "activation_checkpointing": "full"}, ("train.device_batch_size=1",)),
     Case("replicate-shard", 4, {"dp_replicate": 2, "dp_shard": 2}),
 ]
@@ -29,8 +30,8 @@ CASES = [
     *DATA_PARALLEL,
     Case("tp", 2, {"tp": 2, "activation_checkpointing": "selective"}),
     Case("plain-tp", 2, {"tp": 2, "sequence_parallel": False, "loss_parallel": False}),
-    Case("cp", 2, {"cp": 2, "activation_checkpointing": "full"}),
-    Case("pp", 2, {"pp": 2}),
+    Case("cp", 2, {"cp": 2, "activation_checkpointing": "pointwise"}),
+    Case("pp", 2, {"pp": 2, "activation_checkpointing": "pointwise"}),
     Case("zero-bubble", 2, {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "full"}),
     Case("offload", 2, {"dp_shard": 2, "offload": True, "zero": 2}),
     Case("interleaved-tp", 4, {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"}),
@@ -66,6 +67,8 @@ def test_one_curve(runs, case):
     assert worst_difference(runs / case.name, runs / "alone") < limit
     tokens = [[step["tokens"] for step in metrics_of(runs / name)] for name in ("alone", case.name)]
     assert tokens[0] == tokens[1]
+    if case.name in ("recomputed", "pointwise"):
+        assert curve(runs / case.name) == curve(runs / "alone"), "recomputation changes no bit"
 
 
 def test_the_reference_has_a_ragged_end_and_validates(runs):
@@ -92,7 +95,7 @@ def test_document_mask(tmp_path):
     common = [*COMMON, *TWO_STEPS, f"data.source={tmp_path}/rows.jsonl", "data.val_fraction=0.2"]
     mask = ("data.document_mask=true",)
     tp = Case("tp", 2, {"tp": 2, "activation_checkpointing": "full"}, mask)
-    shard = Case("shard", 2, {"dp_shard": 2, "activation_checkpointing": "selective"}, mask)
+    shard = Case("shard", 2, {"dp_shard": 2, "activation_checkpointing": "pointwise"}, mask)
     run_cases(tmp_path, [Case("plain", 1, {}), Case("alone", 1, {}, mask), tp, shard], common)
     assert worst_difference(tmp_path / "plain", tmp_path / "alone") > 1e-4
     for case in (tp, shard):

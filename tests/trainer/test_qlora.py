@@ -96,6 +96,7 @@ def test_training(tmp_path):
         Case("bf16", 1, {}, (*own, "precision.dtype=bf16")),
         Case("offload", 1, {"offload": True}, own),
         Case("recompute", 1, {"activation_checkpointing": "full"}, own),
+        Case("pointwise", 1, {"activation_checkpointing": "pointwise"}, own),
         Case("ddp", 2, {"dp_replicate": 2}, own),
         Case("fsdp", 2, {"dp_shard": 2}, own),
         Case("cut", 2, {"dp_replicate": 2}, (*own, "train.stop_at_step=3")),
@@ -106,7 +107,7 @@ def test_training(tmp_path):
 
     one = tmp_path / "one"
     assert losses(one)[-1] < losses(one)[0]
-    for name in ("offload", "recompute"):
+    for name in ("offload", "recompute", "pointwise"):
         assert curve(tmp_path / name) == curve(one), name
     assert curve(tmp_path / "cut") == curve(tmp_path / "ddp")
     for name in ("ddp", "fsdp"):

@@ -21,7 +21,7 @@ FILE = Path(tasks.__file__)
 COMMON = (f"task={FILE}:Classify", "train.steps=6", "train.eval_every=3", "optimizer.lr=0.01")
 COMMON += ("train.grad_clip=0.5",)
 CASES = [
-    Case("ddp", 2, {"dp_replicate": 2}),
+    Case("ddp", 2, {"dp_replicate": 2, "activation_checkpointing": "pointwise"}),
     Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}, ("data.num_workers=1",)),
     Case("zero2", 2, {"dp_shard": 2, "zero": 2, "activation_checkpointing": "selective"}),
     Case("hsdp", 4, {"dp_shard": 2, "dp_replicate": 2}),

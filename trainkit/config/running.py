@@ -11,6 +11,8 @@ from trainkit.formats import MEMORY, slurm_memory
 PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"
 ]
+Recomputation = Literal["none", "pointwise", "selective", "full"]
+"""Modes of activation checkpointing, from no recomputation to the most."""
 DataParallelDegree = Literal[-1] | AtLeastOne
 OneLine = Annotated[
     str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"allowed": "one line of text"})
@@ -84,7 +86,7 @@ class ParallelConfig(Section):
     pp_microbatches: AtLeastOne = key(
         4, "Number of microbatches per device batch if pp > 1; the default depends on the batch size."
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = key(
+    activation_checkpointing: Recomputation = key(
         "none", "Which activations to recompute in the backward pass instead of storing them."
     )
     compile: bool | None = key(

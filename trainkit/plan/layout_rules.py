@@ -35,9 +35,10 @@ def batch_problems(work: StepWork) -> Iterator[Problem]:
         yield Problem("parallel.cp", message, hint=hint)
     if layout.pp > 1 and schedule in SPLIT_BACKWARD:
         why = f"which {schedule} does not support, because this schedule splits the backward pass"
-        if parallel.activation_checkpointing == "selective":
+        if parallel.activation_checkpointing in ("pointwise", "selective"):
             hint = "use full or none, or set parallel.pp_schedule to gpipe, 1f1b or interleaved_1f1b"
-            yield Problem("parallel.activation_checkpointing", f"is selective, {why}", hint=hint)
+            message = f"is {parallel.activation_checkpointing}, {why}"
+            yield Problem("parallel.activation_checkpointing", message, hint=hint)
         if parallel.compile:
             hint = "set parallel.pp_schedule to gpipe, 1f1b or interleaved_1f1b"
             yield Problem("parallel.compile", f"is true, {why}", hint=hint)

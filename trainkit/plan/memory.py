@@ -91,16 +91,21 @@ def block_bytes(work: StepWork) -> int:
     For each token, a block saves the inputs of both norms, of the qkv projection, and of the gate and up
     projections. Tensor parallelism splits the other tensors: queries, keys, values, the attention output,
     gate, up, silu(gate), and silu(gate) * up. Fused kernels compute silu(gate) again from gate, and save the
-    float32 statistics of the norms and of attention.
+    float32 statistics of the norms and of attention. In float8, fused kernels also compute the outputs of the
+    norms and silu(gate) * up again, because casts to float8 follow.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
+    # In float32, GPUs have no flash attention, so each query head gets its own keys and values.
+    repeats_keys = work.device == "cuda" and work.dtype == "fp32"
+    kv_dim = shape.query_dim if repeats_keys else shape.kv_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of the two chunks.
-    num_inner = 3 if work.is_fused else 4
-    attended = (2 if layout.cp == 1 else 3) * shape.query_dim + 2 * shape.kv_dim * layout.cp
+    attended = (2 if layout.cp == 1 else 3) * shape.query_dim + 2 * kv_dim * layout.cp
     if shape.qk_norm:  # the inputs of the norms, which are float32 copies on CPUs
         attended += (shape.query_dim + shape.kv_dim) * (2 * FLOAT32 // item if work.device == "cpu" else 1)
+    num_inner = 4 if not work.is_fused else 2 if work.float8 else 3
     split = attended + num_inner * shape.ffn_dim
-    a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
+    normed = 0 if work.is_fused and work.float8 else 2 * shape.dim
+    a_token = 2 * _norm_bytes(work) + item * (normed + split / layout.tp)
     if work.is_fused:
         a_token += FLOAT32 * (2 + shape.num_heads)
     if shape.dropout:
@@ -113,20 +118,29 @@ def block_bytes(work: StepWork) -> int:
 
 
 def kept_bytes(work: StepWork) -> int:
-    """Return the bytes of activations that one block keeps from its forward to its backward pass."""
+    """Return the bytes of activations that one block keeps from its forward to its backward pass.
+
+    The modes `pointwise` and `selective` keep the block's input, the results of attention, and the results of
+    all or of every second matrix product. Tensor-parallel ranks keep reduced results instead of the products
+    to be reduced. Fused kernels do not keep the last product, because no gradient depends on its values.
+    """
     mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
     if mode == "none":
         return block_bytes(work)
     a_token: float = stream_bytes(work)
-    if mode == "selective":
-        # Selective recomputation keeps the results of attention, of every second matrix product (wq, wv,
-        # gate, down), and of tensor-parallel reductions.
+    if mode != "full":
+        is_pointwise = mode == "pointwise"
+        # The products are wq, wk, wv, wo, gate, up and down; `selective` keeps wq, wv, gate and down.
+        split = shape.query_dim + (2 if is_pointwise else 1) * (shape.kv_dim + shape.ffn_dim)
         # On Hopper, context-parallel attention merges the results of two kernel calls.
-        attended = shape.query_dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
-        a_token += work.itemsize * (
-            (attended + shape.query_dim + shape.kv_dim + shape.ffn_dim) / tp + shape.dim
-        )
-        a_token += 2 * stream_bytes(work) if tp > 1 else 0
+        split += shape.query_dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
+        a_token += work.itemsize * split / tp
+        if tp > 1:
+            a_token += 2 * stream_bytes(work)
+        else:
+            a_token += stream_bytes(work) * (int(is_pointwise) + (not work.is_fused))
+        if work.is_fused:
+            a_token += FLOAT32 * shape.num_heads
     return round(work.tokens_per_pass * a_token)
 
 
@@ -277,7 +291,7 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         # there are shards without replicas.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
-    whole = item * params.whole
+    a_block, whole = work.block_itemsize * block, _gathered_bytes(work, params)
     # True if the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
@@ -293,8 +307,8 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
         buffers = in_block
         if is_wrapped:
-            rest = item * (block * (blocks - done) + params.embedding)
-            following = min(2 * item * block, rest) if work.shards > 1 else item * block
+            rest = a_block * (blocks - done) + item * params.embedding
+            following = min(2 * a_block, rest) if work.shards > 1 else a_block
             buffers += whole if stays else rest if work.keeps_gathered else following
             buffers += item * both_ends + FLOAT32 * (block if done else head - both_ends)
         gradients = (waiting or made) + item * both_ends
@@ -317,7 +331,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
-    buffers += item * params.whole  # The parameters stay gathered for all passes.
+    buffers += _gathered_bytes(work, params)  # The parameters stay gathered for all passes.
     kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
     last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
     again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0
@@ -337,6 +351,12 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         yield "backward", gradients, activations + again, losses, buffers + in_block
         if has_head:
             yield "loss", gradients, activations + at_head, last + losses, buffers
+
+
+def _gathered_bytes(work: StepWork, params: RankParams) -> int:
+    """Return the bytes of a rank's gathered parameters, of which the blocks' may be in float8."""
+    ends = params.embedding + params.head
+    return work.block_itemsize * params.block * params.num_layers + work.itemsize * ends
 
 
 def _head_bytes(work: StepWork) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
-from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction
+from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, compiles
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
@@ -78,7 +78,7 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     # Attention and feed-forward each gather their input and reduce their output, in both the forward and the
     # backward pass. Recomputation gathers the inputs of attention and feed-forward again. Reduced outputs are
     # saved, so recomputation does not reduce them again, except for the attention output with `full`.
-    calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
+    calls = {"none": 8, "pointwise": 10, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.kv_dim // layout.tp
     calls = (2 if mode == "none" else 3) * block_passes
@@ -176,11 +176,12 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
 
 
 def recompute_share(work: StepWork) -> float:
-    """Return the time spent on recomputation as a fraction of a step's compute time.
+    """Return the time spent on recomputing matrix products as a fraction of a step's compute time.
 
     A forward pass takes a third of the compute time. ``selective`` recomputes every second matrix product,
-    namely wk, wo and up. If weight gradients are deferred, torch recomputes a block for the input gradients
-    and again for each weight gradient.
+    namely wk, wo and up. ``pointwise`` recomputes only the wo of tensor-parallel ranks, which keep the
+    reduced result; compiled blocks do not need the product again. If weight gradients are deferred, torch
+    recomputes a block for the input gradients and again for each weight gradient.
     """
     mode, shape = work.parallel.activation_checkpointing, work.shape
     if mode == "none":
@@ -190,7 +191,12 @@ def recompute_share(work: StepWork) -> float:
         num_weights = MATRICES + (4 if shape.qk_norm else 2)
         return (1 + num_weights) / 3 if is_apart else 1 / 3
     attention = shape.kv_dim + shape.query_dim
-    return (attention + shape.ffn_dim) / (2 * attention + 3 * shape.ffn_dim) / 3
+    if mode == "selective":
+        again = attention + shape.ffn_dim
+    else:
+        is_repeated = work.layout.tp > 1 and not compiles(work.parallel, work.layout, work.device)
+        again = shape.query_dim if is_repeated else 0
+    return again / (2 * attention + 3 * shape.ffn_dim) / 3
 
 
 def rank_flops(work: StepWork, pp_rank: int) -> float:

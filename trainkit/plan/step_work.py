@@ -112,13 +112,12 @@ class StepWork:
 
     @property
     def is_fused(self) -> bool:
-        """Return whether compiled kernels of a GPU compute whole blocks and the loss in a 16-bit dtype.
+        """Return whether compiled kernels of a GPU compute whole blocks and the loss.
 
-        With tensor parallelism, the loss is not compiled. In float8, compiled blocks keep further copies.
+        With tensor parallelism, the loss is not compiled.
         """
-        if self.device != "cuda" or self.itemsize != 2 or self.layout.tp > 1 or self.float8:
-            return False
-        return compiles(self.parallel, self.layout, self.device)
+        compiled = compiles(self.parallel, self.layout, self.device)
+        return compiled and self.device == "cuda" and self.layout.tp == 1
 
     @property
     def block_itemsize(self) -> int:

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from logging import getLogger
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainkit.config.running import Recomputation
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan, Layout
@@ -64,7 +66,13 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_, stable_key
 from trainkit.trainer.task_batches import digest_of, seed_generators
-from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew, copy_each
+from trainkit.trainer.torch_private import (
+    ATTENTION_OPS,
+    PRODUCT_OPS,
+    REDUCTION_OPS,
+    compiled_anew,
+    copy_each,
+)
 from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
 
@@ -97,17 +105,18 @@ def init_parameters(model: Model, seed: int) -> None:
 
 def recompute_and_compile(
     blocks: list[nn.Module],
-    mode: Literal["none", "selective", "full"],
+    mode: Recomputation,
     *,
     compiled: bool,
     preserve_rng_state: bool = False,
 ) -> None:
     """Replace each block's forward method with a checkpointed and, if `compiled`, compiled version.
 
-    The mode `full` recomputes the whole block. The mode `selective` saves the outputs of attention, of every
-    second matmul and of reductions across tensor-parallel ranks, and recomputes everything else. Parameter
-    names do not change. In trainkit's models, dropout depends only on the sample, so recomputation draws the
-    same mask. Modules that use torch's global random number generators need `preserve_rng_state`.
+    The mode `full` recomputes the whole block. The mode `pointwise` saves the outputs of attention, of every
+    matrix product and of reductions across tensor-parallel ranks, and recomputes everything else. The mode
+    `selective` also recomputes every second matrix product. Parameter names do not change. In trainkit's
+    models, dropout depends only on the sample, so recomputation draws the same mask. Modules that use torch's
+    global random number generators need `preserve_rng_state`.
     """
     for block in blocks:
         if mode == "full":
@@ -118,8 +127,9 @@ def recompute_and_compile(
                 checkpoint, inner, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
             continue
-        if mode == "selective":
-            block.forward = _selectively(block.forward, preserve_rng_state)
+        if mode != "none":
+            contexts = _all_products_saved if mode == "pointwise" else _half_of_products_saved
+            block.forward = _selectively(block.forward, contexts, preserve_rng_state)
         if compiled:
             # Do not use `block.compile()`, which would also try to compile the FSDP hooks, and fail.
             block.forward = torch.compile(block.forward)
@@ -165,7 +175,9 @@ class CompileCache:
         return "run" if self._loaded else "host"
 
 
-def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
+def _selectively(
+    inner: Callable[..., Any], contexts: Callable[[], Any], preserve_rng_state: bool
+) -> Callable[..., Any]:
     """Return a closure that checkpoints `inner` selectively; torch.compile cannot trace a `partial`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -174,14 +186,24 @@ def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callabl
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
-            context_fn=_selective_contexts,
+            context_fn=contexts,
             **kwargs,
         )
 
     return forward
 
 
-def _selective_contexts() -> Any:
+def _all_products_saved() -> Any:
+    """Return checkpoint contexts that save matrix products, attention and reductions."""
+
+    def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in ATTENTION_OPS or op in REDUCTION_OPS or (op in PRODUCT_OPS and not _is_partial(args))
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+def _half_of_products_saved() -> Any:
     """Return checkpoint contexts with a new policy, so that each block's matmuls are counted separately."""
     counts: Counter[bool] = Counter()
 
@@ -190,11 +212,17 @@ def _selective_contexts() -> Any:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2:
+            if counts[context.is_recompute] % 2 and not _is_partial(args):
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+def _is_partial(args: tuple[Any, ...]) -> bool:
+    """Return whether a matrix product yields partial results; the reduction's result is saved instead."""
+    left = args[-2]
+    return isinstance(left, DTensor) and any(part.is_shard(left.ndim - 1) for part in left.placements)
 
 
 @dataclass(frozen=True)

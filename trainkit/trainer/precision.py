@@ -52,9 +52,8 @@ def cast_weights(
             setattr(module, name, casts[master])
     masters = {cast: master for master, cast in casts.items()}
 
-    def move_gradient(cast: Tensor) -> None:
-        assert isinstance(cast, nn.Parameter)
-        master, gradient = masters[cast], cast.grad
+    def move_gradient(master: nn.Parameter, cast: Tensor) -> None:
+        gradient = cast.grad
         assert gradient is not None
         cast.grad = None
         if master.grad is None:
@@ -62,8 +61,11 @@ def cast_weights(
         else:
             master.grad += gradient
 
-    for cast in (cast for cast in masters if cast.requires_grad):
-        cast.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
+    for cast, master in masters.items():
+        if cast.requires_grad:
+            # The hook must not refer to its own cast, because Python cannot free cycles through such hooks.
+            hook = partial(move_gradient, master)
+            cast.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return masters
 
 

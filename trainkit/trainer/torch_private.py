@@ -56,10 +56,26 @@ ATTENTION_OPS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
-"""Attention operations; selective checkpointing saves their results instead of recomputing them.
+"""Attention operations; checkpointing by operation saves their results instead of recomputing them.
 
 If torch renames an operation, look up its new name in a profile. If this set lacks the operation's current
 name, attention is recomputed in the backward pass, which is slow.
+"""
+
+PRODUCT_OPS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
+"""Matrix products; `pointwise` checkpointing saves their results instead of recomputing them.
+
+`torch._grouped_mm` multiplies the tokens of each expert with a different matrix. If torch renames an
+operation, its results are recomputed in the backward pass, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
@@ -70,8 +86,9 @@ REDUCTION_OPS = frozenset(
 )
 """Collectives that DTensor uses to sum the partial results of tensor-parallel ranks.
 
-Selective checkpointing saves the results of these collectives instead of repeating the collectives. If torch
-renames a collective, the backward pass repeats it, and the test that counts the collectives per step fails.
+Checkpointing by operation saves the results of these collectives instead of repeating the collectives. If
+torch renames a collective, the backward pass repeats it, and the test that counts the collectives per step
+fails.
 """
 
 

@@ -106,6 +106,7 @@ def test_accelerate_fsdp(tmp_path):
     said(given(tmp_path, "accelerate", text).files[ACCELERATE_CONFIG])
     said(refusal(tmp_path, "accelerate", "parallel: {dp_shard: -1}", device="cpu"))
     said(refusal(tmp_path, "accelerate", "parallel: {pp: 2}"))
+    said(refusal(tmp_path, "accelerate", "parallel: {activation_checkpointing: pointwise}"))
 
 
 def test_accelerate_reads_what_is_generated(tmp_path):
@@ -158,6 +159,7 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path):
         with pytest.raises(ConfigError, match="--train-iters is in the command, but a config key"):
             launcher_input(job, ("pretrain_gpt.py", *words), "megatron")
     said(refusal(tmp_path, "megatron", "parallel: {offload: true}"))
+    said(refusal(tmp_path, "megatron", "parallel: {activation_checkpointing: pointwise}"))
 
 
 @pytest.mark.parametrize("case", cases(__file__, "test_a_key_without_effect_that_was_typed_is_warned_of"))

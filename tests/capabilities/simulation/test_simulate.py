@@ -95,6 +95,12 @@ def test_recomputing_holds_less(tmp_path: Path) -> None:
     assert recomputed.peak_bytes["total"] < 0.7 * kept.peak_bytes["total"]
 
 
+def test_tensor_parallel_ranks_keep_reduced_results_instead_of_partial_ones(tmp_path: Path) -> None:
+    options = ("parallel.tp=2", "parallel.activation_checkpointing=pointwise", "model.vocab_size=1024")
+    found = found_for(tmp_path, 2, *WIDE, *options, "model.num_layers=8")
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
+
+
 def test_shards_of_gradients_wait_for_the_next_pass(tmp_path: Path) -> None:
     once, twice = (
         found_for(tmp_path, 4, *WIDE, f"train.global_batch_size={size}", rank=3) for size in (32, 64)

@@ -168,8 +168,8 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
 
 def _accelerate_problems(job: Job) -> Iterator[tuple[str, str]]:
     parallel = job.loaded.config.parallel
-    if parallel.activation_checkpointing == "selective" and job.has(RECOMPUTE):
-        yield RECOMPUTE, "is selective, which accelerate does not support"
+    if parallel.activation_checkpointing in ("pointwise", "selective") and job.has(RECOMPUTE):
+        yield RECOMPUTE, f"is {parallel.activation_checkpointing}, which accelerate does not support"
     if job.shards and job.device == "cpu":
         yield "parallel.dp_shard", f"is {parallel.dp_shard}, but accelerate shards models only on GPUs"
     if not job.shards and parallel.offload and job.has("parallel.offload"):
@@ -332,5 +332,7 @@ def _megatron_problems(job: Job) -> Iterator[tuple[str, str]]:
     config = job.loaded.config
     if config.optimizer.name != "adamw" and job.has("optimizer.name"):
         yield "optimizer.name", f"is {config.optimizer.name}, which Megatron does not support"
+    if config.parallel.activation_checkpointing == "pointwise" and job.has(RECOMPUTE):
+        yield RECOMPUTE, "is pointwise, which Megatron does not support"
     if config.parallel.offload and job.has("parallel.offload"):
         yield "parallel.offload", "is true, but --launcher megatron does not forward this key"

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import get_args
 
 from trainkit.cluster.limits import ResourceRequest
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.running import Recomputation
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.batch import BatchRequest, make_batch
@@ -86,9 +88,9 @@ def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageE
 
 LONG_SEQUENCE = 16_384
 """Minimum sequence length in tokens for which context parallelism is tried even if parallel.cp is 1."""
-MODES = ("none", "selective", "full")
 COMPLEXITY = 0.01
-"""Minimum relative speedup for which an additional kind of parallelism is worth its complexity."""
+"""Minimum relative speedup for which recomputation or an additional kind of parallelism is worth its
+complexity."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Choice:
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
+        kinds += self.work.parallel.activation_checkpointing != "none"
         per_token_s = self.cost.step_s / self.work.tokens_per_step
         return int(self.fit == "tight"), per_token_s * (1 + COMPLEXITY * kinds)
 
@@ -176,7 +179,7 @@ def best_on_layout(
     """
     best: Choice | None = None
     works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
-    for mode in MODES:
+    for mode in get_args(Recomputation):  # from no recomputation to the most
         # A mode of activation checkpointing that saves more memory is useful only if it allows a larger
         # batch.
         for index, work in enumerate(works):
