@@ -55,7 +55,8 @@ def cast_weights(
     def move_gradient(cast: Tensor) -> None:
         assert isinstance(cast, nn.Parameter)
         master, gradient = masters[cast], cast.grad
-        assert gradient is not None
+        if gradient is None:  # `Linear` has added the gradient itself
+            return
         cast.grad = None
         if master.grad is None:
             master.grad = gradient.float()
