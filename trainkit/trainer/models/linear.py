@@ -31,15 +31,14 @@ class Linear(nn.Linear):
     an integer."""
 
     def sum_in_float32(self, master: nn.Parameter | None = None) -> None:
-        """Add all gradients of the weight to the float32 ``grad`` of `master`, or of the weight if None.
+        """Add all gradients of the weight to the float32 ``grad`` of `master`.
 
+        If `master` is None, the sum is the ``grad`` of the weight, whose `grad_dtype` must then be float32.
         Hooks on the weight are called as usual, but find no gradient in a weight that has a master.
         """
         key = next(_keys)
         _linears[key], self._key = self, torch.tensor(key, device="cpu")
         self._masters = [] if master is None else [master]
-        if master is None:
-            self.weight.grad_dtype = torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         # Without a gradient of the input, the backward pass would not call the function.

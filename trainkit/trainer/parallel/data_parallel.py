@@ -160,10 +160,7 @@ def sum_in_float32(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     for linear in linears:
-        master = masters.get(linear.weight)
-        linear.sum_in_float32(
-            partial(getattr, linear, "weight") if master is None else partial(_same, master)
-        )
+        linear.sum_in_float32(masters.get(linear.get_parameter("weight")))
     if not linears:
         return
     for module in model.modules():
