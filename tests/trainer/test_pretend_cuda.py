@@ -67,7 +67,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=2e5")),
+    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=5e5")),
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
