@@ -71,19 +71,41 @@ def test_no_microbatch_is_rounded(dtype):
     assert errors[1] > 1e-4
 
 
-def test_bias_and_an_input_without_gradient():
-    for x_has_gradient in (True, False):
-        layer, plain = Linear(24, 40), nn.Linear(24, 40)
-        plain.load_state_dict(layer.state_dict())
-        found = []
-        for module in (layer, plain):
-            masters = cast_weights(module, torch.bfloat16)
-            sum_in_float32(module, masters)
-            for x, grad in passes(torch.bfloat16):
-                module(x.requires_grad_(x_has_gradient)).backward(grad)
-            found.append([master.grad for master in masters.values()])
-        for mine, other in zip(*found, strict=True):
-            torch.testing.assert_close(mine, other, rtol=0.01, atol=0.05)
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Trace whole graphs for the forward and the backward pass, run them as they are, and count graphs."""
+    compile_, options = torch.compile, {"backend": "aot_eager", "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, **options))
+    torch._dynamo.reset()
+    counters.clear()
+    return lambda: counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("x_has_gradient", [True, False])
+def test_compiled_layer_with_bias(compiler, x_has_gradient):
+    """Without a gradient of the input, the compiler drops operations that return only that gradient."""
+    layer, plain = Linear(24, 40), nn.Linear(24, 40)
+    plain.load_state_dict(layer.state_dict())
+    found = []
+    for module in (layer, plain):
+        masters = cast_weights(module, torch.bfloat16)
+        sum_in_float32(module, masters)
+        compiled = torch.compile(module)
+        for x, grad in passes(torch.bfloat16):
+            compiled(x.requires_grad_(x_has_gradient)).backward(grad)
+        found.append([master.grad for master in masters.values()])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.01, atol=0.05)
+
+
+def test_only_the_master_has_the_sum():
+    layer = Linear(24, 40, dtype=torch.bfloat16)
+    master = nn.Parameter(layer.weight.detach().float())
+    layer.sum_in_float32(master)
+    for x, grad in passes(torch.bfloat16):
+        layer(x.requires_grad_()).backward(grad)
+    assert (layer.weight.grad, list(layer.state_dict())) == (None, ["weight", "bias"])
+    assert master.grad is not None
 
 
 def decoder_gradients(
@@ -111,16 +133,6 @@ def test_all_gradients_of_a_decoder_stay_in_float32(monkeypatch, tied, chunks):
     for name, gradient in found.items():
         assert not torch.equal(gradient, rounded[name]) or (name == "embedding.weight" and not tied), name
         assert (gradient - rounded[name]).norm() < 0.01 * rounded[name].norm(), name
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Trace whole graphs for the forward and the backward pass, run them as they are, and count graphs."""
-    compile_, options = torch.compile, {"backend": "aot_eager", "fullgraph": True}
-    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, **options))
-    torch._dynamo.reset()
-    counters.clear()
-    return lambda: counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

@@ -41,7 +41,7 @@ class Linear(nn.Linear):
         self._masters = [] if master is None else [master]
 
     def forward(self, x: Tensor) -> Tensor:
-        # Without a gradient of the input, the backward pass would not call the function.
+        # The compiler would drop an operation that returns only an unused gradient of the input.
         if self._key is None or not x.requires_grad:
             return super().forward(x)
         out: Tensor = _SummedLinear.apply(x, self.weight, self.bias, self._key)  # type: ignore[no-untyped-call]
