@@ -220,11 +220,11 @@ TWO_RANKS: dict[str, Any] = {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2)
 LONG = {"seq_len": 4096, "device_batch_size": 8, "pp_microbatches": 8}
 LARGE = {"preset": "70b", "num_layers": 80, **LONG}
 PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
-    (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
-    (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "pp_schedule": "gpipe"}),
-    (9.466, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "accumulation_steps": 2}),
-    (12.215, 0, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
-    (11.359, 1, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
+    (8.704, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
+    (8.704, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "pp_schedule": "gpipe"}),
+    (9.556, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "accumulation_steps": 2}),
+    (12.305, 0, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
+    (11.513, 1, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
     (12.733, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble"}),
     (14.710, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble", "accumulation_steps": 2}),
     (14.214, 0, {**TWO_RANKS, "pp_schedule": "zbv"}),
@@ -233,7 +233,7 @@ PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
     (47.059, 1, {**TWO_RANKS, "preset": "70b", "pp_schedule": "zbv", **FULL}),
     (11.132, 1, {**TWO_RANKS, "pp_schedule": "dualpipe_v"}),
     (4.941, 0, {**TWO_RANKS, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2, **SELECTIVE}),
-    (21.963, 0, {"num_layers": 32, "layout": Layout(dp_shard=2, pp=4), **LONG, **FULL}),
+    (22.109, 0, {"num_layers": 32, "layout": Layout(dp_shard=2, pp=4), **LONG, **FULL}),
     (
         14.742,
         0,
