@@ -74,8 +74,8 @@ def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
 def sums_in_float32(parallel: ParallelConfig, layout: Layout, dtype: str, float8: bool) -> bool:
     """Return whether linear layers add 16-bit products to float32 sums of their weight gradients.
 
-    Tensor parallelism and float8 replace the linear layers. With schedules that split the backward pass, torch
-    itself requests the weight gradients, and fails if a layer returns none.
+    Tensor parallelism and float8 replace the linear layers. If a schedule splits the backward pass, torch
+    requests the weight gradients itself, and fails if a layer returns none.
     """
     splits = layout.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
     return dtype != "fp32" and not float8 and layout.tp == 1 and not splits
