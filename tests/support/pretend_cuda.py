@@ -398,11 +398,16 @@ def _sdp_choice(*args: Any, enable_gqa: bool = False) -> int:
     return (SDPBackend.FLASH_ATTENTION if is_exact else SDPBackend.CUDNN_ATTENTION).value
 
 
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.to(dtype) @ right.to(dtype)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    return out.copy_(total + left.to(dtype) @ right.to(dtype))
+    return out.copy_(total + _product(left, right, dtype))
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.dtype: _product,
     torch.ops.aten.addmm.dtype_out: _add_product,
     torch.ops.aten._scaled_dot_product_flash_attention.default: _flash,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

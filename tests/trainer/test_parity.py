@@ -41,6 +41,10 @@ LOW = [
     for dtype in ("bf16", "fp16")
     for size in (1, 2)
 ]
+LOW += [
+    Case(f"bf16-{schedule}", 2, {"pp": 2, "pp_schedule": schedule}, ("precision.dtype=bf16",))
+    for schedule in ("1f1b", "zbv")
+]
 
 
 def epoch(folder: Path) -> list[str]:

@@ -67,7 +67,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=2e5")),
+    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=5e5")),
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
@@ -407,7 +407,7 @@ def small_parts(rank: int) -> None:
     pretend_cuda.install()
 
     from trainkit.trainer.causal_lm import to_device
-    from trainkit.trainer.forward_backward import _add_product
+    from trainkit.trainer.models.linear import plus_product
     from trainkit.trainer.precision import require_float8
     from trainkit.trainer.profiler import summary_of
     from trainkit.trainer.torch_private import fix_segments, flight_record
@@ -431,8 +431,11 @@ def small_parts(rank: int) -> None:
     assert flight_record("cuda", 200) is None
     fix_segments()
     total, left, right = (torch.rand(3, 3, device=device) for _ in range(3))
-    expected = total + left.bfloat16().float() @ right.bfloat16().float()
-    _add_product(total, left.bfloat16(), right.bfloat16())
+    left, right = left.bfloat16(), right.bfloat16()
+    product = left.float() @ right.float()
+    assert torch.equal(plus_product(None, left, right), product)
+    expected = total + product
+    assert plus_product(total, left, right) is total
     assert torch.equal(total, expected)
 
 

@@ -172,7 +172,9 @@ def loss_bytes(work: StepWork) -> int:
         a_logit = 2 * work.itemsize
     found = _logits(work) / work.loss_chunks * a_logit
     if work.loss_chunks > 1:
-        found += work.shape.vocab_size * work.shape.dim * (FLOAT32 + work.itemsize)
+        # Unless the gradient of the head's weight stays in float32, the loss also rounds the gradient.
+        rounded = 0 if work.sums_in_float32 else work.itemsize
+        found += work.shape.vocab_size * work.shape.dim * (FLOAT32 + rounded)
         found += work.tokens_per_pass * stream_bytes(work)
     return round(found)
 
@@ -285,6 +287,9 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
+    made_bytes = (
+        FLOAT32 if work.sums_in_float32 else item
+    )  # Bytes per parameter of a gradient not yet reduced.
     waiting = 0  # Bytes of gradients accumulated in earlier passes.
     if work.accumulation_steps > 1:
         # With offloading, gradients move to the host after every pass if there is only one process, or if
@@ -311,14 +316,14 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
             following = min(2 * a_block, rest) if work.shards > 1 else a_block
             buffers += whole if stays else rest if work.keeps_gathered else following
             buffers += item * both_ends + FLOAT32 * (block if done else head - both_ends)
-        gradients = (waiting or made) + item * both_ends
+        gradients = (waiting or made) + made_bytes * both_ends
         yield "backward", gradients, kept * (blocks - done) + recomputed, 0, buffers
     if is_wrapped:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
-        yield "reduce", (waiting or own) + item * end, 0, 0, buffers
+        yield "reduce", (waiting or own) + made_bytes * end, 0, 0, buffers
         if not is_tied:  # The head's gradient is reduced before the gradients of the blocks.
-            yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
+            yield "reduce", waiting + made_bytes * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
@@ -372,8 +377,16 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
     """
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
     numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
-    first = round(work.tokens_per_pass * work.itemsize * numbers) + work.itemsize * params.block // 4
-    return max(first, work.itemsize * params.block + 4 * stream - block_bytes(work))
+    first = round(work.tokens_per_pass * work.itemsize * numbers)
+    a_param = work.itemsize
+    if work.sums_in_float32:
+        # Sums that already exist from an earlier pass need no further memory.
+        is_kept = work.passes_per_step > 1 and (work.shards == 1 or work.layout.pp > 1)
+        a_param = 0 if is_kept else FLOAT32
+        if work.device == "cpu":  # CPUs multiply copies in float32.
+            first += FLOAT32 * work.tokens_per_pass * (shape.dim + shape.ffn_dim)
+    first += a_param * params.block // 4
+    return max(first, a_param * params.block + 4 * stream - block_bytes(work))
 
 
 def checkpoint_bytes(work: StepWork) -> int:

@@ -71,6 +71,16 @@ def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
     return device == "cuda" and (layout.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD)
 
 
+def sums_in_float32(parallel: ParallelConfig, layout: Layout, dtype: str, float8: bool) -> bool:
+    """Return whether linear layers add 16-bit products to float32 sums of their weight gradients.
+
+    Tensor parallelism and float8 replace the linear layers. If a schedule splits the backward pass, torch
+    requests the weight gradients itself, and fails if a layer returns none.
+    """
+    splits = layout.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
+    return dtype != "fp32" and not float8 and layout.tp == 1 and not splits
+
+
 MIN_BLOCK_HEAD_DIM = 16
 """Smallest head dimension for which the attention kernel can apply the document mask."""
 
@@ -118,6 +128,11 @@ class StepWork:
         """
         compiled = compiles(self.parallel, self.layout, self.device)
         return compiled and self.device == "cuda" and self.layout.tp == 1
+
+    @property
+    def sums_in_float32(self) -> bool:
+        """Return whether linear layers add 16-bit products to float32 sums of their weight gradients."""
+        return sums_in_float32(self.parallel, self.layout, self.dtype, self.float8)
 
     @property
     def block_itemsize(self) -> int:

@@ -25,7 +25,7 @@ from trainkit.config.running import Recomputation
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.step_work import attends_in_blocks, compiles, loss_chunks
+from trainkit.plan.step_work import attends_in_blocks, compiles, loss_chunks, sums_in_float32
 from trainkit.run.files import open_private, write_atomic
 from trainkit.run.rundir import RunDir
 from trainkit.task import Task
@@ -59,7 +59,12 @@ from trainkit.trainer.parallel.context import (
     position_slice,
     repeat_kv_heads,
 )
-from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
+from trainkit.trainer.parallel.data_parallel import (
+    apply_data_parallel,
+    gradient_switch,
+    reduces_on_host,
+    sum_in_float32,
+)
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
@@ -303,6 +308,12 @@ def assemble(
         positions=positions.to(world.device) if layout.cp > 1 else None,
     )
     update_scales = _gather_in_float8(task, layout, world, model_parts)
+    dtype = DTYPES[config.precision.dtype]
+    is_cast = dtype != torch.float32 and not isinstance(model_parts[0], FSDPModule)
+    masters = cast_weights(model_parts[0], dtype) if is_cast else {}
+    if sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8)):
+        for model in model_parts:
+            sum_in_float32(model, masters)
     if layout.pp > 1:
         # Import the pipeline module only if needed, because importing it adds 25 % to the trainer's start-up
         # time.
@@ -315,9 +326,6 @@ def assemble(
         read_weight = task.read_weight
         return BuiltModel(model_parts, weights, pipeline, None, read_weight, sum_tied, update_scales)
     [model] = model_parts
-    dtype = DTYPES[config.precision.dtype]
-    is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
-    masters = cast_weights(model, dtype) if is_cast else {}
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     switch = gradient_switch(model, world, parallel, masters, local_gradient)

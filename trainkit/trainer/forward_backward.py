@@ -21,6 +21,7 @@ from trainkit.task import Loss, Number, Task
 from trainkit.trainer.causal_lm import Microbatch, to_device
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
+from trainkit.trainer.models.linear import plus_product
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
@@ -125,9 +126,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if has_gradient:
                 (gradient,) = torch.autograd.grad(loss, logits, scale)
                 torch.mm(gradient, weight, out=chunk_grad)
-                _add_product(weight_grad, gradient.t(), chunk)
+                plus_product(weight_grad, gradient.t(), chunk)
         if has_gradient:
             ctx.gradients, ctx.scale = (x_grad, weight_grad), scale
+            ctx.weight_grad_dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
         return total
 
     @staticmethod
@@ -135,18 +137,10 @@ class _ChunkedLoss(torch.autograd.Function):
         # Free the gradients early by dropping them from the context, because the context lives as long as the
         # loss.
         (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
-        is_float32 = x_grad.dtype == weight_grad.dtype
-        scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
+        is_float32 = ctx.weight_grad_dtype == torch.float32
+        scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=ctx.weight_grad_dtype)
         rest = factor if ctx.scale is None else factor / ctx.scale
         return x_grad.mul_(rest), torch.mul(weight_grad, rest, out=scaled), None, None, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 matrix; on a GPU, one kernel does this without rounding the product."""
-    if total.device.type == "cuda":
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
 
 
 @dataclass

@@ -54,7 +54,8 @@ def cast_weights(
 
     def move_gradient(master: nn.Parameter, cast: Tensor) -> None:
         gradient = cast.grad
-        assert gradient is not None
+        if gradient is None:  # `Linear` has added the gradient itself
+            return
         cast.grad = None
         if master.grad is None:
             master.grad = gradient.float()

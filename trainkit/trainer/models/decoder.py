@@ -26,6 +26,7 @@ from trainkit.plan.model_shape import (
     num_params,
 )
 from trainkit.safetensors import StoredWeights
+from trainkit.trainer.models.linear import Linear
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
 
@@ -148,10 +149,10 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.query_dim, bias=shape.qkv_bias)
-        self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
-        self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
-        self.wo = nn.Linear(shape.query_dim, shape.dim, bias=False)
+        self.wq = Linear(shape.dim, shape.query_dim, bias=shape.qkv_bias)
+        self.wk = Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
+        self.wv = Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
+        self.wo = Linear(shape.query_dim, shape.dim, bias=False)
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.attend: Callable[..., Tensor] = causal_attention
@@ -173,9 +174,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.gate = Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.up = Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.down = Linear(shape.ffn_dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -209,7 +210,7 @@ class Block(nn.Module):
         return x + dropout(y, probability, sample_keys, site_keys[1], positions)
 
 
-class Head(nn.Linear):
+class Head(Linear):
     """Projects hidden states to logits, or computes the loss directly without materializing all logits."""
 
     def forward(self, x: Tensor, loss: HeadLoss | None = None) -> Tensor:

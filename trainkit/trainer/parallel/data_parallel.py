@@ -24,6 +24,7 @@ from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import GradientSwitch
 from trainkit.trainer.metrics import LocalGradient
+from trainkit.trainer.models.linear import Linear
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.torch_private import after_backward, replicate
 
@@ -149,6 +150,35 @@ def apply_data_parallel(
     if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
+
+
+def sum_in_float32(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Make each `Linear` add the gradients of its weight to a float32 sum, without rounding the gradients.
+
+    The sum is the ``grad`` of the weight's float32 master in `masters`. If FSDP casts the weight, the sum is
+    the ``grad`` of the cast, until FSDP reduces the sum.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        linear.sum_in_float32(masters.get(linear.get_parameter("weight")))
+    if not linears:
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            cast(nn.Module, module).register_forward_pre_hook(_accept_float32_gradients)
+        elif masters and not isinstance(module, nn.Embedding):  # PyTorch rounds the gradient of an embedding
+            _accept_float32_gradients(module, None)
+
+
+def _accept_float32_gradients(module: nn.Module, args: object) -> None:
+    """Make PyTorch accept float32 gradients for a module's 16-bit parameters, and cast others to float32.
+
+    FSDP reduces several gradients together only if all have the same dtype. FSDP creates the 16-bit
+    parameters right before the first forward pass.
+    """
+    for param in module.parameters(recurse=isinstance(module, FSDPModule)):
+        if param.dtype != torch.float32:
+            param.grad_dtype = torch.float32
 
 
 def reduces_on_host(world: World) -> bool:
