@@ -13,7 +13,7 @@ from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.batch import learning_rate
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizer import PIECE_ELEMENTS, ShardedAdamW
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -125,7 +125,7 @@ def skip_a_step(optimizer: ShardedAdamW) -> None:
 
 def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch):
     """The result equals torch's AdamW with rounded averages, and a skipped step changes nothing."""
-    monkeypatch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", 1000)
     mine, theirs = nano(), nano()
     optimizer = ShardedAdamW(weights(mine), CONFIG.model_copy(update={"state_dtype": "bf16"}))
     expected = reference(theirs)
@@ -163,7 +163,7 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch):
                 param.grad = None if source.grad is None else source.grad.clone()
         update(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
+            patch.setitem(PIECE_ELEMENTS, "cpu", 1000)
             update(pieces)
         expected.step()
         expected.zero_grad()

@@ -62,6 +62,7 @@ from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards,
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
+from trainkit.trainer.split_master import SPLIT_DTYPE, split_weights
 from trainkit.trainer.stateless_random import fill_normal_, stable_key
 from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew, copy_each
@@ -289,12 +290,13 @@ def assemble(
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
+    lowers = split_weights(model) if is_cast and dtype == SPLIT_DTYPE else {}
     masters = cast_weights(model, dtype) if is_cast else {}
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     switch = gradient_switch(model, world, parallel, masters, local_gradient)
     forward_backward = SequentialForwardBackward(switch, progress, model, context, chunks)
-    weights = weights_of(model_parts, masters, is_read=task.reads_weights)
+    weights = weights_of(model_parts, masters, lowers, is_read=task.reads_weights)
     return BuiltModel(
         model_parts, weights, forward_backward, None, task.read_weight, update_scales=update_scales
     )
@@ -418,15 +420,19 @@ def build_for_task(
     read_quantized(model, task.read_weight, world.device)
     module.train()
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
+    is_changed = type(task.task).after_step is not Task.after_step
+    # The task's own optimizers and `Task.after_step` need float32 parameters.
+    is_split = is_cast and dtype == SPLIT_DTYPE and not (is_changed or task.has_own_optimizers)
+    lowers = split_weights(model, keep=BATCH_NORMS) if is_split else {}
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
     # True if frozen parameters are read again at every start, so that checkpoints can omit them.
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
-    is_changed = type(task.task).after_step is not Task.after_step
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
-        weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread, is_changed))
+        flags = is_read, is_reread, is_changed
+        weights.append(Weight(name, master, False, cast_param, lowers.get(param), options, *flags))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(switch, progress, module, config, world)
     built = BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)

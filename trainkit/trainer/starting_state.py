@@ -21,7 +21,6 @@ from trainkit.formats import plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.rundir import AttemptDir
-from trainkit.task import Task
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
@@ -160,7 +159,7 @@ def announce(
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
     # Each optimizer of a task has its own learning rate, so do not record a single peak learning rate.
-    is_own = isinstance(task, UserTask) and type(task.task).optimizers is not Task.optimizers
+    is_own = isinstance(task, UserTask) and task.has_own_optimizers
     peak_lr = "" if is_own else f"; peak lr {plan.lr:g}"
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"

@@ -296,7 +296,8 @@ class HostReduction:
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
-                    owner.grad = torch.zeros_like(owner)
+                    # The gradient of a split master weight is in float32, as that of a separate one.
+                    owner.grad = torch.zeros_like(owner, dtype=owner.grad_dtype or torch.float32)
             self._start_next()
         for work in self._works:
             work.wait()
