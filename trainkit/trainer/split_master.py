@@ -145,13 +145,19 @@ def split_weights(model: nn.Module, keep: tuple[type[nn.Module], ...] = ()) -> d
         halves = SplitMaster(weight, torch.empty_like(master, dtype=torch.int16, requires_grad=False))
         halves.copy_(master)
         param = nn.Parameter(weight, requires_grad=master.requires_grad)
-        param.grad_dtype = None  # any dtype
         if param.requires_grad:
+            param.grad_dtype = None  # any dtype
+            param.register_hook(_rounded)  # type: ignore[no-untyped-call]
             param.register_post_accumulate_grad_hook(_gradient_to_float32)  # type: ignore[no-untyped-call]
         for name in own:
             set_tensor(model, name, param)
         lowers[param] = halves.lower
     return lowers
+
+
+def _rounded(gradient: Tensor) -> Tensor:
+    """Round the gradient of a pass to bf16, as torch does for a parameter that takes only its own dtype."""
+    return gradient if gradient.dtype == SPLIT_DTYPE else gradient.to(SPLIT_DTYPE).to(gradient.dtype)
 
 
 def _gradient_to_float32(param: Tensor) -> None:

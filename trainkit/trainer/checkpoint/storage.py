@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -176,9 +176,14 @@ def _member(enumeration: object, name: str) -> object:
 class JoiningSavePlanner(DefaultSavePlanner):
     """Saves split master weights in float32, joining the halves of one weight at a time."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         self._split, tensors = _float32_shapes(state_dict)
-        super().set_up_planner(tensors, *args, **kwargs)
+        super().set_up_planner(tensors, storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         master = self._split.get(index.fqn)
@@ -188,9 +193,11 @@ class JoiningSavePlanner(DefaultSavePlanner):
 class SplittingLoadPlanner(DefaultLoadPlanner):
     """Loads float32 tensors into split master weights, splitting one saved piece at a time."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self._split, tensors = _float32_shapes(state_dict)
-        super().set_up_planner(tensors, *args, **kwargs)
+        super().set_up_planner(tensors, metadata, is_coordinator)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         if read_item.dest_index.fqn in self._split:
