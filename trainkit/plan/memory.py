@@ -216,6 +216,8 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     memory = memory_of(work)
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    if work.splits_masters:
+        text += ", with 4 bytes per weight: bf16 and the lower half of the float32 master weight"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
     # Report the config key that most affects the largest category of memory.

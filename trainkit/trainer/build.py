@@ -219,6 +219,8 @@ class BuiltModel:
     changed."""
     after_step: Callable[[], None] = lambda: None
     """Calls `Task.after_step` if the task defines this method."""
+    unsplit_reason: str = ""
+    """Why the task's bf16 weights are not the upper halves of float32 master weights, if they could be."""
 
 
 def build(
@@ -421,9 +423,11 @@ def build_for_task(
     module.train()
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     is_changed = type(task.task).after_step is not Task.after_step
-    # The task's own optimizers and `Task.after_step` need float32 parameters.
-    is_split = is_cast and dtype == SPLIT_DTYPE and not (is_changed or task.has_own_optimizers)
-    lowers = split_weights(model, keep=BATCH_NORMS) if is_split else {}
+    can_split, reason = is_cast and dtype == SPLIT_DTYPE, ""
+    if can_split and (is_changed or task.has_own_optimizers):
+        method = "Task.after_step" if is_changed else "the optimizer of Task.optimizers"
+        reason = f"{method} needs float32 parameters"
+    lowers = split_weights(model, keep=BATCH_NORMS) if can_split and not reason else {}
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
     # True if frozen parameters are read again at every start, so that checkpoints can omit them.
@@ -435,7 +439,8 @@ def build_for_task(
         weights.append(Weight(name, master, False, cast_param, lowers.get(param), options, *flags))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(switch, progress, module, config, world)
-    built = BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)
+    buffers = StateBuffers(model)
+    built = BuiltModel([module], weights, passes, buffers, task.read_weight, unsplit_reason=reason)
     return (
         replace(built, after_step=AfterStep(module, weights, config, world.device)) if is_changed else built
     )

@@ -143,7 +143,13 @@ def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
 
 
 def announce(
-    attempt: AttemptDir, plan: LaunchPlan, world: World, task: AnyTask, state: TrainingState, total_steps: int
+    attempt: AttemptDir,
+    plan: LaunchPlan,
+    world: World,
+    task: AnyTask,
+    built: BuiltModel,
+    state: TrainingState,
+    total_steps: int,
 ) -> None:
     """Log the model, the data and the batch size, and record that training begins."""
     config, (key, name) = task.config, task.config.model_source
@@ -152,6 +158,10 @@ def announce(
         f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
+    if any(weight.lower is not None for weight in built.weights):
+        log.info("the bf16 weights are the upper halves of the float32 master weights: 4 bytes per parameter")
+    elif built.unsplit_reason:
+        log.info(f"each bf16 weight is a copy of its float32 master weight: {built.unsplit_reason}")
     if world.device.type == "cuda":
         equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
         log.info(f"the losses of equal runs are {equal} (train.deterministic)")
