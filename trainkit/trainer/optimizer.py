@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +167,7 @@ class ShardedAdamW(ShardedOptimizer):
         )
         self._is_rounded = config.name == "adamw_8bit" or config.state_dtype != "fp32"
         is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
-        self._compiled = _compiled_update() if is_compiled else None
+        self._compiles = is_compiled
         values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
         for shard, weight in zip(self._locals, self._weights, strict=True):
             self._adamw.state[shard] = {
@@ -194,10 +195,10 @@ class ShardedAdamW(ShardedOptimizer):
                 state = self._adamw.state[shard]
                 averages = state["exp_avg"], state["exp_avg_sq"]
                 master = self._split.get(shard)
-                if self._compiled and self._is_compiled(shard, grad):
+                if self._compiles and self._is_compiled(shard, grad):
                     weight = shard.detach() if master is None else master
                     tensors = _flat(weight, casts.pop(shard, None), grad, *averages)
-                    self._compiled(*tensors, state["step"], *numbers)
+                    _compiled_update(_row_part(*averages))(*tensors, state["step"], *numbers)
                     state["step"] += counted
                 elif self._is_rounded or master is not None:
                     converted.append(shard)
@@ -323,9 +324,14 @@ def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) ->
         average.copy_(updated)
 
 
+def _row_part(*items: object) -> int | None:
+    """Return the number of elements in each part of a row if one of the items is a quantized average."""
+    return next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
+
+
 def _flat(*items: Tensor | SplitMaster | QuantizedAverage | None) -> Iterator[list[Tensor]]:
     """Yield flat views of a shard and its averages, so that `_update` compiles once for all shapes."""
-    part = next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
+    part = _row_part(*items)
     for item in items:
         if isinstance(item, QuantizedAverage):
             yield [*map(any_length, item.parts()), item.values]
@@ -393,5 +399,11 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @cache
-def _compiled_update() -> Callable[..., None]:
-    return torch.compile(_update)
+def _compiled_update(row_part: int | None) -> Callable[..., None]:
+    """Return a compiled copy of `_update` for quantized averages whose rows have parts of this size, or None.
+
+    The size is static, so each size is compiled. torch.compile runs a function eagerly after it has compiled
+    the function for 8 kinds of arguments, and counts these for each code object.
+    """
+    code = _update.__code__.replace(co_name=f"_update_{row_part}")
+    return torch.compile(FunctionType(code, _update.__globals__))
