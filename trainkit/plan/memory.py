@@ -217,7 +217,7 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if work.splits_masters:
-        text += ", with 4 bytes per weight: bf16 and the lower half of the float32 master weight"
+        text += "; each bf16 weight is the upper half of its float32 master weight: 4 bytes per parameter"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
     # Report the config key that most affects the largest category of memory.

@@ -159,7 +159,7 @@ def announce(
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
     if any(weight.lower is not None for weight in built.weights):
-        log.info("the bf16 weights are the upper halves of the float32 master weights: 4 bytes per parameter")
+        log.info("each bf16 weight is the upper half of its float32 master weight: 4 bytes per parameter")
     elif built.unsplit_reason:
         log.info(f"each bf16 weight is a copy of its float32 master weight: {built.unsplit_reason}")
     if world.device.type == "cuda":
