@@ -13,7 +13,7 @@ from tests.support.runs import losses, train
 from trainkit.config.training import OptimizerConfig
 from trainkit.run.manifest import Checkpoint
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.checkpoint.loader import load_tensors
+from trainkit.trainer.checkpoint.loader import load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors
 from trainkit.trainer.models.model import weights_of
@@ -154,12 +154,14 @@ def test_a_weight_that_is_not_contiguous():
         model = nn.Conv2d(8, 16, 3).to(memory_format=memory_format)
         optimizer = ShardedAdamW(weights_of([_Named(model)], lowers=split_weights(model)), CONFIG)
         assert model.weight.is_contiguous() == (memory_format == torch.contiguous_format)
+        start = values(optimizer)
         for _ in range(3):
             model(torch.ones(1, 8, 5, 5, dtype=torch.bfloat16)).float().square().sum().backward()
             optimizer.collect_gradients()
             optimizer.step(1e-2, ONE, ZERO)
             optimizer.zero_grad()
         results.append(values(optimizer))
+        assert all((results[-1][name] - value).abs().max() > 5e-3 for name, value in start.items())
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-2, atol=1e-3, msg=name)
 
@@ -183,6 +185,17 @@ def test_what_is_not_split():
     assert not model.b.bias.requires_grad
     assert model.norm.weight.dtype == torch.float32
     assert cast_weights(model, torch.bfloat16, keep=(nn.BatchNorm1d,)).keys() == {model.a.bias}
+
+
+def test_initial_weights_are_read_in_float32():
+    model = nano()
+    weights = weights_of([model], lowers=split_weights(model), is_read=True)
+    expected = dict(nano(seed=1).named_parameters())
+    read_initial_weights(weights, lambda name, index: expected[name][tuple(index)], resumed=False)
+    for weight in weights:
+        found, value = master_of(weight), expected[weight.name].detach()
+        assert isinstance(found, SplitMaster)
+        torch.testing.assert_close(found.join(), value, rtol=2**-23, atol=0)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
