@@ -9,6 +9,7 @@ from tests.support.runs import run_ranks
 from trainkit.trainer.distributed import World
 from trainkit.trainer.parallel import data_parallel
 from trainkit.trainer.parallel.data_parallel import HostReduction, make_buckets
+from trainkit.trainer.split_master import split_weights
 
 
 def test_buckets_hold_every_parameter_once_and_the_last_first():
@@ -35,14 +36,23 @@ class TwoWays(nn.Module):
 
 
 def check_averages(world: World) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_averages_in(dtype, world)
+
+
+def check_averages_in(dtype: torch.dtype, world: World) -> None:
+    """Compare with averages computed here; the gradients of split master weights are in float32 too."""
     mine, expected = TwoWays(), TwoWays()
+    if dtype == torch.bfloat16:
+        split_weights(mine)
+        split_weights(expected)
     groups = make_buckets(list(mine.parameters()), 1)
     assert len(groups) > 1
     data_parallel.make_buckets = lambda params: make_buckets(params, 1)
     reduction = HostReduction(mine, dist.group.WORLD)
     orders = [[0, 1, 2], [2, 0, 3]] if world.rank == 0 else [[2, 1], [1, 2, 0]]
     for round_number in range(2):
-        x = torch.full((2, 4), 0.1 * (world.rank + 1 + round_number))
+        x = torch.full((2, 4), 0.1 * (world.rank + 1 + round_number), dtype=dtype)
         for index, order in enumerate(orders):
             reduction.set_enabled(index == len(orders) - 1)
             mine(x, order).backward()
@@ -51,7 +61,7 @@ def check_averages(world: World) -> None:
             if not param.requires_grad:
                 assert param.grad is None
                 continue
-            average = torch.zeros_like(other) if other.grad is None else other.grad
+            average = torch.zeros_like(other, dtype=torch.float32) if other.grad is None else other.grad
             dist.all_reduce(average)
             torch.testing.assert_close(param.grad, average / world.size)
             first = param.grad.clone()

@@ -13,7 +13,7 @@ from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.batch import learning_rate
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizer import PIECE_ELEMENTS, ShardedAdamW, _compiled_update
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -125,7 +125,7 @@ def skip_a_step(optimizer: ShardedAdamW) -> None:
 
 def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch):
     """The result equals torch's AdamW with rounded averages, and a skipped step changes nothing."""
-    monkeypatch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", 1000)
     mine, theirs = nano(), nano()
     optimizer = ShardedAdamW(weights(mine), CONFIG.model_copy(update={"state_dtype": "bf16"}))
     expected = reference(theirs)
@@ -163,7 +163,7 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch):
                 param.grad = None if source.grad is None else source.grad.clone()
         update(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
+            patch.setitem(PIECE_ELEMENTS, "cpu", 1000)
             update(pieces)
         expected.step()
         expected.zero_grad()
@@ -237,6 +237,30 @@ def test_a_compiled_update_is_the_same(config, monkeypatch):
         assert ((a - b).abs() > 2e-4 + 1e-3 * a.abs()).float().mean() < 2e-3, name
     for weight in chain(*cast):
         assert torch.equal(weight.cast, weight.param.bfloat16()), weight.name
+
+
+def test_every_row_width_is_compiled(monkeypatch):
+    """torch.compile runs a function eagerly once it has compiled it for a limited number of arguments."""
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        number = len(set(calls)) + 1
+        return lambda *args: calls.append(number) or graph.forward(*args)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 2)
+    _compiled_update.cache_clear()
+    torch._dynamo.reset()
+    model = nn.ParameterList(nn.Parameter(torch.randn(64, 64 * width)) for width in range(8, 12))
+    model.append(nn.Parameter(torch.randn(96)))
+    optimizer = ShardedAdamW(weights(model), EIGHT_BIT, compiled=True)
+    for _ in range(2):
+        for param in model:
+            param.grad = torch.ones_like(param)
+        update(optimizer)
+    _compiled_update.cache_clear()
+    assert sorted(calls) == sorted([*range(1, 6)] * 2)
 
 
 SHAPES = ["cosine", "linear", "wsd", "constant"]

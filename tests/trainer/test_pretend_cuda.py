@@ -69,7 +69,11 @@ class Layout:
 LAYOUTS = {
     "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=5e5")),
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
-    "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
+    "blocks": Layout(
+        1,
+        (BF16, "data.document_mask=true", "parallel.compile=true", "optimizer.name=adamw_8bit"),
+        tolerance=5e-4,
+    ),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", SMALL)),
     "replicate": Layout(

@@ -235,6 +235,8 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     memory = memory_of(work)
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    if work.splits_masters:
+        text += "; each bf16 weight is the upper half of its float32 master weight: 4 bytes per parameter"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
     # Report the config key that most affects the largest category of memory.
@@ -264,8 +266,9 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     """Return the memory of one pipeline rank; ranks with equal stages need the same amount of memory."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
     on_device = 0 if work.parallel.offload else params.whole // work.shards
-    # A model that is not wrapped also keeps a copy of its weights in the compute dtype.
-    is_cast = not work.is_wrapped and work.dtype != "fp32"
+    # A model that is not wrapped also keeps its weights in the compute dtype, unless the master weights are
+    # split.
+    is_cast = not work.is_wrapped and work.dtype != "fp32" and not work.splits_masters
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
     state = a_param * on_device, round(work.optimizer_bytes * on_device)
     found: dict[str, Parts] = {}

@@ -150,6 +150,11 @@ class StepWork:
         return self.layout.world_size > 1 or self.parallel.wraps_one
 
     @property
+    def splits_masters(self) -> bool:
+        """Return whether the weights that compute are the upper halves of the float32 master weights."""
+        return not self.is_wrapped and self.dtype == "bf16"
+
+    @property
     def keeps_gathered(self) -> bool:
         """Return whether parameters stay gathered between the forward and the backward pass.
 

@@ -69,6 +69,7 @@ from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards,
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
+from trainkit.trainer.split_master import SPLIT_DTYPE, split_weights
 from trainkit.trainer.stateless_random import fill_normal_, stable_key
 from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import (
@@ -251,6 +252,8 @@ class BuiltModel:
     changed."""
     after_step: Callable[[], None] = lambda: None
     """Calls `Task.after_step` if the task defines this method."""
+    unsplit_reason: str = ""
+    """Why the task's bf16 weights are not the upper halves of float32 master weights, if they could be."""
 
 
 def build(
@@ -310,8 +313,11 @@ def assemble(
     update_scales = _gather_in_float8(task, layout, world, model_parts)
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model_parts[0], FSDPModule)
+    sums = sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8))
+    can_split = is_cast and dtype == SPLIT_DTYPE
+    lowers = split_weights(model_parts[0], rounds_gradients=not sums) if can_split else {}
     masters = cast_weights(model_parts[0], dtype) if is_cast else {}
-    if sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8)):
+    if sums:
         for model in model_parts:
             sum_in_float32(model, masters)
     if layout.pp > 1:
@@ -330,7 +336,7 @@ def assemble(
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     switch = gradient_switch(model, world, parallel, masters, local_gradient)
     forward_backward = SequentialForwardBackward(switch, progress, model, context, chunks)
-    weights = weights_of(model_parts, masters, is_read=task.reads_weights)
+    weights = weights_of(model_parts, masters, lowers, is_read=task.reads_weights)
     return BuiltModel(
         model_parts, weights, forward_backward, None, task.read_weight, update_scales=update_scales
     )
@@ -454,18 +460,25 @@ def build_for_task(
     read_quantized(model, task.read_weight, world.device)
     module.train()
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
+    is_changed = type(task.task).after_step is not Task.after_step
+    can_split, reason = is_cast and dtype == SPLIT_DTYPE, ""
+    if can_split and (is_changed or task.has_own_optimizers):
+        method = "Task.after_step" if is_changed else "the optimizer of Task.optimizers"
+        reason = f"{method} needs float32 parameters"
+    lowers = split_weights(model, keep=BATCH_NORMS) if can_split and not reason else {}
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
     # True if frozen parameters are read again at every start, so that checkpoints can omit them.
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
-    is_changed = type(task.task).after_step is not Task.after_step
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
-        weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread, is_changed))
+        flags = is_read, is_reread, is_changed
+        weights.append(Weight(name, master, False, cast_param, lowers.get(param), options, *flags))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(switch, progress, module, config, world)
-    built = BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)
+    buffers = StateBuffers(model)
+    built = BuiltModel([module], weights, passes, buffers, task.read_weight, unsplit_reason=reason)
     return (
         replace(built, after_step=AfterStep(module, weights, config, world.device)) if is_changed else built
     )

@@ -179,7 +179,7 @@ class Trainer:
         self.total_steps, self.end_position = last_step(plan, task, self.state)
         tensorboard = None
         if world.is_main:
-            announce(attempt, plan, world, task, self.state, self.total_steps)
+            announce(attempt, plan, world, task, self.built, self.state, self.total_steps)
             if own is not None:
                 log.info(own.describe())
             if config.logging.tensorboard:

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
+from trainkit.trainer.split_master import SplitMaster, in_float32, join, row_pieces, split
 from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, scale_next_step
 
 NORM_CHUNK = 1 << 16
@@ -38,9 +40,10 @@ WHOLE_ELEMENTS = 1 << 24
 torch's fused kernel updates smaller shards: launching a compiled kernel takes as long as updating 10 million
 elements on a GPU.
 """
-PIECE_ELEMENTS = 1 << 24
-"""Number of elements converted to float32 at a time if running averages are stored in bf16 or as 8-bit
-codes."""
+PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Number of elements converted to float32 at a time on each type of device, if master weights are split, or
+if running averages are stored in bf16 or as 8-bit codes. On a CPU, the converted elements fit in its cache.
+"""
 
 
 class ShardedOptimizer(ABC):
@@ -56,6 +59,12 @@ class ShardedOptimizer(ABC):
             for shard, weight in zip(self._locals, weights, strict=True)
             if weight.cast is not None
         }
+        self._split: dict[nn.Parameter, SplitMaster] = {}
+        """Maps the shards that are upper halves of split master weights to these master weights."""
+        for shard, weight in zip(self._locals, weights, strict=True):
+            if weight.lower is not None:
+                shard.grad_dtype = torch.float32
+                self._split[shard] = SplitMaster(shard.detach(), weight.lower)
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
         """True if this rank has the full gradient and can compute its norm without communication."""
@@ -158,7 +167,7 @@ class ShardedAdamW(ShardedOptimizer):
         )
         self._is_rounded = config.name == "adamw_8bit" or config.state_dtype != "fp32"
         is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
-        self._compiled = _compiled_update() if is_compiled else None
+        self._compiles = is_compiled
         values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
         for shard, weight in zip(self._locals, self._weights, strict=True):
             self._adamw.state[shard] = {
@@ -179,21 +188,26 @@ class ShardedAdamW(ShardedOptimizer):
             # number.
             rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
             numbers = *rates, divisor, skip, *group["betas"], group["eps"]
+            converted: list[nn.Parameter] = []
             for shard in group["params"]:
                 if (grad := shard.grad) is None:
                     continue
                 state = self._adamw.state[shard]
                 averages = state["exp_avg"], state["exp_avg_sq"]
-                if self._compiled and self._is_compiled(shard, grad):
-                    tensors = _flat(shard.detach(), casts.pop(shard, None), grad, *averages)
-                    self._compiled(*tensors, state["step"], *numbers)
+                master = self._split.get(shard)
+                if self._compiles and self._is_compiled(shard, grad):
+                    weight = shard.detach() if master is None else master
+                    tensors = _flat(weight, casts.pop(shard, None), grad, *averages)
+                    _compiled_update(_row_part(*averages))(*tensors, state["step"], *numbers)
                     state["step"] += counted
-                elif self._is_rounded:
-                    self._update_pieces(shard, grad, group, divisor, skip)
+                elif self._is_rounded or master is not None:
+                    converted.append(shard)
                 else:
                     continue
                 updated[shard] = grad
-                shard.grad = None
+            self._update_converted(converted, group, divisor, skip)
+        for shard in updated:
+            shard.grad = None
         # torch's fused kernel updates the remaining shards, with several shards per kernel launch.
         scale_next_step(self._adamw, divisor, skip)
         self._adamw.step()
@@ -206,27 +220,51 @@ class ShardedAdamW(ShardedOptimizer):
         is_large = shard.numel() >= (1 if self._is_rounded else WHOLE_ELEMENTS)
         return is_large and shard.is_contiguous() and grad.is_contiguous()
 
-    def _update_pieces(
-        self, shard: nn.Parameter, grad: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor
+    def _update_converted(
+        self, shards: list[nn.Parameter], group: dict[str, Any], divisor: Tensor, skip: Tensor
     ) -> None:
-        """Update a shard in float32 with the fused kernel; only stored averages are in low precision.
+        """Update shards in float32 with the fused kernel; only what is stored is split or in low precision.
 
-        The kernel requires weights, gradients and averages of the same dtype, so convert and update some rows
-        at a time. A skipped step leaves the averages unchanged, without rounding them again.
+        The kernel requires weights, gradients and averages of the same dtype, so convert and update small
+        shards together, and large shards some rows at a time.
         """
-        beta1, beta2 = group["betas"]
+        batch: list[_Piece] = []
+        num_elements = 0
+        for shard in shards:
+            for piece in self._pieces(shard):
+                if batch and num_elements + piece.weight.numel() > PIECE_ELEMENTS[skip.device.type]:
+                    self._update_pieces(batch, group, divisor, skip)
+                    batch, num_elements = [], 0
+                batch.append(piece)
+                num_elements += piece.weight.numel()
+        if batch:
+            self._update_pieces(batch, group, divisor, skip)
+
+    def _pieces(self, shard: nn.Parameter) -> Iterator[_Piece]:
+        """Yield the pieces of a shard; the update of the last piece counts the step."""
         state = self._adamw.state[shard]
-        pieces = _pieces(shard, grad, state["exp_avg"], state["exp_avg_sq"])
-        for weight, grad_piece, *averages in pieces:
-            exp_avg, exp_avg_sq = map(_in_float32, averages)
-            step = state["step"].clone()
+        whole = self._split.get(shard, shard.detach())
+        tensors = whole, shard.grad, state["exp_avg"], state["exp_avg_sq"]
+        pieces = [*row_pieces(PIECE_ELEMENTS[shard.device.type], *tensors)]
+        for number, (weight, grad, exp_avg, exp_avg_sq) in enumerate(pieces, 1):
+            step = state["step"] if number == len(pieces) else state["step"].clone()
+            yield _Piece(weight, grad, exp_avg, exp_avg_sq, step)
+
+    def _update_pieces(
+        self, pieces: list[_Piece], group: dict[str, Any], divisor: Tensor, skip: Tensor
+    ) -> None:
+        """Update some pieces; a skipped step leaves the averages unchanged, without rounding them again."""
+        beta1, beta2 = group["betas"]
+        averages = [average for piece in pieces for average in (piece.exp_avg, piece.exp_avg_sq)]
+        new_averages = [*map(_in_float32, averages)]
+        with in_float32([piece.weight for piece in pieces]) as weights:
             adamw(
-                [weight],
-                [grad_piece],
-                [exp_avg],
-                [exp_avg_sq],
+                weights,
+                [piece.grad for piece in pieces],
+                new_averages[::2],
+                new_averages[1::2],
                 [],
-                [step],
+                [piece.step for piece in pieces],
                 fused=True,
                 grad_scale=divisor,
                 found_inf=skip,
@@ -238,9 +276,8 @@ class ShardedAdamW(ShardedOptimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            for average, updated in zip(averages, (exp_avg, exp_avg_sq), strict=True):
-                _round(average, updated, skip)
-        state["step"].copy_(step)
+        for average, updated in zip(averages, new_averages, strict=True):
+            _round(average, updated, skip)
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for weight, shard in zip(self._weights, self._locals, strict=True):
@@ -253,6 +290,16 @@ class ShardedAdamW(ShardedOptimizer):
                 else:
                     yield f"{name}.{kind}", as_shard_of(average, weight.param)
             yield f"{name}.step", state["step"]
+
+
+class _Piece(NamedTuple):
+    """Some rows of a shard, with their gradient and averages."""
+
+    weight: Tensor | SplitMaster
+    grad: Tensor
+    exp_avg: Tensor | QuantizedAverage
+    exp_avg_sq: Tensor | QuantizedAverage
+    step: Tensor
 
 
 def _zero_average(
@@ -277,16 +324,20 @@ def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) ->
         average.copy_(updated)
 
 
-def _flat(*items: Tensor | QuantizedAverage | None) -> Iterator[list[Tensor]]:
+def _row_part(*items: object) -> int | None:
+    """Return the number of elements in each part of a row if one of the items is a quantized average."""
+    return next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
+
+
+def _flat(*items: Tensor | SplitMaster | QuantizedAverage | None) -> Iterator[list[Tensor]]:
     """Yield flat views of a shard and its averages, so that `_update` compiles once for all shapes."""
-    part = next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
+    part = _row_part(*items)
     for item in items:
         if isinstance(item, QuantizedAverage):
             yield [*map(any_length, item.parts()), item.values]
-        elif item is None:
-            yield []
         else:
-            yield [any_length(item.view(-1) if part is None else item.view(-1, part))]
+            tensors = item.halves if isinstance(item, SplitMaster) else () if item is None else (item,)
+            yield [any_length(item.view(-1) if part is None else item.view(-1, part)) for item in tensors]
 
 
 def _update(
@@ -306,10 +357,10 @@ def _update(
 ) -> None:
     """Compute the same update as the fused kernel, with operations that torch.compile can fuse with casts.
 
-    A quantized average is passed as a list of tensors, because torch.compile would treat its integer
-    attributes as dynamic.
+    A split master weight is passed as its two halves. A quantized average is passed as a list of tensors,
+    because torch.compile would treat its integer attributes as dynamic.
     """
-    (weight,), (grad,) = weights, grads
+    weight, (grad,) = join(*weights) if len(weights) == 2 else weights[0], grads
     exp_avg, exp_avg_sq = (
         tensors[0] if len(tensors) == 1 else QuantizedAverage.of_parts(*tensors)
         for tensors in (exp_avg_tensors, exp_avg_sq_tensors)
@@ -323,20 +374,12 @@ def _update(
     updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
     is_skipped = skip > 0
     updated = torch.where(is_skipped, weight, updated)
-    weight.copy_(updated)
+    for stored, value in zip(weights, split(updated) if len(weights) == 2 else [updated], strict=True):
+        stored.copy_(value)
     for cast in casts:
         cast.copy_(updated)
     _round(exp_avg, torch.where(is_skipped, first, first_now), skip)
     _round(exp_avg_sq, torch.where(is_skipped, second, second_now), skip)
-
-
-def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
-    """Yield matching views of all tensors, with up to `PIECE_ELEMENTS` elements, or one row, per view."""
-    if shard.numel() <= PIECE_ELEMENTS:
-        yield shard, *others
-        return
-    rows = max(1, PIECE_ELEMENTS // shard[0].numel())
-    yield from zip(*(whole.split(rows) for whole in (shard, *others)), strict=True)
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
@@ -356,5 +399,11 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @cache
-def _compiled_update() -> Callable[..., None]:
-    return torch.compile(_update)
+def _compiled_update(row_part: int | None) -> Callable[..., None]:
+    """Return a compiled copy of `_update` for quantized averages whose rows have parts of this size, or None.
+
+    The size is static, so each size is compiled. torch.compile runs a function eagerly after it has compiled
+    the function for 8 kinds of arguments, and counts these for each code object.
+    """
+    code = _update.__code__.replace(co_name=f"_update_{row_part}")
+    return torch.compile(FunctionType(code, _update.__globals__))

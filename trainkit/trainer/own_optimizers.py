@@ -76,7 +76,7 @@ def make_own_optimizers(
 
     Raises TaskError for an optimizer that trainkit does not support.
     """
-    if not isinstance(task, UserTask) or type(task.task).optimizers is Task.optimizers:
+    if not isinstance(task, UserTask) or not task.has_own_optimizers:
         return None
     return OwnOptimizers(task, weights, layout)
 

@@ -21,7 +21,6 @@ from trainkit.formats import plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.rundir import AttemptDir
-from trainkit.task import Task
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
@@ -144,7 +143,13 @@ def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
 
 
 def announce(
-    attempt: AttemptDir, plan: LaunchPlan, world: World, task: AnyTask, state: TrainingState, total_steps: int
+    attempt: AttemptDir,
+    plan: LaunchPlan,
+    world: World,
+    task: AnyTask,
+    built: BuiltModel,
+    state: TrainingState,
+    total_steps: int,
 ) -> None:
     """Log the model, the data and the batch size, and record that training begins."""
     config, (key, name) = task.config, task.config.model_source
@@ -153,6 +158,10 @@ def announce(
         f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
+    if any(weight.lower is not None for weight in built.weights):
+        log.info("each bf16 weight is the upper half of its float32 master weight: 4 bytes per parameter")
+    elif built.unsplit_reason:
+        log.info(f"each bf16 weight is a copy of its float32 master weight: {built.unsplit_reason}")
     if world.device.type == "cuda":
         equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
         log.info(f"the losses of equal runs are {equal} (train.deterministic)")
@@ -160,7 +169,7 @@ def announce(
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
     # Each optimizer of a task has its own learning rate, so do not record a single peak learning rate.
-    is_own = isinstance(task, UserTask) and type(task.task).optimizers is not Task.optimizers
+    is_own = isinstance(task, UserTask) and task.has_own_optimizers
     peak_lr = "" if is_own else f"; peak lr {plan.lr:g}"
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"

@@ -77,6 +77,11 @@ class UserTask:
             self.val_data = None if validation is None else _Data(validation, "val_dataset", config)
 
     @property
+    def has_own_optimizers(self) -> bool:
+        """Return whether the task, not the config, defines the optimizer."""
+        return type(self.task).optimizers is not Task.optimizers
+
+    @property
     def flops_per_sample(self) -> float | None:
         """Return the FLOPs per sample in a training step; call this after the model has been built."""
         with errors_of_user(self.config, "flops_per_sample failed"):

@@ -92,8 +92,9 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
             step = training_step(config, plan, built, optimizer, zeros_microbatch(config, plan))
             tracker, collectives = memory_tracker(), _CountCollectives()
             masters = [weight.param for weight in built.weights if weight.cast is not None]
+            lowers = [weight.lower for weight in built.weights if weight.lower is not None]
             state = [tensor for _, tensor in optimizer.state_tensors()]
-            tracker.track_external(*built.model_parts, *masters, *state)
+            tracker.track_external(*built.model_parts, *masters, *lowers, *state)
             with tracker:
                 step()  # the first step allocates tensors that later steps reuse, such as pipeline buffers
             with tracker, collectives:

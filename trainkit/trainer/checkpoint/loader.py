@@ -35,9 +35,10 @@ from trainkit.run.manifest import (
     unreadable,
 )
 from trainkit.run.rundir import MANIFEST_NAME, AttemptDir, RunDir
-from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.checkpoint.storage import SafeReader, SplittingLoadPlanner
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
+from trainkit.trainer.split_master import SplitMaster, master_of
 from trainkit.trainer.user_code import listed
 
 log = getLogger(__name__)
@@ -200,7 +201,7 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
         return "", "", unreadable(error)
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
+def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor | SplitMaster], world: World) -> None:
     """Fill the tensors in place from a checkpoint, which may have been saved with a different layout.
 
     Raises FatalError if the names or shapes of the tensors do not match the checkpoint.
@@ -212,8 +213,16 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
             f"checkpoint {checkpoint.path} belongs to another model ({problem})",
             hint="resume with the model section that the run was trained with, or start a new run",
         )
+    _load(tensors, reader, world)
+
+
+def _load(tensors: Mapping[str, Tensor | SplitMaster], reader: SafeReader, world: World) -> None:
     state_dict_loader.load(
-        tensors, storage_reader=reader, process_group=world.checkpoint_group, no_dist=not world.distributed
+        dict(tensors),
+        storage_reader=reader,
+        planner=SplittingLoadPlanner(),
+        process_group=world.checkpoint_group,
+        no_dist=not world.distributed,
     )
 
 
@@ -230,7 +239,8 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
             continue
-        shard, index = local_tensor(weight.param), shard_index(weight.param)
+        whole, index = master_of(weight), shard_index(weight.param)
+        shard = local_tensor(whole) if isinstance(whole, Tensor) else whole
         value = read(weight.name, index)
         if value.shape != shard.shape:
             raise FatalError(
@@ -241,7 +251,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
 
 
 def load_initial_weights(
-    tensors: Mapping[str, Tensor], config: ModelConfig, world: World, base: object = None
+    tensors: Mapping[str, Tensor | SplitMaster], config: ModelConfig, world: World, base: object = None
 ) -> None:
     """Load the weights and buffers that match `model.init_include` from another run's checkpoint, in place.
 
@@ -276,8 +286,7 @@ def load_initial_weights(
             f"the weights of {checkpoint.path} do not fit the model: {problem}",
             hint="set model.init_include to load only matching parameters, such as ['encoder.*']",
         )
-    group, no_dist = world.checkpoint_group, not world.distributed
-    state_dict_loader.load(own, storage_reader=reader, process_group=group, no_dist=no_dist)
+    _load(own, reader, world)
     names = {name for name in tensors if name.startswith(PARTS)}
     total = len(set().union(*gather_from_all(sorted(names), world)))
     if world.is_main:
@@ -315,7 +324,9 @@ def _saved_shapes(reader: SafeReader) -> dict[str, tuple[int, ...]]:
     return {name: tuple(item.size) for name, item in saved.items()}  # type: ignore[union-attr]
 
 
-def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
+def _shapes_on_all_ranks(
+    tensors: Mapping[str, Tensor | SplitMaster], world: World
+) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of all ranks, because a pipeline rank has only the tensors of its stages."""
     found: dict[str, tuple[int, ...]] = {}
     for part in gather_from_all({name: list(tensor.shape) for name, tensor in tensors.items()}, world):

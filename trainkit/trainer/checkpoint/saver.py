@@ -36,8 +36,9 @@ from trainkit.run.manifest import (
     seal,
 )
 from trainkit.run.rundir import MANIFEST_NAME, PARTIAL_SUFFIX, AttemptDir
-from trainkit.trainer.checkpoint.storage import HashingWriter
+from trainkit.trainer.checkpoint.storage import HashingWriter, JoiningSavePlanner
 from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.split_master import SplitMaster
 from trainkit.trainer.torch_private import make_stager
 
 log = getLogger(__name__)
@@ -63,7 +64,11 @@ class CheckpointSaver:
     """Saves the checkpoints of one attempt; all ranks must call every method, at the same step."""
 
     def __init__(
-        self, attempt: AttemptDir, world: World, tensors: dict[str, Tensor], keep_last: int | None
+        self,
+        attempt: AttemptDir,
+        world: World,
+        tensors: Mapping[str, Tensor | SplitMaster],
+        keep_last: int | None,
     ) -> None:
         self._attempt = attempt
         self._run = attempt.run
@@ -81,7 +86,7 @@ class CheckpointSaver:
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as later ones."""
-        allocating = self.stager.stage(self.tensors)
+        allocating = self.stager.stage(dict(self.tensors))
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
@@ -109,7 +114,11 @@ class CheckpointSaver:
         if blocking:
             try:
                 saved = state_dict_saver.save(
-                    self.tensors, storage_writer=writer, process_group=group, no_dist=alone
+                    dict(self.tensors),
+                    storage_writer=writer,
+                    planner=JoiningSavePlanner(),
+                    process_group=group,
+                    no_dist=alone,
                 )
                 future.set_result(saved)
             # CheckpointException is listed separately because it is not derived from Exception.
@@ -121,8 +130,9 @@ class CheckpointSaver:
                 # stream.
                 torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(
-                self.tensors,
+                dict(self.tensors),
                 storage_writer=writer,
+                planner=JoiningSavePlanner(),
                 process_group=group,
                 no_dist=alone,
                 async_stager=self.stager,

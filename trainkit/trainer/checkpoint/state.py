@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from trainkit.errors import FatalError
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizer import ShardedOptimizer
+from trainkit.trainer.split_master import SplitMaster, master_of
 from trainkit.trainer.step_sync import copy_from_main
 
 
@@ -22,7 +23,7 @@ class StateTensors:
     def __init__(
         self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
     ) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor | SplitMaster] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
         """Pairs of tensors with equal values; a checkpoint contains only the first tensor of each pair.
 
@@ -33,15 +34,16 @@ class StateTensors:
             self._add(f"buffer.{name}", buffer)
         for weight in weights:
             if weight.is_saved:
-                self._add(f"model.{weight.name}", weight.param.detach())
+                self._add(f"model.{weight.name}", master_of(weight))
             if weight.cast is not None:
                 self.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():
             self._add(f"optimizer.{name}", tensor)
 
-    def _add(self, name: str, tensor: Tensor) -> None:
+    def _add(self, name: str, tensor: Tensor | SplitMaster) -> None:
         if name in self.tensors:
-            self.duplicates.append((self.tensors[name], tensor))
+            # A rank with both ends of a pipeline splits no weights.
+            self.duplicates.append((cast(Tensor, self.tensors[name]), cast(Tensor, tensor)))
         else:
             self.tensors[name] = tensor
 

@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainkit.folders import ensure_folder
 from trainkit.run.files import open_file
 from trainkit.run.manifest import FileSum, file_hash
+from trainkit.trainer.split_master import SplitMaster
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
 # torch warns if there is no process group, but a single process intentionally saves without one. Warning
@@ -168,6 +171,55 @@ def _member(enumeration: object, name: str) -> object:
     if isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__:
         return enumeration[name]
     raise pickle.UnpicklingError(f"{enumeration}.{name} is not allowed in checkpoint metadata")
+
+
+class JoiningSavePlanner(DefaultSavePlanner):
+    """Saves split master weights in float32, joining the halves of one weight at a time."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._split, tensors = _float32_shapes(state_dict)
+        super().set_up_planner(tensors, storage_meta, is_coordinator)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        master = self._split.get(index.fqn)
+        return super().lookup_object(index) if master is None else master.join()
+
+
+class SplittingLoadPlanner(DefaultLoadPlanner):
+    """Loads float32 tensors into split master weights, splitting one saved piece at a time."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._split, tensors = _float32_shapes(state_dict)
+        super().set_up_planner(tensors, metadata, is_coordinator)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        if read_item.dest_index.fqn in self._split:
+            return torch.empty(read_item.lengths)
+        found: Tensor = super().resolve_tensor(read_item)
+        return found
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        master = self._split.get(read_item.dest_index.fqn)
+        if master is not None:
+            ends = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+            master[tuple(slice(start, start + length) for start, length in ends)].copy_(tensor)
+
+
+def _float32_shapes(state: Mapping[str, Any]) -> tuple[dict[str, SplitMaster], dict[str, Any]]:
+    """Return the split master weights in a state, and the state with float32 tensors of the same shapes.
+
+    The float32 tensors take the memory of one element, because only their shapes and dtype are used.
+    """
+    split = {name: item for name, item in state.items() if isinstance(item, SplitMaster)}
+    shapes = {name: torch.zeros(()).expand(master.shape) for name, master in split.items()}
+    return split, {**state, **shapes}
 
 
 class SafeReader(FileSystemReader):

@@ -159,11 +159,13 @@ class Weight:
 
     name: str
     param: nn.Parameter
-    """The float32 parameter that the optimizer updates and that checkpoints contain."""
+    """The parameter that the optimizer updates: in float32, or the upper half of a split master weight."""
     is_copy: bool = False
     """True if the parameter is tied to a parameter in another stage, where the shared weight is counted."""
     cast: nn.Parameter | None = None
     """The model's own parameter if it is a cast of `param` to the compute dtype, otherwise None."""
+    lower: Tensor | None = None
+    """The lower half if `param` is the upper half of a split master weight, otherwise None."""
     options: ParameterOptions = DEFAULT_OPTIONS
     is_read: bool = False
     """True if `BuiltModel.read_weight` reads the parameter's initial value from files."""
@@ -182,16 +184,22 @@ class Weight:
 def weights_of(
     model_parts: Sequence[Model],
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    lowers: Mapping[nn.Parameter, Tensor] | None = None,
     is_read: bool = False,
 ) -> list[Weight]:
-    """Return the weights of this rank's model parts; `masters` maps casts to float32 master weights."""
-    found = []
+    """Return the weights of this rank's model parts.
+
+    `masters` maps casts to float32 master weights, and `lowers` maps the upper halves of split master weights
+    to the lower halves.
+    """
+    masters, lowers, found = masters or {}, lowers or {}, []
     for model in model_parts:
         for name, param in model.named_parameters():
             canonical = model.canonical(name)
             is_copy = canonical != name
-            master, cast = (masters[param], param) if masters else (param, None)
-            found.append(Weight(canonical, master, is_copy, cast, is_read=is_read))
+            master, cast = (masters[param], param) if param in masters else (param, None)
+            lower = lowers.get(param)
+            found.append(Weight(canonical, master, is_copy, cast, lower, is_read=is_read))
     return found
 
 

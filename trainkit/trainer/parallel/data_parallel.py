@@ -156,7 +156,8 @@ def sum_in_float32(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter
     """Make each `Linear` add the gradients of its weight to a float32 sum, without rounding the gradients.
 
     The sum is the ``grad`` of the weight's float32 master in `masters`. If FSDP casts the weight, the sum is
-    the ``grad`` of the cast, until FSDP reduces the sum.
+    the ``grad`` of the cast, until FSDP reduces the sum. If the master is split, the sum is the ``grad`` of
+    its upper half.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     for linear in linears:
@@ -326,7 +327,8 @@ class HostReduction:
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
-                    owner.grad = torch.zeros_like(owner)
+                    # The gradient of a split master weight is in float32, as that of a separate one.
+                    owner.grad = torch.zeros_like(owner, dtype=owner.grad_dtype or torch.float32)
             self._start_next()
         for work in self._works:
             work.wait()
