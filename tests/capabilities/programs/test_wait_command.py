@@ -107,6 +107,15 @@ def test_a_failure_before_a_restart_is_shown_once(recorded, capsys):
     said(capsys.readouterr().err)
 
 
+def test_a_failure_before_a_resume_is_not_shown(recorded, capsys):
+    run = RunDir(recorded / "runs/restarted")
+    content = read_json(run.job_file)
+    content["attempts"][-1]["reason"] = "resume"
+    write_json(run.job_file, content)
+    assert wait_command.RunPoll(run, wait_command.Goal("ended"))()[1] == 0
+    assert not capsys.readouterr().err
+
+
 def test_the_verdict_does_not_need_stderr(monkeypatch):
     def gone(text: str, err: bool) -> None:
         raise BrokenPipeError

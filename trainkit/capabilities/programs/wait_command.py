@@ -202,13 +202,13 @@ class RunPoll:
             hint = "if the folder was moved, wait for the run by its new path"
             raise UsageError(f"{self._run.shown} no longer exists", hint=hint)
         try:
-            read_job_to_change(self._run)
+            job = read_job_to_change(self._run)
         except OSError as error:  # The file server may be temporarily unavailable.
             return _with_reason("unknown", f"cannot read {self._run.job_file.name}: {error.strerror}"), None
         status = self._status()
         if status.state == "incomplete":
             return self._not_submitted(), None
-        self._report_failures(status.restarts)
+        self._report_failures(status.restarts, (status.attempt or 0) - job.num_auto_restarts)
         step, total = status.progress.step, status.progress.total_steps
         text = status.state
         if step is not None:
@@ -218,10 +218,13 @@ class RunPoll:
             return text, EXIT_OK
         return text, None if status.is_active else verdict([status.state], self._goal)
 
-    def _report_failures(self, restarts: Sequence[Restart]) -> None:
-        """Print each failure that was followed by a restart, because the run may still finish with code 0."""
+    def _report_failures(self, restarts: Sequence[Restart], first_attempt: int) -> None:
+        """Print each failure that was followed by a restart, because the run may still finish with code 0.
+
+        `first_attempt` is the first attempt since a command last started the run; omit earlier failures.
+        """
         for restart in restarts[self._num_restarts :]:
-            if restart.verdict is not None:
+            if restart.verdict is not None and restart.attempt >= first_attempt:
                 failure, number = restart.verdict.failure.line, restart.attempt
                 hint = f"`trainkit diagnose {self._run.quoted} --attempt {number}`"
                 print_progress(f"{self._run.shown}: attempt {number} failed: {failure} ({hint})")
