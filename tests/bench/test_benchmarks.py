@@ -224,7 +224,7 @@ def test_the_record_of_the_parts(tmp_path, monkeypatch, capfd):
 
 
 def test_the_large_model_is_the_largest_that_fits(tmp_path):
-    found = [choose("large", Bench("cuda", tmp_path, round(0.92 * gib * 2**30))) for gib in (141, 79, 60, 16)]
+    found = [choose("large", Bench("cuda", tmp_path, round(0.92 * gib * 2**30))) for gib in (141, 79, 52, 16)]
     chosen = [choice and (choice.case.preset, choice.recompute) for choice in found]
     assert chosen == [("8b", "none"), ("3b", "none"), ("3b", "selective"), None]
 

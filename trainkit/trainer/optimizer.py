@@ -405,5 +405,5 @@ def _compiled_update(row_part: int | None) -> Callable[..., None]:
     The size is static, so each size is compiled. torch.compile runs a function eagerly after it has compiled
     the function for 8 kinds of arguments, and counts these for each code object.
     """
-    code = _update.__code__.replace(co_name=f"_update_{row_part}")
+    code = _update.__code__.replace(co_name=f"update rows of {row_part}")
     return torch.compile(FunctionType(code, _update.__globals__))
