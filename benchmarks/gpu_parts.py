@@ -553,7 +553,8 @@ def hugging_face(bench: Bench) -> None:
         if name != "trainkit" and before_gb is not None and not both:
             times.peak_gb = round(torch.cuda.max_memory_allocated() / 1e9 - before_gb, 1)
         if name != "trainkit" or both:
-            bench.emit(speed_row(case, bench, name, "none", times))
+            mode = choice.recompute if name == "trainkit" else "none"
+            bench.emit(speed_row(case, bench, name, mode, times))
 
 
 def no_loop() -> Iterator[Loop]:

@@ -172,7 +172,7 @@ class ResourcesConfig(Section):
         "Maximum number of GPU-hours that a submission may use if every job reaches its time limit. The "
         "number of GPU-hours is GPUs x time limit x jobs, where requeue.max limits the number of jobs; the "
         "runs of a group are added up. With `slice`, it is GPUs x total time. If Slurm allocates whole "
-        "nodes, all GPUs of the nodes count. Runs without GPUs are not limited. Reject larger submissions.",
+        "nodes, all GPUs of the nodes count, even with `device: cpu`. Reject larger submissions.",
     )
     partition: OneLine | None = key(None, "Slurm partition.")
     clusters: Names = key(

@@ -52,8 +52,11 @@ class ModelConfig(Section):
     rope_scaling: dict[RopeKey, Positive | RopeType] | None = key(
         None,
         "How to extend the rotary position embedding to longer contexts, with the keys of rope_scaling in "
-        "transformers. The type is llama3 (the default, as in Llama 3.1), linear or yarn.",
-        allowed="a mapping with a factor above 0 and the other keys of its type",
+        "transformers, except that `type` replaces rope_type: llama3 (the default, as in Llama 3.1), linear "
+        "or yarn.",
+        allowed="a mapping with `type` (llama3, linear or yarn) and numbers above 0 for factor, "
+        "original_max_position_embeddings, low_freq_factor, high_freq_factor, beta_fast, beta_slow or "
+        "attention_factor",
     )
     qkv_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
     qk_norm: bool = key(False, "Apply an RMSNorm to each query and key head, as in Qwen3.")

@@ -51,7 +51,7 @@ def _checked(loaded: LoadedConfig, limit: float, plans: Sequence[LaunchPlan]) ->
     used = worker_time(total, "GPU")
     if total <= limit * (1 + ROUNDING):
         return f"at most {used} ({KEY} is {limit:g}): {sizes}{runs}"
-    hint = "use fewer GPUs or a shorter resources.time"
+    hint = "use fewer nodes or GPUs, or a shorter resources.time"
     if any(_num_jobs(plan) > 1 for plan in plans):
         once, most = sum(_hours(plan, 1) or 0.0 for plan in plans), max(plan.requeue.max for plan in plans)
         if once <= limit * (1 + ROUNDING):

@@ -196,7 +196,7 @@ def hang_values(
     return {"waiting": rank_list(known) if known else "", "hangs_dir": hangs_dir}, lines
 
 
-_QUOTED = re.compile(r"'([^']+)'")
+_QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"")
 
 
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
@@ -206,8 +206,9 @@ def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
     """
     if match.signature.name != "missing-file":
         return {}
-    job, quoted = files.job, _QUOTED.search(match.groups.get("what", ""))
-    path = "" if quoted is None else quoted[1]
+    # A function such as os.rename names two paths; usually, the folder of the second path is missing.
+    job, paths = files.job, [one or two for one, two in _QUOTED.findall(match.groups.get("what", ""))]
+    path = paths[-1] if paths else ""
     # The trainer runs in the folder of the submission; only a COMMAND runs in the copy of the code.
     if job.code is None or not files.plan.is_command:
         return {"in_place_dir": job.cwd or "", **_missing_folder(job.cwd, path)}

@@ -32,6 +32,10 @@ SIZE = 2
 TIMEOUT = timedelta(minutes=5)
 """Timeout for a collective."""
 DEVICE_BATCH = 2
+SHARDS_HINT = (
+    "the error may occur only if several ranks shard the model, which parallel.dp_shard: 1 prevents; "
+    "see `after_step` in docs/own-task.md"
+)
 
 
 class TwoRanks:
@@ -104,11 +108,16 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
     except TrainkitError as error:
         answer.send(problem_of(config, error))
     except Exception as error:  # the user's code may raise any exception
-        answer.send(
-            refusal(config, f"rank {rank} of {SIZE} failed: {describe(error)}", TRACEBACK_HINT).problem
-        )
+        who = f"rank {rank} of {SIZE}{', which shard the model,' if _shards(config) else ''}"
+        hint = SHARDS_HINT if _shards(config) else TRACEBACK_HINT
+        answer.send(refusal(config, f"{who} failed: {describe(error)}", hint).problem)
     else:
         answer.send(None)
+
+
+def _shards(config: RunConfig) -> bool:
+    """Return whether the two ranks shard the model, as a run on several ranks does by default."""
+    return config.parallel.dp_shard != 1
 
 
 def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
@@ -123,9 +132,8 @@ def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
     task = UserTask(config, None)
     store = dist.FileStore(str(folder / "store"), SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)
-    # By default, a run shards its model; a sharded model also shows errors in after_step().
-    shards = config.parallel.dp_shard != 1
-    layout = Layout(dp_shard=SIZE) if shards else Layout(dp_replicate=SIZE)
+    # A sharded model also shows errors in after_step().
+    layout = Layout(dp_shard=SIZE) if _shards(config) else Layout(dp_replicate=SIZE)
     world = make_world(rank, torch.device("cpu"), layout, TIMEOUT)
     check_same_data(task, world)
     built = build_for_task(task, world, Progress(), LocalGradient())
@@ -139,7 +147,8 @@ def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
         for number, turn in enumerate(("",) if optimizers is None else optimizers.turns()):
             micros = batch.of_turn(number, turn).microbatches
             built.forward_backward.accumulate_gradient(micros, torch.ones(()), lambda sums: None)
-        with errors_of_user(config, "after_step() failed"):
+        sharded = " with a model that two ranks shard" if _shards(config) else ""
+        with errors_of_user(config, f"after_step() failed{sharded}"):
             built.after_step()
     finally:
         batches.close()

@@ -74,7 +74,7 @@ def _kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     first = max(math.floor(pair_with(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_with(scaling.beta_slow)), 2 * num_pairs - 1)
     pairs = torch.arange(num_pairs, dtype=torch.float32, device=frequencies.device)
-    return 1.0 - ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return 1.0 - ((pairs - first) / ((last - first) or 1e-3)).clamp(0.0, 1.0)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
