@@ -16,6 +16,7 @@ from trainkit.trainer.models.linear import Linear
 from trainkit.trainer.parallel.data_parallel import sum_in_float32
 from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.split_master import split_weights
 from trainkit.trainer.torch_private import DispatchMode
 
 PASSES = 8
@@ -109,19 +110,24 @@ def test_only_the_master_has_the_sum():
 
 
 def decoder_gradients(
-    mode: Any = "none", compiled: bool = False, chunks: int = 1, tied: bool = True
+    mode: Any = "none", compiled: bool = False, chunks: int = 1, tied: bool = True, splits: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradients of a decoder in bf16 after two microbatches."""
+    """Return the gradients of a decoder in bf16 after two microbatches.
+
+    The float32 master weights are separate from the weights unless `splits` is set.
+    """
     model = nano(num_layers=2, dropout=0.1, tie_embeddings=tied)
     recompute_and_compile(model.layers, mode, compiled=compiled)
+    if splits:
+        split_weights(model, rounds_gradients=False)
     masters = cast_weights(model, torch.bfloat16)
     sum_in_float32(model, masters)
     context = ForwardContext(ALONE, nll_sum, use_loss_parallel=False)
     run = SequentialForwardBackward(lambda enabled: None, Progress(), model, context, chunks)
     micros = [Microbatch(tokens(seed=seed), tokens(seed=seed + 9), sample_keys()) for seed in (0, 1)]
     run.accumulate_gradient(micros, torch.ones(()), lambda loss: None)
-    assert all(param.grad is None for param in model.parameters())
-    return {name: masters[param].grad for name, param in model.named_parameters()}  # type: ignore[misc]
+    assert splits or all(param.grad is None for param in model.parameters())
+    return {name: masters.get(param, param).grad for name, param in model.named_parameters()}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -135,7 +141,22 @@ def test_all_gradients_of_a_decoder_stay_in_float32(monkeypatch, tied, chunks):
         assert (gradient - rounded[name]).norm() < 0.01 * rounded[name].norm(), name
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_split_masters_have_the_same_sums(tied):
+    separate, split = (decoder_gradients(chunks=4, tied=tied, splits=splits) for splits in (False, True))
+    assert all(torch.equal(gradient, separate[name]) for name, gradient in split.items())
+
+
+def test_a_frozen_weight_has_no_sum():
+    layer = Linear(24, 40, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    layer.sum_in_float32()
+    x = torch.ones(2, 24, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert torch.equal(x.grad[0], layer.weight.float().sum(0).bfloat16())
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "selective", "full"])
 def test_compiled_and_recomputed_blocks_add_to_the_same_sums(compiler, mode):
     """All blocks share a graph, and recomputation adds no gradient twice.
 

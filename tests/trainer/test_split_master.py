@@ -16,6 +16,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors
+from trainkit.trainer.checkpoint.storage import _float32_shapes
 from trainkit.trainer.models.model import weights_of
 from trainkit.trainer.optimizer import PIECE_ELEMENTS, ShardedAdamW
 from trainkit.trainer.precision import cast_weights
@@ -164,6 +165,36 @@ def test_a_weight_that_is_not_contiguous():
         assert all((results[-1][name] - value).abs().max() > 5e-3 for name, value in start.items())
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-2, atol=1e-3, msg=name)
+
+
+@CONFIGS
+def test_a_transposed_weight_is_updated_as_a_whole(config, monkeypatch):
+    """The fused kernel ignores strides, and the rows of such a weight do not lie one after another."""
+    results = []
+    for limit in (1 << 18, 1000):
+        monkeypatch.setitem(PIECE_ELEMENTS, "cpu", limit)
+        torch.manual_seed(0)
+        model = nn.ParameterDict({"w": nn.Parameter(torch.randn(64, 128).t())})
+        optimizer = ShardedAdamW(weights_of([_Named(model)], lowers=split_weights(model)), config)
+        (torch.randn(16, 128).bfloat16() @ model["w"]).float().square().mean().backward()
+        optimizer.collect_gradients()
+        optimizer.step(1e-2, ONE, ZERO)
+        results.append(values(optimizer))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_another_default_dtype_does_not_round():
+    """A task may leave a default dtype behind, and a checkpoint has float32 regardless."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.randn(8, 8))})
+    weights = weights_of([_Named(model)], lowers=split_weights(model))
+    item = master_of(weights[0])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        shapes = _float32_shapes({"w": item})[1]
+    finally:
+        torch.set_default_dtype(before)
+    assert shapes["w"].dtype == torch.float32
 
 
 class _Named:

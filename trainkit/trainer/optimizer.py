@@ -245,7 +245,10 @@ class ShardedAdamW(ShardedOptimizer):
         state = self._adamw.state[shard]
         whole = self._split.get(shard, shard.detach())
         tensors = whole, shard.grad, state["exp_avg"], state["exp_avg_sq"]
-        pieces = [*row_pieces(PIECE_ELEMENTS[shard.device.type], *tensors)]
+        # The fused kernel ignores strides, so split only shards whose rows lie one after another in memory.
+        has_rows = shard.dim() > 0 and shard.stride(0) == shard.shape[1:].numel()
+        most = PIECE_ELEMENTS[shard.device.type] if has_rows else shard.numel()
+        pieces = [*row_pieces(most, *tensors)]
         for number, (weight, grad, exp_avg, exp_avg_sq) in enumerate(pieces, 1):
             step = state["step"] if number == len(pieces) else state["step"].clone()
             yield _Piece(weight, grad, exp_avg, exp_avg_sq, step)

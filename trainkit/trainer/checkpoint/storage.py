@@ -201,7 +201,7 @@ class SplittingLoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         if read_item.dest_index.fqn in self._split:
-            return torch.empty(read_item.lengths)
+            return torch.empty(read_item.lengths, dtype=torch.float32)
         found: Tensor = super().resolve_tensor(read_item)
         return found
 
@@ -218,7 +218,9 @@ def _float32_shapes(state: Mapping[str, Any]) -> tuple[dict[str, SplitMaster], d
     The float32 tensors take the memory of one element, because only their shapes and dtype are used.
     """
     split = {name: item for name, item in state.items() if isinstance(item, SplitMaster)}
-    shapes = {name: torch.zeros(()).expand(master.shape) for name, master in split.items()}
+    shapes = {
+        name: torch.zeros((), dtype=torch.float32).expand(master.shape) for name, master in split.items()
+    }
     return split, {**state, **shapes}
 
 

@@ -63,6 +63,8 @@ class _SummedLinear(torch.autograd.Function):
         # Only compiled code needs the operation, because the compiler cannot trace the search for the sum.
         pass_back = _pass_back_compiled if torch.compiler.is_compiling() else _pass_back
         bias_grad = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        if not ctx.needs_input_grad[1]:  # the weight is frozen
+            return grad @ weight, None, bias_grad, None
         return pass_back(grad, x, weight, key), None, bias_grad, None
 
 
