@@ -129,7 +129,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 plus_product(weight_grad, gradient.t(), chunk)
         if has_gradient:
             ctx.gradients, ctx.scale = (x_grad, weight_grad), scale
-            # A leaf whose `grad_dtype` is None accepts any dtype; the gradient is rounded to the leaf's dtype.
+            # A leaf whose `grad_dtype` is None accepts any dtype, and the gradient is rounded to its dtype.
             ctx.weight_grad_dtype = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
         return total
 
