@@ -102,6 +102,12 @@ class _ChunkedLoss(torch.autograd.Function):
     multiplies them by the incoming gradient, which usually equals `scale`.
     """
 
+    @classmethod
+    def apply(cls, x: Tensor, weight: Tensor, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # A parameter's `requires_grad` is True even under `no_grad`.
+        return super().apply(x, weight, *args)  # type: ignore[no-untyped-call]
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -206,13 +212,11 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
         labels, nll_sum, chunks = micro.labels.flatten(), self.context.nll_sum, self.loss_chunks
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
-            if not torch.is_grad_enabled():
-                weight = weight.detach()  # A parameter's `requires_grad` is True even under `no_grad`.
             # Without the scale, fp16 gradients would underflow. In other dtypes, scaling would only add
             # rounding errors.
             early = scale if x.dtype == torch.float16 else None
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early
-            found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
+            found: Tensor = _ChunkedLoss.apply(*inputs)
             return found
 
         whole: Tensor = self.model(micro.tokens, sample_keys=micro.sample_keys, loss=loss)
