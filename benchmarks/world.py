@@ -290,6 +290,8 @@ def one_rank(config: RunConfig, plan: LaunchPlan, rank: int, device: torch.devic
 
 def measure_rank(config: RunConfig, plan: LaunchPlan, rank: int, device: torch.device) -> Row:
     """Return the speed and the memory of one rank without communication."""
+    graph_breaks = torch._dynamo.utils.counters["graph_break"]
+    graph_breaks.clear()
     with one_rank(config, plan, rank, device) as found:
         for _ in range(WARM_UP - 1):
             found.step()
@@ -322,7 +324,7 @@ def measure_rank(config: RunConfig, plan: LaunchPlan, rank: int, device: torch.d
             "peak GB": round(peak / 1e9, 3),
             "plan GB": round(planned / 1e9, 3),
             "plan / peak": round(planned / peak, 3),
-            "graph breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+            "graph breaks": sum(graph_breaks.values()),
             "host syncs": count_syncs(found.step, device),
         }
 
