@@ -199,7 +199,10 @@ class EmulatedReduction(Emulated):
 
 
 class HostSyncs(DispatchMode):
-    """Counts the operations that read the value of a tensor, for which the host waits on a GPU."""
+    """Counts the operations that read a floating-point value, for which the host waits on a GPU.
+
+    Integers are not counted, because the keys of `Linear` are on the host even if the model is on a GPU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +211,8 @@ class HostSyncs(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += args[0].is_floating_point()
         return func(*args, **(kwargs or {}))
 
 
