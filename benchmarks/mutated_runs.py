@@ -169,7 +169,7 @@ def differing(before: Entries, after: Entries) -> list[str]:
 
 
 class Place:
-    """A project in which one process executes commands, and a copy of the project to restore it from."""
+    """A project folder for the commands of one process, and a copy that restores the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project, self.kept = folder, folder / "project", folder / "kept"

@@ -154,7 +154,7 @@ def test_loops_that_are_compared_take_turns():
 
 
 def test_the_hand_written_loops_compute_the_same(monkeypatch):
-    """In float32, `careful` and `autocast` have the same update: they differ in types and memory only."""
+    """The loops `careful` and `autocast` differ only in dtypes and memory, so float32 updates are equal."""
     shape = gpu_parts.TINY.shape
     monkeypatch.setattr(training_loop, "MAX_CHUNK_LOGITS", shape.vocab_size * 12)  # chunks of unequal lengths
     micros = [

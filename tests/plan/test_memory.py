@@ -64,9 +64,9 @@ def test_a_block_by_hand():
     # A compiled block computes silu(gate) again, and keeps a float32 number of each norm and head.
     assert block_bytes(work) == block_bytes(eager) + 30 * (4 * (2 + 2) - 2 * 12)
     assert kept_bytes(work) == block_bytes(work)
-    # In float8, the block also computes the outputs of the norms and the input of down again.
+    # A float8 block also recomputes the outputs of the norms and the input of down.
     assert block_bytes(replace(work, float8=True)) == block_bytes(work) - 30 * 2 * (16 + 12)
-    # In float32, GPUs have no flash attention, so the two heads get their own keys and values.
+    # GPUs have no flash attention for float32, so the keys and values are repeated for both heads.
     in_float32 = replace(eager, dtype="fp32")
     assert block_bytes(in_float32) == 2 * block_bytes(eager) + 30 * 4 * (4 + 4)
 

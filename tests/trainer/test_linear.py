@@ -84,7 +84,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.mark.parametrize("x_has_gradient", [True, False])
 def test_compiled_layer_with_bias(compiler, x_has_gradient):
-    """Without a gradient of the input, the compiler drops operations that return only that gradient."""
+    """The compiler drops an operation if only the gradient of an input that needs none depends on it."""
     layer, plain = Linear(24, 40), nn.Linear(24, 40)
     plain.load_state_dict(layer.state_dict())
     found = []

@@ -18,7 +18,7 @@ OFFLOAD: dict[str, object] = {"offload": True}
 COMMON = ("train.steps=4", "train.eval_every=2", "train.grad_clip=0.5", "optimizer.lr=0.003")
 TASK = (f"task={Path(tasks.__file__)}:Classify", "task_args.frozen=true", "task_args.batch_norm=true")
 LORA = "model.lora={r: 4, target_modules: [q_proj, v_proj]}"
-# In bf16, one process without offloading splits its master weights, which moves ties by one unit.
+# fp16, because a single process without offloading splits bf16 weights, which moves ties by one unit.
 EIGHT_BIT = ("precision.dtype=fp16", "optimizer.name=adamw_8bit")
 
 

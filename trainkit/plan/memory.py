@@ -95,7 +95,7 @@ def block_bytes(work: StepWork) -> int:
     norms and silu(gate) * up again, because casts to float8 follow.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
-    # In float32, GPUs have no flash attention, so each query head gets its own keys and values.
+    # GPUs have no flash attention for float32, so the keys and values are repeated for each query head.
     repeats_keys = work.device == "cuda" and work.dtype == "fp32"
     kv_dim = shape.query_dim if repeats_keys else shape.kv_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of the two chunks.

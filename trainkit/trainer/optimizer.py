@@ -166,8 +166,7 @@ class ShardedAdamW(ShardedOptimizer):
             fused=True,
         )
         self._is_rounded = config.name == "adamw_8bit" or config.state_dtype != "fp32"
-        is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
-        self._compiles = is_compiled
+        self._compiles = compiled and self._locals[0].device.type in COMPILED_DEVICES
         values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
         for shard, weight in zip(self._locals, self._weights, strict=True):
             self._adamw.state[shard] = {

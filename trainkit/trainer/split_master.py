@@ -24,7 +24,7 @@ from trainkit.trainer.torch_private import copy_each
 
 SPLIT_DTYPE = torch.bfloat16
 """The compute dtype whose weights are upper halves: only bf16 has the exponent of float32."""
-PIECE_ELEMENTS = 1 << 22
+COPY_ELEMENTS = 1 << 22
 """Number of elements split at a time when values are loaded."""
 
 
@@ -80,7 +80,7 @@ class SplitMaster:
 
     def copy_(self, master: Tensor) -> None:
         """Store a tensor of any floating-point dtype and device, converting some rows at a time."""
-        for halves, piece in row_pieces(PIECE_ELEMENTS, self, master):
+        for halves, piece in row_pieces(COPY_ELEMENTS, self, master):
             for half, value in zip(halves.halves, split(piece.to(self.lower.device).float()), strict=True):
                 half.copy_(value)
 

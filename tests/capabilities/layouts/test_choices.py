@@ -72,7 +72,7 @@ def test_a_model_is_split_only_where_it_does_not_fit_and_within_nodes_first():
     assert best.work.layout.dp_shard * best.work.layout.tp > 1
     assert best.cost.crossing(8) in ((), ("dp",))
     said(headline(best))
-    # Of the 32 samples a GPU, one after another, only shards of the gradients wait.
+    # A GPU processes 32 samples one after another, and keeps only its shards of the gradients.
     best, *_ = choose(step_work("70b"), hardware(64), 1024)
     assert (best.fit, best.work.layout) == ("fits", Layout(dp_shard=32, tp=2))
     assert best.work.accumulation_steps == 32
