@@ -71,6 +71,27 @@ def test_the_steps_of_the_config_do_not_count_for_a_command(desk):
     desk.trainkit("resume", "small", "--set", "train.steps=200", "--follow", code=0)
 
 
+def test_a_dry_run_shows_the_next_attempt_and_writes_nothing(desk):
+    run = ended_run(desk)
+    publish(run, 20)
+    (desk.folder / "added.py").write_text("")
+    desk.works("sys.exit(0)")
+
+    def files():
+        return {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+
+    before = files()
+    words = ("resume", "small", "--nodes", "2", "--gpus-per-node", "2", "--dry-run")
+    done = desk.typed(*words, "--new-code", "--json", code=0)
+    assert (json.loads(done.stdout)["world_size"], files()) == (4, before)
+    assert "checkpoint          step-00000020" in done.stderr
+    assert "changed or new: added.py, worker.py\n" in done.stderr
+    done = desk.typed(*words, "--as", "fork", code=0)
+    assert (done.stdout, (desk.folder / "fork").exists()) == ("", False)
+    desk.typed(*words, "--as", "state", code=2)
+    desk.trainkit("resume", "small", "--follow", code=0)
+
+
 def test_resume_from_another_folder_works_where_it_was_submitted(desk):
     desk.works("print(os.getcwd()); sys.exit(75 if ATTEMPT == 1 else 0)")
     run = desk.submit()

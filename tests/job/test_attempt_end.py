@@ -14,7 +14,7 @@ import pytest
 
 from tests.control.test_resume import PLAN, so_far
 from trainkit.backends.local.allocation import LocalAllocation, LocalAttemptWatch
-from trainkit.control.changed_config import missing_save
+from trainkit.control.changed_config import starting_point
 from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import last_step, write_end
 from trainkit.job.decision import Decision, Outcome, PlannedStop
@@ -89,7 +89,7 @@ def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(run, codes
     assert (end.reason, end.summary, end.saved) == (f"{what}; resumes (restart 1)", what, saved)
     assert read_end(run.attempt(1)) == end
     of_command = replace(PLAN, workload=Workload(("train",)))
-    assert (missing_save(so_far(run, plan=of_command)) is None) == saved
+    assert starting_point(so_far(run, plan=of_command)).startswith("saved by") == saved
 
 
 def test_records_of_another_attempt_and_of_none_end_the_search(run, monkeypatch):

@@ -149,8 +149,12 @@ def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> N
     found = diagnosed(login, run, 1)
     assert (found["name"], status["warnings"]) == ("log-not-opened", [])
     assert f"`trainkit resume runs/{run.name}` " in found["advice"][0]
-    resumed = login.trainkit("resume", str(run.path), *settings("resources.extra.hold=false"))
+    words = "resume", str(run.path), *settings("resources.extra.hold=false")
+    shown = login.trainkit(*words, "--dry-run")
+    assert run.attempt_numbers() == [1]
+    resumed = login.trainkit(*words)
     assert resumed.returncode == 0, resumed.stderr
+    assert run.script_file.read_text() == shown.stdout
     assert login.wait_for_end(run, 2)["state"] == "finished"
 
 

@@ -13,6 +13,7 @@ from trainkit.cli import options
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.logs import follow_detachable
 from trainkit.cli.output import echo_error, echo_result
+from trainkit.cli.plan_json import PlanJson
 from trainkit.cli.run import (
     join_step,
     launched_target,
@@ -26,8 +27,9 @@ from trainkit.cli.started import StartedJson, describe_plan, print_choice, print
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.run.group import RunGroup
+from trainkit.run.owner import refuse_place
 from trainkit.run.registry import find_run_or_group, one_run
-from trainkit.run.rundir import RUNS_FOLDER
+from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 
 class ResumedGroupJson(TypedDict):
@@ -38,7 +40,7 @@ class ResumedGroupJson(TypedDict):
     job_id: str | None
 
 
-ResumedJson = StartedJson | ResumedGroupJson
+ResumedJson = StartedJson | ResumedGroupJson | PlanJson
 
 
 @as_command(
@@ -56,14 +58,16 @@ ResumedJson = StartedJson | ResumedGroupJson
 @option("--as DIR", "Resume in the new run folder DIR and leave RUN unchanged.", name="fork_dir")
 @options.now_option
 @options.trust_option
+@option("--dry-run", "Print what would be started, without writing or starting anything.")
 @option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
-@options.json_option("trainkit.cli.resume:ResumedJson")
+@options.json_option("trainkit.cli.resume:ResumedJson", version=2)
 def command(
     run_name: str,
     overrides: tuple[str, ...],
     new_code: bool,
     fork_dir: str | None,
     now: bool,
+    dry_run: bool,
     follow: bool,
     as_json: bool,
     **typed: Any,
@@ -79,19 +83,21 @@ def command(
     command with torchrun or mpirun, the processes that the launcher starts become the ranks of RUN, as with
     `trainkit run`.
     """
-    from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
+    from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, starting_point
     from trainkit.control.resume import (
         copy_newest_checkpoint,
         newest_checkpoint_of,
         planned_resume,
+        preview_resume,
         resume_run,
     )
     from trainkit.launch.create import create_run, start_run
+    from trainkit.launch.snapshot import describe_new_code, wants_copy
 
     folder, task = Path(RUNS_FOLDER).absolute(), find_launched_rank()
     if task is not None:
-        if as_json or follow or fork_dir is not None:
-            given = "--json" if as_json else "--follow" if follow else "--as"
+        given_options = {"--json": as_json, "--follow": follow, "--as": fork_dir, "--dry-run": dry_run}
+        if given := next((name for name, value in given_options.items() if value), None):
             raise UsageError(
                 f"{given} cannot be combined with {task.launcher}",
                 hint="omit the option: a launcher resumes a run in the foreground and in the run folder",
@@ -118,7 +124,7 @@ def command(
         flags,
         warn=warn,
         target=None if task is None else launched_target(task),
-        starts_here=fork is None,
+        starts_here=fork is None and not dry_run,
         new_code=new_code or fork is not None,
         chooses_nodes=chooses_nodes,
     )
@@ -137,8 +143,20 @@ def command(
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
             echo_error(f"warning: {words}, but no input was stored for this run, so standard input is empty")
-        if fork is None and (missing := missing_save(so_far)):
-            click.echo(f"  checkpoint          {missing}", err=True)
+        if fork is None or so_far.saved:
+            click.echo(f"  checkpoint          {starting_point(so_far)}", err=True)
+        if new_code and fork is None and wants_copy(loaded.config, plan):
+            code = describe_new_code(source, so_far.job.code, plan.workload)
+            click.echo(f"  code                {code}", err=True)
+        if dry_run:
+            if fork is not None:
+                newest_checkpoint_of(source)
+                refuse_place(loaded.config.name, fork, "--as")
+            place = None if fork is None else RunDir(fork)
+            script = preview_resume(so_far, loaded.config, plan, new_code=new_code, fork=place)
+            if as_json or script is not None:
+                echo_result(plan.to_dict(), (script or "").rstrip("\n"), as_json)
+            return EXIT_OK
         if task is not None:
             refuse_command(task, plan.workload)
             plan = shown_failures(plan)

@@ -111,18 +111,18 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
     return max(0, steps - so_far.step) * statistics.median(measured) if measured else None
 
 
-def missing_save(so_far: RunSoFar) -> str | None:
-    """Describe where a run without a saved checkpoint would restart; return None if the run has saved.
+def starting_point(so_far: RunSoFar) -> str:
+    """Describe the checkpoint from which a run resumes, or where a run without a checkpoint starts.
 
     A command that does not use `trainkit.loop` reports a save only through its exit code.
     """
     if so_far.saved:
-        return None
+        return f"{so_far.saved[-1].path.name} or, if its files are damaged, the one before"
     if not so_far.plan.workload.is_command:
         return "no checkpoint yet, so training restarts at step 0"
     ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
-        return None
+        return "saved by the command, which finds it itself"
     return (
         "the command reported no saved checkpoint, so it starts from the beginning unless it finds a "
         "checkpoint itself"

@@ -26,10 +26,10 @@ from trainkit.control.changed_config import (
 from trainkit.control.requeue import note_dead_job
 from trainkit.errors import UsageError, print_note
 from trainkit.formats import plural
-from trainkit.launch.create import start_attempt, start_group
+from trainkit.launch.create import next_script, start_attempt, start_group
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.repeat import load_again, refuse_by_hand, refuse_replay, submission_folder
-from trainkit.launch.snapshot import renewed_code
+from trainkit.launch.snapshot import future_code, renewed_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
 from trainkit.run.group import RunGroup
@@ -121,6 +121,23 @@ def resume_run(
         require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
+
+
+def preview_resume(
+    so_far: RunSoFar, config: RunConfig, plan: LaunchPlan, *, new_code: bool, fork: RunDir | None
+) -> str | None:
+    """Return the batch script of a run's next attempt, or None if the attempt needs none; write nothing.
+
+    `fork` is the new run if the run resumes in another folder. The working directory must be the run's
+    submission folder, as in `planned_resume`. Raises UsageError if the code cannot be copied, or if the
+    script would contain a secret.
+    """
+    run, job = so_far.run, so_far.job
+    if fork is not None:
+        run, job, new_code = fork, replace(job, cwd=str(Path.cwd())), True
+    if new_code:
+        job = replace(job, code=future_code(run, config, plan))
+    return next_script(run, job, config, plan)
 
 
 def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:

@@ -165,20 +165,31 @@ def start_attempt(
     The caller must hold the run's lock. `job` is the content of job.json, and `reason` is ``submit``,
     ``run``, ``requeue`` or ``resume``. `now` affects only runs on this machine.
     """
-    config_text, plan_text = dump_effective(config), plan.to_text()
-    for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
-        refuse_leaks(text, str(where), config.secrets, os.environ)
-    backend, script = backend_named(plan.backend), None
-    if backend.template is not None:
-        script = _script(run, job, config, plan, submitted_hash(config_text, plan.to_dict()))
+    config_text, plan_text, script = _attempt_files(run, job, config, plan)
     new = NewAttempt(config_text, plan_text, plan, reason, job, script, config.requeue.follow_ups, now)
-    entry = backend.start(run, new)
+    entry = backend_named(plan.backend).start(run, new)
     register(run, job.name)
     return entry
 
 
-def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, submitted: str) -> JobScript:
-    """Return the batch script for a run's next attempt."""
+def next_script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) -> str | None:
+    """Return the batch script that `start_attempt` would submit, or None if the backend uses none.
+
+    Writes nothing. Raises UsageError if the script, the config or the plan contains a secret.
+    """
+    _, _, script = _attempt_files(run, job, config, plan)
+    return None if script is None else script.text
+
+
+def _attempt_files(
+    run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan
+) -> tuple[str, str, JobScript | None]:
+    """Return the config, the plan and the batch script of a run's next attempt, if there is a script."""
+    config_text, plan_text = dump_effective(config), plan.to_text()
+    for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
+        refuse_leaks(text, str(where), config.secrets, os.environ)
+    if backend_named(plan.backend).template is None:
+        return config_text, plan_text, None
     from trainkit.launch.script import script_for
 
     if job.cwd is None:
@@ -187,7 +198,9 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, su
             "so the working directory and the code of the run are unknown",
             hint=f"`trainkit resume {run.quoted} --as DIR` resumes in a new folder",
         )
-    return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code, submitted)
+    submitted, number = submitted_hash(config_text, plan.to_dict()), run.next_attempt().number
+    script = script_for(run, number, plan, config, Path(job.cwd), job.code, submitted)
+    return config_text, plan_text, script
 
 
 def _group_record(

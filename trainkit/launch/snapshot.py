@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path, user_name
+from trainkit.formats import plural
 from trainkit.launch.git_snapshot import NoRepository, finish_repository, make_repository
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
@@ -103,6 +105,42 @@ def future_code(
     if code_from is not None:
         return moved(code_from, run.code_dir)
     return plan_copy(Path.cwd(), run, plan.workload)[0] if wants_copy(config, plan) else None
+
+
+def describe_new_code(run: RunDir, before: CodeCopy | None, workload: Workload) -> str:
+    """Return what `renewed_code` would copy from the current folder, and which files differ from `before`.
+
+    Raises UsageError for the same reasons as `copy_code`.
+    """
+    code, tree = plan_copy(Path.cwd(), run, workload)
+    copied = f"{plural(code.num_files, 'file')} of {shown_path(code.source)}"
+    if before is None:
+        return copied
+    old = Path(moved(before, run.code_dir).code)
+    if not old.is_dir():
+        return f"{copied}; the code that the run has used so far is missing"
+    changed = [path for path in sorted(tree.files) if not _is_same_file(Path(tree.root, path), old / path)]
+    removed = sorted(_copied_paths(old) - tree.files.keys() - set(tree.links))
+    parts = {"changed or new": changed, "removed": removed}
+    found = [f"{what}: {_listed(paths)}" for what, paths in parts.items() if paths]
+    return f"{copied}; {'; '.join(found) or 'no file has changed'}"
+
+
+def _is_same_file(now: Path, before: Path) -> bool:
+    try:
+        return filecmp.cmp(now, before, shallow=False)
+    except OSError:
+        return False  # A missing file differs, and so does a symlink without a target.
+
+
+def _copied_paths(folder: Path) -> set[str]:
+    """Return the relative paths of the files in a code copy, excluding its Git repositories."""
+    found = set()
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in (GIT, "__pycache__")]
+        inside = os.path.relpath(parent, folder)
+        found |= {os.path.normpath(f"{inside}/{name}") for name in names}
+    return found
 
 
 @contextmanager

@@ -96,9 +96,9 @@ def test_table():
     ]
     later = f"in 2h05m ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
     assert list(wait_lines(found, START)) == [
-        *("partition        would start", f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2"),
-        f"high             {later}  on a, … and f (6 nodes)",
-        f"debug            {'no'.ljust(len(later))}  never",
+        *("partition       would start", f"gpu (selected)  {'now'.ljust(len(later))}  on g1, g2"),
+        f"high            {later}  on a, … and f (6 nodes)",
+        f"debug           {'no'.ljust(len(later))}  never",
     ]
 
 

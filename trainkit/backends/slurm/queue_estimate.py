@@ -114,7 +114,7 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | No
         answer = wait.answer
         start = "no" if answer.start_time is None else when(answer.start_time, now)
         remark = answer.remark or f"on {_shortened(answer.nodes)}"
-        rows.append((f"{wait.partition}{' (requested)' if wait.is_asked else ''}", start, remark))
+        rows.append((f"{wait.partition}{' (selected)' if wait.is_asked else ''}", start, remark))
     yield from table(rows, fit=fit).splitlines()
 
 
