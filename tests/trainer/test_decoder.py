@@ -232,6 +232,27 @@ def test_the_gradients_of_the_parts_are_added_in_float32():
     assert torch.equal(head.grad, summed.bfloat16())
 
 
+def test_small_gradients_of_the_parts_survive_in_fp16():
+    """The labels are almost certain, so without the loss scale most gradients would be below fp16's range."""
+    micro, scale = Microbatch(tokens(), tokens(), sample_keys()), torch.tensor(2.0**14)
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        model = nano(tie_embeddings=True)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(param.half())
+                if "blocks" in name:
+                    param.zero_()
+            model.embedding.weight.mul_(24.0)
+        model.to(dtype)
+        context = ForwardContext(ALONE, nll_sum, use_loss_parallel=False)
+        passes = SequentialForwardBackward(lambda enabled: None, Progress(), model, context, 4)
+        passes.accumulate_gradient([micro], scale, lambda loss: None)
+        found.append(model.norm.weight.grad.float() / scale)
+    expected, halved = found
+    torch.testing.assert_close(halved, expected, rtol=0.05, atol=float(expected.abs().max()) / 50)
+
+
 def test_when_a_loss_is_split():
     shape = nano_shape(vocab_size=2**18)
     tokens = (127, 1024, 1025, 1026, 3066, 4096)
