@@ -85,7 +85,9 @@ def test_a_dry_run_shows_the_next_attempt_and_writes_nothing(desk):
     done = desk.typed(*words, "--new-code", "--json", code=0)
     assert (json.loads(done.stdout)["world_size"], files()) == (4, before)
     assert "checkpoint          step-00000020" in done.stderr
-    assert "changed or new: added.py, worker.py\n" in done.stderr
+    assert "changed: worker.py; new: added.py\n" in done.stderr
+    done = desk.typed(*words, code=0)
+    assert "(changed: worker.py); --new-code uses" in done.stderr
     done = desk.typed(*words, "--as", "fork", code=0)
     assert (done.stdout, (desk.folder / "fork").exists()) == ("", False)
     desk.typed(*words, "--as", "state", code=2)

@@ -75,7 +75,7 @@ def test_a_run_on_cpus_is_not_limited_and_says_so(capsys: pytest.CaptureFixture[
     assert main(["submit", "--dry-run", *options]) == 0
     said(shown_hours(capsys.readouterr().err))
     assert main(["check", "--no-estimate", *options]) == 0
-    assert "gpu_hours: 0 GPU-hours, because device is cpu" in capsys.readouterr().out
+    assert "gpu_hours: none, because device is cpu" in capsys.readouterr().out
     assert submit("--gpus-per-node", "1") == 0
     assert "gpu_hours" not in capsys.readouterr().err  # without a limit, nothing is counted
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
@@ -25,11 +26,16 @@ from trainkit.cli.run import (
 )
 from trainkit.cli.started import StartedJson, describe_plan, print_choice, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
-from trainkit.formats import duration
+from trainkit.folders import shown_path
+from trainkit.formats import duration, plural
 from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_place
 from trainkit.run.registry import find_run_or_group, one_run
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
+
+if TYPE_CHECKING:
+    from trainkit.control.changed_config import RunSoFar
+    from trainkit.plan.launch import LaunchPlan
 
 
 class ResumedGroupJson(TypedDict):
@@ -92,7 +98,7 @@ def command(
         resume_run,
     )
     from trainkit.launch.create import create_run, start_run
-    from trainkit.launch.snapshot import describe_new_code, wants_copy
+    from trainkit.launch.snapshot import wants_copy
 
     folder, task = Path(RUNS_FOLDER).absolute(), find_launched_rank()
     if task is not None:
@@ -145,9 +151,8 @@ def command(
             echo_error(f"warning: {words}, but no input was stored for this run, so standard input is empty")
         if fork is None or so_far.saved:
             click.echo(f"  checkpoint          {starting_point(so_far)}", err=True)
-        if new_code and fork is None and wants_copy(loaded.config, plan):
-            code = describe_new_code(source, so_far.job.code, plan.workload)
-            click.echo(f"  code                {code}", err=True)
+        if fork is None and so_far.job.code is not None and wants_copy(loaded.config, plan):
+            click.echo(f"  code                {_about_code(so_far, plan, new_code=new_code)}", err=True)
         if dry_run:
             if fork is not None:
                 newest_checkpoint_of(source)
@@ -187,6 +192,27 @@ def command(
         click.echo(f"`trainkit logs {run.quoted} -f` follows the log of the run", err=True)
         return EXIT_OK
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
+
+
+def _about_code(so_far: RunSoFar, plan: LaunchPlan, *, new_code: bool) -> str:
+    """Describe the code of the next attempt, and how the current files differ from the run's copy."""
+    from trainkit.launch.snapshot import find_code_changes
+
+    assert so_far.job.code is not None
+    kept = "the copy from the submission"
+    try:
+        found = find_code_changes(so_far.run, so_far.job.code, plan.workload)
+    except UsageError as error:
+        if new_code:
+            raise
+        return f"{kept} ({error})"
+    if new_code:
+        copied = plural(found.code.num_files, "file")
+        return f"{copied} of {shown_path(found.code.source)}; {str(found) or 'no file has changed'}"
+    if not found.changed:
+        return kept
+    changed = replace(found, new=(), removed=())
+    return f"{kept}, not your current files ({changed}); --new-code uses the current files"
 
 
 def _resume_group(group: RunGroup, as_json: bool) -> int:

@@ -35,7 +35,7 @@ def with_gpu_hours(loaded: LoadedConfig, plans: Sequence[LaunchPlan]) -> list[La
 
 def _no_gpus(limit: float, plan: LaunchPlan) -> str:
     """Return a sentence which says that a limit has no effect."""
-    return f"0 GPU-hours, because device is {plan.device}: {KEY} ({limit:g}) limits nothing"
+    return f"none, because device is {plan.device} ({KEY} is {limit:g})"
 
 
 def _checked(loaded: LoadedConfig, limit: float, plans: Sequence[LaunchPlan]) -> str:

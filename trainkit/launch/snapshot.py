@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
 
@@ -22,7 +22,6 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path, user_name
-from trainkit.formats import plural
 from trainkit.launch.git_snapshot import NoRepository, finish_repository, make_repository
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
@@ -107,30 +106,46 @@ def future_code(
     return plan_copy(Path.cwd(), run, plan.workload)[0] if wants_copy(config, plan) else None
 
 
-def describe_new_code(run: RunDir, before: CodeCopy | None, workload: Workload) -> str:
-    """Return what `renewed_code` would copy from the current folder, and which files differ from `before`.
+@dataclass(frozen=True)
+class CodeChanges:
+    """How the code in the current folder differs from a run's copy of the code."""
+
+    code: CodeCopy
+    """The description that `copy_code` would return for the current folder."""
+    changed: Sequence[str]
+    """Paths of the files that both have, with different contents."""
+    new: Sequence[str]
+    """Paths of the files that only the current folder has."""
+    removed: Sequence[str]
+    """Paths of the files that only the copy has."""
+
+    def __str__(self) -> str:
+        parts = {"changed": self.changed, "new": self.new, "removed": self.removed}
+        return "; ".join(f"{what}: {_listed(paths)}" for what, paths in parts.items() if paths)
+
+
+def find_code_changes(run: RunDir, copied: CodeCopy, workload: Workload) -> CodeChanges:
+    """Compare the code in the current folder with a run's copy of the code.
 
     Raises UsageError for the same reasons as `copy_code`.
     """
     code, tree = plan_copy(Path.cwd(), run, workload)
-    copied = f"{plural(code.num_files, 'file')} of {shown_path(code.source)}"
-    if before is None:
-        return copied
-    old = Path(moved(before, run.code_dir).code)
+    old = Path(copied.code)
     if not old.is_dir():
-        return f"{copied}; the code that the run has used so far is missing"
-    changed = [path for path in sorted(tree.files) if not _is_same_file(Path(tree.root, path), old / path)]
-    removed = sorted(_copied_paths(old) - tree.files.keys() - set(tree.links))
-    parts = {"changed or new": changed, "removed": removed}
-    found = [f"{what}: {_listed(paths)}" for what, paths in parts.items() if paths]
-    return f"{copied}; {'; '.join(found) or 'no file has changed'}"
+        old = run.code_dir  # The run folder was moved.
+    before = _copied_paths(old)
+    both = sorted(before & tree.files.keys())
+    changed = [path for path in both if not _is_same_file(Path(tree.root, path), old / path)]
+    new, removed = tree.files.keys() - before, before - tree.files.keys() - set(tree.links)
+    return CodeChanges(code, changed, sorted(new), sorted(removed))
 
 
 def _is_same_file(now: Path, before: Path) -> bool:
+    """Compare two files; only files whose size or modification time differ are read."""
     try:
-        return filecmp.cmp(now, before, shallow=False)
+        return filecmp.cmp(now, before)
     except OSError:
-        return False  # A missing file differs, and so does a symlink without a target.
+        return False  # Symlinks without a target differ.
 
 
 def _copied_paths(folder: Path) -> set[str]:

@@ -80,8 +80,7 @@ def test_a_timeout_has_an_exit_code_of_its_own(run, state, monkeypatch, capsys):
     monkeypatch.setattr(wait_command, "QUERY_INTERVAL_S", 0.1)
     assert main(["wait", f"runs/{run}", "--timeout", "0.3", "--interval", "0.2"]) == 124
     *lines, last = capsys.readouterr().err.splitlines()
-    shown, *_ = [line for line in lines if line.startswith(f"runs/{run}: ")]
-    assert shown.startswith(f"runs/{run}: {state}")
+    assert any(line.startswith(f"runs/{run}: {state}") for line in lines), lines
     said(last)
 
 
@@ -104,6 +103,11 @@ def test_a_failure_before_a_restart_is_shown_once(recorded, capsys):
     """The run has finished with exit code 0, and nothing else would tell that its code can fail."""
     poll = wait_command.RunPoll(RunDir(recorded / "runs/restarted"), wait_command.Goal("ended"))
     assert [poll()[1], poll()[1]] == [0, 0]
+    said(capsys.readouterr().err)
+
+
+def test_a_preemption_before_a_restart_is_shown(recorded, capsys):
+    wait_command.RunPoll(RunDir(recorded / "runs/preempted"), wait_command.Goal("ended"))()
     said(capsys.readouterr().err)
 
 

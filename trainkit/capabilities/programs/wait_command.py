@@ -208,7 +208,7 @@ class RunPoll:
         status = self._status()
         if status.state == "incomplete":
             return self._not_submitted(), None
-        self._report_failures(status.restarts, (status.attempt or 0) - job.num_auto_restarts)
+        self._report_restarts(status.restarts, (status.attempt or 0) - job.num_auto_restarts)
         step, total = status.progress.step, status.progress.total_steps
         text = status.state
         if step is not None:
@@ -218,16 +218,21 @@ class RunPoll:
             return text, EXIT_OK
         return text, None if status.is_active else verdict([status.state], self._goal)
 
-    def _report_failures(self, restarts: Sequence[Restart], first_attempt: int) -> None:
-        """Print each failure that was followed by a restart, because the run may still finish with code 0.
+    def _report_restarts(self, restarts: Sequence[Restart], first_attempt: int) -> None:
+        """Print the cause of each restart; a run that failed before may still finish with code 0.
 
-        `first_attempt` is the first attempt since a command last started the run; omit earlier failures.
+        `first_attempt` is the first attempt since a command last started the run; omit earlier restarts.
         """
         for restart in restarts[self._num_restarts :]:
-            if restart.verdict is not None and restart.attempt >= first_attempt:
-                failure, number = restart.verdict.failure.line, restart.attempt
+            number = restart.attempt
+            if number < first_attempt:
+                continue
+            if restart.verdict is None:
+                text = f"attempt {number} ended ({restart.cause}) and was restarted"
+            else:
                 hint = f"`trainkit diagnose {self._run.quoted} --attempt {number}`"
-                print_progress(f"{self._run.shown}: attempt {number} failed: {failure} ({hint})")
+                text = f"attempt {number} failed: {restart.verdict.failure.line} ({hint})"
+            print_progress(f"{self._run.shown}: {text}")
         self._num_restarts = len(restarts)
 
     def _died_before_start(self, status: RunStatus) -> bool:
