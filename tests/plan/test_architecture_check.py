@@ -55,10 +55,11 @@ def test_what_the_trainer_would_refuse(argv, monkeypatch, capsys):
     said(capsys.readouterr().err)
 
 
-def test_a_file_that_takes_long_is_left_to_the_trainer(argv, monkeypatch):
+def test_a_file_that_takes_long_is_left_to_the_trainer(argv, monkeypatch, capsys):
     monkeypatch.setattr(trainer_process, "CHECK_TIMEOUT_S", 0.1)
     Path("mine.py").write_text("import time\ntime.sleep(100)")
     assert main(["check", *argv]) == 0
+    said(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("setting", ["launch.container=image.sqsh", "launch.setup=[cd /]"])

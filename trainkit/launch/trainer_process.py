@@ -11,7 +11,7 @@ from typing import Literal
 
 from trainkit.config import LoadedConfig
 from trainkit.config.training import DECODER
-from trainkit.errors import KeyProblem, Problem, TrainkitError, UsageError
+from trainkit.errors import KeyProblem, Problem, TrainkitError, UsageError, print_note
 from trainkit.job.processes import module_argv
 from trainkit.run.own_folders import own_environ
 from trainkit.shipped import TASK_CHECK
@@ -27,8 +27,8 @@ CODE_CHECK = "trainkit.trainer.task_check"
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     """Return the problems that the trainer would find in `task`, or in `model.architecture` and the layout.
 
-    File paths are relative to `folder`. Returns an empty list if the code cannot run on this host within
-    `CHECK_TIMEOUT_S`: it may still work in the job's environment, where the trainer checks it again.
+    File paths are relative to `folder`. Prints a note and returns an empty list if the code cannot run on
+    this host within `CHECK_TIMEOUT_S`, because the code may still run in the job's environment.
     """
     config = loaded.config
     launch = config.launch
@@ -50,14 +50,17 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     values = config.model_dump_json(by_alias=True, include=sections)
     path = folder / file.rpartition(":")[0]
     modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
-    return [loaded.problem(*item) for item in _check(values, folder, path, modified_ns)]
+    return [loaded.problem(*item) for item in _check(key, values, folder, path, modified_ns)]
 
 
 @lru_cache
-def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
+def _check(key: str, values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
     try:
-        return _problems("", output_of("trying ", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder))
-    except (subprocess.TimeoutExpired, TrainkitError):
+        return _problems("", output_of("trying it", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder))
+    except (subprocess.TimeoutExpired, TrainkitError) as error:
+        is_slow = isinstance(error, subprocess.TimeoutExpired)
+        reason = f"loading it took more than {CHECK_TIMEOUT_S:g} s" if is_slow else str(error)
+        print_note(f"note: {key} was not checked on this host: {reason}; the trainer checks it in the job")
         return []
 
 
