@@ -13,7 +13,7 @@ from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.batch import learning_rate
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizer import PIECE_ELEMENTS, ShardedAdamW, _compiled_update
+from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS, ShardedAdamW, _compiled_update
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -204,8 +204,10 @@ def test_scalars_and_empty_shards_are_updated_too(config):
 def test_a_compiled_update_is_the_same(config, monkeypatch):
     """The results are equal except for the last bit, also with a skipped step and after a resume."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
-    monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # some weights have more elements
+    monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr(
+        "trainkit.trainer.optimizers.by_element.WHOLE_ELEMENTS", 5000
+    )  # some weights have more elements
     models = [nano(num_layers=1) for _ in range(3)]
     cast = [
         [
@@ -248,7 +250,7 @@ def test_every_row_width_is_compiled(monkeypatch):
         return lambda *args: calls.append(number) or graph.forward(*args)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
     monkeypatch.setattr("torch._dynamo.config.recompile_limit", 2)
     _compiled_update.cache_clear()
     torch._dynamo.reset()

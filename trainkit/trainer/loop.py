@@ -31,7 +31,7 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
-from trainkit.trainer.optimizer import ShardedAdamW, ShardedOptimizer
+from trainkit.trainer.optimizers.by_element import ShardedAdamW, ShardedOptimizer
 from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow

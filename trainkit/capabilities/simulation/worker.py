@@ -28,7 +28,7 @@ from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, buil
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
 from trainkit.trainer.models.model import Model, local_tensor
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizers.by_element import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
