@@ -48,7 +48,7 @@ from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.forward_backward import _ChunkedLoss
 from trainkit.trainer.models.decoder import MASK_BLOCK, Block, document_blocks, document_mask, rope_table
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizers.by_element import ShardedAdamW
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.torch_private import collective_kind
 

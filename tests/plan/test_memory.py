@@ -14,7 +14,7 @@ from trainkit.formats import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory import block_bytes, kept_bytes, loss_bytes, memory_of, rank_memory, rank_params
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
-from trainkit.plan.step_work import optimizer_bytes
+from trainkit.plan.optimizer_state import optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 4, 12, 1e-5, 1e4, False, 0.0)
 """Width 8, 2 layers, one key-value head of width 4, 12 hidden units: a shape to count by hand."""

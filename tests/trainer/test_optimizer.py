@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.batch import learning_rate
+from trainkit.plan.optimizer_state import state_of
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS, ShardedAdamW, _compiled_update
-from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
+from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS, _compiled_update
+from trainkit.trainer.quantization import QuantizedAverage, code_values
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 EIGHT_BIT = CONFIG.model_copy(update={"name": "adamw_8bit"})
@@ -168,7 +170,9 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch):
         expected.step()
         expected.zero_grad()
         for param, state in expected.state.items():
-            for kind in ("exp_avg", "exp_avg_sq") if is_quantized(param) else ():
+            for kind, dtype in state_of(EIGHT_BIT, param.shape).items():
+                if dtype != "8bit":
+                    continue
                 values = code_values(is_signed=kind == "exp_avg")
                 average = QuantizedAverage.zeros(param, param, "", values)
                 average.quantize(state[kind], ZERO)

@@ -18,7 +18,8 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors
 from trainkit.trainer.checkpoint.storage import _float32_shapes
 from trainkit.trainer.models.model import weights_of
-from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS, ShardedAdamW
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
+from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS
 from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.split_master import SplitMaster, join, master_of, split, split_weights
 

@@ -30,7 +30,7 @@ from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
-from trainkit.trainer.optimizers.by_element import ShardedOptimizer
+from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.step_sync import LOSS_OF
 from trainkit.trainer.task_batches import digest_of
 from trainkit.trainer.torch_private import copy_each

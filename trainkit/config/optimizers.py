@@ -1,0 +1,25 @@
+"""Lists the optimizers, the state that each keeps for an element of a weight, and the config keys of each."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """The properties of an optimizer that do not depend on the values of its config keys."""
+
+    state: tuple[str, ...]
+    """Names of the tensors that the optimizer keeps for each weight, with one number per element.
+
+    The names are part of the names of tensors in checkpoints.
+    """
+    keys: frozenset[str]
+    """The keys of the config section `optimizer` that apply to this optimizer, but not to all optimizers."""
+    has_8bit_state: bool = False
+    """True if the state of large matrices is stored with 8 bits per element."""
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps", "state_dtype"})),
+    "adamw_8bit": OptimizerKind(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), has_8bit_state=True),
+}
+"""Maps each value of `optimizer.name` to the properties of the optimizer."""
