@@ -16,10 +16,14 @@ class OptimizerKind:
     """The keys of the config section `optimizer` that apply to this optimizer, but not to all optimizers."""
     has_8bit_state: bool = False
     """True if the state of large matrices is stored with 8 bits per element."""
+    betas: tuple[float, float] | None = None
+    """The default of `optimizer.betas`, if it differs from the default of AdamW."""
 
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps", "state_dtype"})),
     "adamw_8bit": OptimizerKind(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), has_8bit_state=True),
+    "lion": OptimizerKind(("exp_avg",), frozenset({"betas", "state_dtype"}), betas=(0.9, 0.99)),
+    "sgd": OptimizerKind(("momentum_buffer",), frozenset({"momentum", "nesterov", "state_dtype"})),
 }
 """Maps each value of `optimizer.name` to the properties of the optimizer."""

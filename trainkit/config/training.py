@@ -153,7 +153,7 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw_8bit"] = key(
+    name: Literal["adamw", "adamw_8bit", "lion", "sgd"] = key(
         "adamw", "Name of the optimizer; adamw_8bit is AdamW with 8-bit optimizer state."
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
@@ -164,11 +164,18 @@ class OptimizerConfig(Section):
     weight_decay: float = key(0.1, "Decoupled weight decay, applied only to matrices.", ge=0)
     betas: tuple[BelowOne, BelowOne] = key(
         (0.9, 0.95),
-        "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW.",
+        "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW. For "
+        "lion, the coefficients of the update and of the running average; the default is then [0.9, 0.99].",
     )
-    eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability.")
+    eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability (AdamW only).")
+    momentum: BelowOne = key(
+        0.9, "Factor of the earlier gradients (sgd only); with 0, sgd keeps no optimizer state."
+    )
+    nesterov: bool = key(False, "Use Nesterov momentum (sgd only).")
     state_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "Data type of the optimizer state (both running averages); bf16 saves 4 bytes per parameter."
+        "fp32",
+        "Data type of the optimizer state; bf16 saves 2 bytes per parameter for sgd and lion, and 4 for "
+        "adamw.",
     )
 
 

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.optimizers import OPTIMIZERS
 from trainkit.config.schema import RunConfig, capabilities_of
-from trainkit.config.training import DECODER, TRANSFORMERS
+from trainkit.config.training import DECODER, TRANSFORMERS, OptimizerConfig
 from trainkit.errors import KeyProblem, Problem
 from trainkit.folders import INTERPOLATION
-from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
+from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, shown_value, time_limit_s
 from trainkit.shipped import load
 
 LOOKS_SECRET = re.compile(
@@ -325,19 +326,33 @@ ROW_PARTS = 8
 
 def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
     optimizer, tp = config.optimizer, config.parallel.tp
-    if optimizer.state_dtype == "bf16" and max(optimizer.betas) > MAX_BF16_BETA:
-        message = (
-            f"is {list(optimizer.betas)}, but optimizer.state_dtype is bf16, which rounds away small updates"
+    name, kind = optimizer.name, OPTIMIZERS[optimizer.name]
+    unused = {key for other in OPTIMIZERS.values() for key in other.keys} - kind.keys
+    # The config of a run contains the values of all keys, so a default value is not an error.
+    default = OptimizerConfig()
+    for key in sorted(unused):
+        if (value := getattr(optimizer, key)) == getattr(default, key):
+            continue
+        why = "whose state always has 8 bits" if kind.has_8bit_state else "which does not use this key"
+        *others, last = [other for other, its in OPTIMIZERS.items() if key in its.keys]
+        users = f"{', '.join(others)} or {last}" if others else last
+        message = f"is {shown_value(value)}, but optimizer.name is {name}, {why}"
+        yield (
+            f"optimizer.{key}",
+            message,
+            f"remove optimizer.{key}, or set optimizer.name to {users}",
         )
-        hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
-        yield "optimizer.betas", message, hint
-    if optimizer.name != "adamw_8bit":
-        return
-    if optimizer.state_dtype == "bf16":
-        message = "is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits"
-        yield "optimizer.state_dtype", message, "remove optimizer.state_dtype, or set optimizer.name to adamw"
-    if ROW_PARTS % tp:
-        message = f"is adamw_8bit, which does not support parallel.tp {tp}"
+    factors = {"betas": optimizer.betas, "momentum": (optimizer.momentum,)}
+    for key in sorted(factors.keys() & kind.keys):
+        if optimizer.state_dtype == "bf16" and max(factors[key]) > MAX_BF16_BETA:
+            value = shown_value(getattr(optimizer, key))
+            message = f"is {value}, but optimizer.state_dtype is bf16, which rounds away small updates"
+            hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
+            yield f"optimizer.{key}", message, hint
+    if "momentum" in kind.keys and optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov", "is true, but optimizer.momentum is 0", "set optimizer.momentum above 0"
+    if kind.has_8bit_state and ROW_PARTS % tp:
+        message = f"is {name}, which does not support parallel.tp {tp}"
         yield "optimizer.name", message, "set parallel.tp to 1, 2, 4 or 8"
 
 

@@ -27,6 +27,8 @@ def state_of(optimizer: OptimizerConfig, shape: Sequence[int]) -> dict[str, Stat
     `shape` is the shape of the whole parameter, because the data types do not depend on the layout.
     """
     kind = OPTIMIZERS[optimizer.name]
+    if "momentum" in kind.keys and optimizer.momentum == 0:
+        return {}
     dtype: StateDtype = optimizer.state_dtype
     if kind.has_8bit_state and _has_8bit_state(shape):
         dtype = "8bit"

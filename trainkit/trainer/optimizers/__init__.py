@@ -10,8 +10,15 @@ from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.optimizers.by_element import ByElement
+from trainkit.trainer.optimizers.lion import ShardedLion
+from trainkit.trainer.optimizers.sgd import ShardedSGD
 
-KINDS: dict[str, type[ByElement]] = {"adamw": ShardedAdamW, "adamw_8bit": ShardedAdamW}
+KINDS: dict[str, type[ByElement]] = {
+    "adamw": ShardedAdamW,
+    "adamw_8bit": ShardedAdamW,
+    "lion": ShardedLion,
+    "sgd": ShardedSGD,
+}
 """Maps each key of `trainkit.config.optimizers.OPTIMIZERS` to the class that implements the optimizer."""
 
 
