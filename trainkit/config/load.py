@@ -15,7 +15,7 @@ from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.optimizers import OPTIMIZERS
+from trainkit.config.optimizers import kind_of
 from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
 from trainkit.config.section import Section
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
@@ -153,10 +153,10 @@ def _validated(tree: Entry, cwd: Path) -> RunConfig:
 def _with_betas(tree: Entry) -> Entry:
     """Set `optimizer.betas` to the default of the optimizer, if no layer sets the key."""
     name = tree.find(("optimizer", "name"))
-    kind = None if name is None else OPTIMIZERS.get(str(name.value))
-    if kind is None or kind.betas is None or tree.find(("optimizer", "betas")) is not None:
+    betas = None if name is None else kind_of(str(name.value)).betas
+    if betas is None or tree.find(("optimizer", "betas")) is not None:
         return tree
-    return merge(tree, entry_at(("optimizer", "betas"), list(kind.betas), DEFAULT))
+    return merge(tree, entry_at(("optimizer", "betas"), list(betas), DEFAULT))
 
 
 def _length_note(tree: Entry) -> str:

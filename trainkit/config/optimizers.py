@@ -26,4 +26,16 @@ OPTIMIZERS = {
     "lion": OptimizerKind(("exp_avg",), frozenset({"betas", "state_dtype"}), betas=(0.9, 0.99)),
     "sgd": OptimizerKind(("momentum_buffer",), frozenset({"momentum", "nesterov", "state_dtype"})),
 }
-"""Maps each value of `optimizer.name` to the properties of the optimizer."""
+"""Maps each value of `optimizer.name`, except FILE.py:CLASS, to the properties of the optimizer."""
+OWN = OptimizerKind((), frozenset({"options"}))
+"""The properties of a user's optimizer, whose state is known only after its first step."""
+
+
+def kind_of(name: str) -> OptimizerKind:
+    """Return the properties of the optimizer that `optimizer.name` specifies."""
+    return OPTIMIZERS.get(name, OWN)
+
+
+def is_own(name: str) -> bool:
+    """Return whether `optimizer.name` is FILE.py:CLASS, a user's optimizer."""
+    return name not in OPTIMIZERS

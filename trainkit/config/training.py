@@ -4,9 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainkit.config.optimizers import OPTIMIZERS
 from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, key
 from trainkit.formats import JsonObject
 
+OPTIMIZER_NAMES = ", ".join(OPTIMIZERS)
 DECODER, TRANSFORMERS = "llama", "transformers"
 """Architecture values: trainkit's own decoder, which can be planned without running its code, or any model in
 the transformers library."""
@@ -153,8 +155,12 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw_8bit", "lion", "sgd"] = key(
-        "adamw", "Name of the optimizer; adamw_8bit is AdamW with 8-bit optimizer state."
+    name: str = key(
+        "adamw",
+        f"{OPTIMIZER_NAMES}, or FILE.py:CLASS for your own subclass of torch.optim.Optimizer. adamw_8bit is "
+        "AdamW with 8-bit optimizer state.",
+        pattern=rf"^({'|'.join(OPTIMIZERS)}|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
+        allowed=f"{OPTIMIZER_NAMES} or FILE.py:CLASS",
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = key(
@@ -177,6 +183,7 @@ class OptimizerConfig(Section):
         "Data type of the optimizer state; bf16 saves 2 bytes per parameter for sgd and lion, and 4 for "
         "adamw.",
     )
+    options: JsonObject = key({}, "Keyword arguments for your own optimizer (FILE.py:CLASS only).")
 
 
 class ScheduleConfig(Section):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.config import LoadedConfig
+from trainkit.config.optimizers import is_own
 from trainkit.config.training import DECODER
 from trainkit.errors import KeyProblem, Problem, TrainkitError, UsageError
 from trainkit.job.processes import module_argv
@@ -25,7 +26,7 @@ CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """Return the problems that the trainer would find in `task`, or in `model.architecture` and the layout.
+    """Return the problems that the trainer would find in the code of a task, an architecture or an optimizer.
 
     File paths are relative to `folder`. Returns an empty list if the code cannot run on this host within
     `CHECK_TIMEOUT_S`: it may still work in the job's environment, where the trainer checks it again.
@@ -35,7 +36,7 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     if any(elsewhere) or launch.modules or launch.setup:
         return []
-    key, file = config.model_source
+    (key, file), optimizer = config.model_source, config.optimizer.name
     sections: dict[str, bool | set[str]] = {"parallel": True}
     if key == "task":
         sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype"}}
@@ -43,18 +44,22 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
         sections, file = {**sections, "model": True}, f"{config.model.hf}/config.json:"
     elif file != DECODER:
         sections |= {"model": True, "data": True}
-    else:
+    elif not is_own(optimizer):
         return []
+    if is_own(optimizer):
+        sections |= {"optimizer": True}
     # `_check` caches its result for these values, because most trials of a sweep share them. The modification
     # time of a file is part of the cache key; a module is identified only by its name.
     values = config.model_dump_json(by_alias=True, include=sections)
-    path = folder / file.rpartition(":")[0]
-    modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
-    return [loaded.problem(*item) for item in _check(values, folder, path, modified_ns)]
+    files = [folder / name.rpartition(":")[0] for name in (file, optimizer)]
+    modified_ns = tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files)
+    return [loaded.problem(*item) for item in _check(values, folder, tuple(files), modified_ns)]
 
 
 @lru_cache
-def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
+def _check(
+    values: str, folder: Path, files: tuple[Path, ...], modified_ns: tuple[int, ...]
+) -> list[KeyProblem]:
     try:
         return _problems("", output_of("trying ", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder))
     except (subprocess.TimeoutExpired, TrainkitError):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from trainkit.config.optimizers import OPTIMIZERS
+from trainkit.config.optimizers import is_own, kind_of
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
 from trainkit.plan.model_shape import ModelShape
@@ -17,6 +17,8 @@ MIN_8BIT_ELEMENTS = 4096
 """Minimum number of elements for 8-bit state: the float32 state of smaller parameters takes little memory."""
 MIN_8BIT_ROW = 64
 """Minimum row length for 8-bit state: with shorter rows, the scales would take too much memory."""
+OWN_BYTES = 8
+"""Assumed bytes of state per parameter for a user's optimizer: two float32 values, as for AdamW."""
 MAX_BLOCK = 256
 """Maximum number of elements that share one scale in 8-bit optimizer state."""
 
@@ -26,7 +28,7 @@ def state_of(optimizer: OptimizerConfig, shape: Sequence[int]) -> dict[str, Stat
 
     `shape` is the shape of the whole parameter, because the data types do not depend on the layout.
     """
-    kind = OPTIMIZERS[optimizer.name]
+    kind = kind_of(optimizer.name)
     if "momentum" in kind.keys and optimizer.momentum == 0:
         return {}
     dtype: StateDtype = optimizer.state_dtype
@@ -61,9 +63,18 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
     """Return the number of bytes of optimizer state per parameter.
 
     The matrices of blocks have rows of two sizes, and the larger result is returned. Vectors are ignored,
-    although their state is never stored with 8 bits.
+    although their state is never stored with 8 bits. For a user's optimizer, the result is an assumption.
     """
+    if is_own(optimizer.name):
+        return OWN_BYTES
     return max(
         sum(bytes_per_element(dtype, row) for dtype in state_of(optimizer, (shape.dim, row)).values())
         for row in (shape.dim, shape.ffn_dim)
     )
+
+
+def optimizer_note(optimizer: OptimizerConfig) -> str | None:
+    """Return a sentence about an assumption of `optimizer_bytes`, or None."""
+    if not is_own(optimizer.name):
+        return None
+    return f"{optimizer.name}: its state is assumed to take {OWN_BYTES} bytes per parameter"

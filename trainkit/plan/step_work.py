@@ -9,6 +9,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from trainkit.config.optimizers import is_own
 from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import Batch, Layout
@@ -103,6 +104,8 @@ class StepWork:
     dtype: str = "bf16"
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
+    has_own_optimizer: bool = False
+    """True for a user's optimizer, which needs whole float32 weights."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -150,7 +153,7 @@ class StepWork:
     @property
     def splits_masters(self) -> bool:
         """Return whether the weights that compute are the upper halves of the float32 master weights."""
-        return not self.is_wrapped and self.dtype == "bf16"
+        return not self.is_wrapped and self.dtype == "bf16" and not self.has_own_optimizer
 
     @property
     def keeps_gathered(self) -> bool:
@@ -238,6 +241,7 @@ def work_of(
         accumulation_steps=batch.accumulation_steps,
         dtype=config.precision.dtype,
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
+        has_own_optimizer=is_own(config.optimizer.name),
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",

@@ -1,4 +1,4 @@
-"""Check a user's task or architecture before a run is submitted.
+"""Check a user's task, architecture or optimizer before a run is submitted.
 
 ``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. The command then imports
 the task, or checks that an architecture's class supports the layout. Finally, the command prints a line that
@@ -17,6 +17,7 @@ from trainkit.adapters import lora_config, require
 from trainkit.config.schema import RunConfig, config_class
 from trainkit.errors import Problem, TrainkitError
 from trainkit.safetensors import StoredWeights
+from trainkit.trainer.file_optimizer import refuse_optimizer
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
 from trainkit.trainer.user_task import load_task
@@ -27,7 +28,20 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """Return the problem that makes a task, model or architecture unusable on any machine, or None."""
+    """Return a problem that makes the code of a user unusable on any machine, or None."""
+    return _problem_of_model(config) or _problem_of_optimizer(config)
+
+
+def _problem_of_optimizer(config: RunConfig) -> Problem | None:
+    try:
+        refuse_optimizer(config)
+    except TaskError as error:
+        cause = error.__cause__
+        return None if cause is not None and not isinstance(cause, (*DEFINITE, ValueError)) else error.problem
+    return None
+
+
+def _problem_of_model(config: RunConfig) -> Problem | None:
     is_task = config.has_user_task
     try:
         if is_task:
@@ -62,7 +76,7 @@ def print_problems(found: Iterable[Problem], tried: str = "") -> None:
 
 
 def main() -> None:
-    """Read a config from standard input; print its problem if the task, model or architecture is unusable."""
+    """Read a config from standard input; print its problem if the code is unusable."""
     values = json.load(sys.stdin)
     problem = definite_problem(config_class(values).model_validate(values))
     print_problems([] if problem is None else [problem])

@@ -30,9 +30,10 @@ from trainkit.task import ParameterOptions, Stream, Task
 from trainkit.trainer.build import AfterStep
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.distributed import World
+from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.own_optimizers import OwnOptimizers, make_own_optimizers, make_own_state
+from trainkit.trainer.own_optimizers import TorchOptimizers, make_own_state
 from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
@@ -260,7 +261,7 @@ class Smoke:
         self,
         module: LossModule,
         weights: list[Weight],
-        optimizers: OwnOptimizers | None,
+        optimizers: TorchOptimizers | None,
         config: RunConfig,
         alone: World,
     ) -> None:
