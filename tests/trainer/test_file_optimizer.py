@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from trainkit.plan.launch import Layout
 from trainkit.run.files import write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.task import ParameterOptions
 from trainkit.trainer.file_optimizer import FileOptimizer, load_optimizer_class, refuse_optimizer
 from trainkit.trainer.models.model import Weight
+from trainkit.trainer.optimizers.interface import groups_of
 from trainkit.trainer.split_master import SplitMaster
+from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_code import TaskError
 
 DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -132,6 +136,53 @@ def test_options_decay_schedule_and_skipped_steps(tmp_path):
     torch.testing.assert_close(model.weight.detach(), before[0] * (1 - 0.25 * 0.1) - 0.25)
     torch.testing.assert_close(model.bias.detach(), before[1] - 0.25)
     assert set(optimizer.collect_state()[1]) == {"optimizer.weight.average", "optimizer.bias.average"}
+
+
+GROUPS = [
+    {"match": "blocks.1.*norm*", "lr_scale": 0.5, "weight_decay": 0.3},
+    {"match": "*norm*", "lr_scale": 0.0},
+    {"match": "head.*", "weight_decay": 0.0},
+]
+
+
+def test_the_first_matching_group_applies():
+    names = ["head.weight", "blocks.0.norm.weight", "blocks.1.norm.weight", "rest", "vector"]
+    weights = [Weight(name, nn.Parameter(torch.ones(2, 2))) for name in names[:-1]]
+    options = ParameterOptions(lr_scale=7.0, weight_decay=0.7)
+    weights[0] = replace(weights[0], options=options)
+    weights.append(Weight("vector", nn.Parameter(torch.ones(2)), options=replace(options, weight_decay=None)))
+    found = groups_of(weights, names, OptimizerConfig(weight_decay=0.1, groups=GROUPS))  # type: ignore[arg-type]
+    assert {(*group.shards, group.lr_scale, group.weight_decay) for group in found} == {
+        ("head.weight", 1.0, 0.0),
+        ("blocks.0.norm.weight", 0.0, 0.1),
+        ("blocks.1.norm.weight", 0.5, 0.3),
+        ("rest", 1.0, 0.1),
+        ("vector", 7.0, 0.0),
+    }
+
+
+def test_a_pattern_without_a_parameter_is_refused_before_anything_starts():
+    override = "optimizer.groups=[{match: '*norm*'}, {match: 'blocks.7.*'}]"
+    problem = definite_problem(load_config("quickstart", overrides=[override], environ={}).config)
+    assert problem is not None
+    said(f"{problem.key}: {problem.message}\n  hint: {problem.hint}")
+
+
+@pytest.mark.slow
+def test_groups_on_the_stages_of_a_pipeline(tmp_path):
+    """Each rank has only some of the parameters that the patterns match."""
+    groups = "[{match: 'blocks.0.*', lr_scale: 0.0}, {match: 'head.*', lr_scale: 0.25}]"
+    common = ["train.steps=3", f"optimizer.groups={groups}"]
+    cases = [Case("pp", 2, {"pp": 2}), Case("alone", 1, {})]
+    run_cases(tmp_path, cases, common)
+    assert worst_difference(tmp_path / "pp", tmp_path / "alone") < 1e-5
+    run_cases(tmp_path, [Case("start", 1, {}, ("train.stop_at_step=1",))], common)
+    first, last = saved_tensors(tmp_path / "start"), saved_tensors(tmp_path / "pp")
+    changed = {
+        name for name in first if name.startswith("model.") and not torch.equal(first[name], last[name])
+    }
+    assert changed
+    assert {name for name in changed if name.startswith("model.blocks.0.")} == set()
 
 
 CODE = """\

@@ -152,6 +152,14 @@ class TrainConfig(Section):
     deterministic: bool = key(False, "Use only deterministic kernels on GPUs.")
 
 
+class ParameterGroup(Section):
+    """Settings for the parameters whose names match a pattern."""
+
+    match: str = Field(min_length=1)
+    lr_scale: float = Field(default=1.0, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+
 class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
@@ -168,6 +176,14 @@ class OptimizerConfig(Section):
     )
     lr_scale_base: AtLeastOne = key(1, "Data-parallel size for which lr was tuned.")
     weight_decay: float = key(0.1, "Decoupled weight decay, applied only to matrices.", ge=0)
+    groups: tuple[ParameterGroup, ...] = key(
+        (),
+        'Settings for parameters by name, such as {match: "*norm*", lr_scale: 0.1, weight_decay: 0.0}. The '
+        "first entry whose pattern matches a parameter applies. lr_scale multiplies the learning rate. If "
+        "weight_decay is null, optimizer.weight_decay applies to matrices.",
+        allowed="a list of mappings with `match` (a pattern of parameter names), `lr_scale` and "
+        "`weight_decay` (numbers of at least 0)",
+    )
     betas: tuple[BelowOne, BelowOne] = key(
         (0.9, 0.95),
         "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW. For "

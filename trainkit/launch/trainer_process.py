@@ -39,15 +39,15 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     (key, file), optimizer = config.model_source, config.optimizer.name
     sections: dict[str, bool | set[str]] = {"parallel": True}
     if key == "task":
-        sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype"}}
+        sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype", "groups"}}
     elif config.model.hf is not None:
         sections, file = {**sections, "model": True}, f"{config.model.hf}/config.json:"
     elif file != DECODER:
         sections |= {"model": True, "data": True}
-    elif not is_own(optimizer):
+    elif not is_own(optimizer) and not config.optimizer.groups:
         return []
-    if is_own(optimizer):
-        sections |= {"optimizer": True}
+    if is_own(optimizer) or config.optimizer.groups:
+        sections |= {"optimizer": True, "model": True, "data": True}
     # `_check` caches its result for these values, because most trials of a sweep share them. The modification
     # time of a file is part of the cache key; a module is identified only by its name.
     values = config.model_dump_json(by_alias=True, include=sections)

@@ -71,10 +71,12 @@ def load_optimizer_class(optimizer: OptimizerConfig, run: RunDir | None = None) 
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise TaskError(NAME, f"is {name}, but {path} does not define {class_name} as an Optimizer", hint)
     signature = inspect.signature(found)
-    if optimizer.weight_decay and not _takes(signature, "weight_decay"):
+    decays = [optimizer.weight_decay, *(group.weight_decay for group in optimizer.groups)]
+    if any(decays) and not _takes(signature, "weight_decay"):
         place = line_of(found.__init__)
-        message = f"is {optimizer.weight_decay}, but {class_name}{place} does not take weight_decay"
-        raise TaskError("optimizer.weight_decay", message, "set optimizer.weight_decay to 0")
+        message = f"is {next(filter(None, decays))}, but {class_name}{place} does not take weight_decay"
+        hint = "set optimizer.weight_decay to 0, and remove weight_decay from optimizer.groups"
+        raise TaskError("optimizer.weight_decay", message, hint)
     try:
         signature.bind([], **arguments(signature, optimizer))
     except TypeError as error:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain
 from logging import getLogger
 from typing import Any
 
@@ -29,11 +30,11 @@ from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
-from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.distributed import World, gather_from_all, record_event
 from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
 from trainkit.trainer.optimizers import make_optimizer
-from trainkit.trainer.optimizers.interface import ShardedOptimizer
+from trainkit.trainer.optimizers.interface import ShardedOptimizer, refuse_unused_groups
 from trainkit.trainer.own_optimizers import OwnState, make_own_state
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
@@ -163,6 +164,9 @@ class Trainer:
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
             self.compile_cache.load()  # the other ranks wait in the first collective
+        if config.optimizer.groups:
+            names = [weight.name for weight in self.built.weights if weight.param.requires_grad]
+            refuse_unused_groups({*chain(*gather_from_all(names, world))}, config.optimizer)
         own = make_own_optimizers(task, self.built.weights, layout, attempt.run)
         self.optimizer: ShardedOptimizer = own or make_optimizer(
             self.built.weights, config.optimizer, layout, compiled=compiled

@@ -13,12 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from trainkit.adapters import lora_config, require
 from trainkit.config.schema import RunConfig, config_class
+from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import Problem, TrainkitError
+from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.file_optimizer import refuse_optimizer
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
+from trainkit.trainer.optimizers.interface import refuse_unused_groups
 from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
 from trainkit.trainer.user_task import load_task
 
@@ -55,7 +60,13 @@ def _problem_of_model(config: RunConfig) -> Problem | None:
             if not config.model.from_scratch:
                 StoredWeights(Path(config.model.hf))
         else:
-            refuse_unsupported_layout(config, load_architecture(config.model.architecture))
+            architecture = load_architecture(config.model.architecture)
+            refuse_unsupported_layout(config, architecture)
+            if config.optimizer.groups:
+                shape = resolve_model_shape(config.model, tokenizer_vocab_size(config.data))
+                with torch.device("meta"):
+                    model = architecture(shape, config.data.seq_len, None)
+                refuse_unused_groups({name for name, _ in model.named_parameters()}, config.optimizer)
     except TaskError as error:
         cause = error.__cause__
         return None if is_task and cause is not None and not isinstance(cause, DEFINITE) else error.problem

@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainkit.config.training import OptimizerConfig
+from trainkit.config.training import OptimizerConfig, ParameterGroup
 from trainkit.plan.launch import Layout
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.split_master import SplitMaster
 from trainkit.trainer.torch_private import norm_of_each
+from trainkit.trainer.user_code import TaskError, listed
 
 NORM_CHUNK = 1 << 16
 
@@ -127,16 +129,32 @@ class Group:
 def groups_of(
     weights: Sequence[Weight], shards: Sequence[nn.Parameter], config: OptimizerConfig
 ) -> list[Group]:
-    """Group the shards of weights by learning rate and weight decay."""
+    """Group the shards of weights by learning rate and weight decay.
+
+    The first entry of `optimizer.groups` that matches a parameter replaces the task's `ParameterOptions`.
+    """
     groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for shard, weight in zip(shards, weights, strict=True):
-        options = weight.options
+        options = matching_group(weight.name, config) or weight.options
         decay = options.weight_decay
         if decay is None:
             # One-dimensional parameters are norm weights and biases, which are exempt from weight decay.
             decay = config.weight_decay if weight.param.dim() > 1 else 0.0
         groups[options.lr_scale, decay].append(shard)
     return [Group(found, *settings) for settings, found in groups.items()]
+
+
+def matching_group(name: str, config: OptimizerConfig) -> ParameterGroup | None:
+    """Return the first entry of `optimizer.groups` whose pattern matches a parameter, or None."""
+    return next((group for group in config.groups if fnmatchcase(name, group.match)), None)
+
+
+def refuse_unused_groups(names: Collection[str], config: OptimizerConfig) -> None:
+    """Raise TaskError if a pattern of `optimizer.groups` matches no trained parameter; `names` has all."""
+    for group in config.groups:
+        if not any(fnmatchcase(name, group.match) for name in names):
+            message = f"has the pattern {group.match!r}, which matches no trained parameter"
+            raise TaskError("optimizer.groups", message, f"the parameters are {listed(sorted(names), 8)}")
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
