@@ -84,8 +84,6 @@ class TorchOptimizers(ShardedOptimizer):
     therefore waits for the gradient norm to check that it is finite.
     """
 
-    may_take_turns = False
-    """True if the optimizers can take turns in a step, each with its own loss."""
     origin: ClassVar[str] = ""
     """Where the optimizers are defined, for messages."""
 
@@ -110,6 +108,11 @@ class TorchOptimizers(ShardedOptimizer):
             for name, optimizer in self._optimizers.items()
         }
         self.collect_state()  # raise an error now, before training, if the state cannot be saved
+
+    @property
+    def may_take_turns(self) -> bool:
+        """Return whether the optimizers can take turns in a step, each with its own loss."""
+        return False
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -360,8 +363,11 @@ class OwnOptimizers(TorchOptimizers):
 
     def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
         self._task = task.task
-        self.may_take_turns = type(task.task).turns is not Task.turns
         super().__init__(task.config, weights, layout)
+
+    @property
+    def may_take_turns(self) -> bool:
+        return type(self._task).turns is not Task.turns
 
     def _make(self) -> object:
         shards = {weight.name: shard for weight, shard in zip(self._weights, self._locals, strict=True)}
