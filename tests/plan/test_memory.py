@@ -40,9 +40,14 @@ def test_sixteen_bytes_a_parameter(shards):
         ("8b", {"name": "adamw_8bit"}, 2 + 8 / 256),
         ("7b", {"name": "adamw_8bit"}, 2 + 8 * 6 / 1376),  # a row of 11,008 has 8 shards of 6 blocks
         ("nano", {"name": "adamw_8bit"}, 2 + 8 / 8),
+        ("8b", {"name": "lion"}, 4),
+        ("8b", {"name": "lion", "state_dtype": "bf16"}, 2),
+        ("8b", {"name": "sgd"}, 4),
+        ("8b", {"name": "sgd", "momentum": 0.0}, 0),
+        ("8b", {"name": "mine.py:Mine"}, 8),
     ],
 )
-def test_bytes_of_the_averages(preset, options, expected):
+def test_bytes_of_the_state(preset, options, expected):
     shape = llama(preset)
     assert optimizer_bytes(OptimizerConfig(**options), shape) == pytest.approx(expected)
     work = replace(step_work(shape), optimizer_bytes=expected)

@@ -123,7 +123,7 @@ def _create(found: type[Optimizer], optimizer: OptimizerConfig, groups: list[dic
 class FileOptimizer(TorchOptimizers):
     """An optimizer of the class that `optimizer.name` specifies, with the learning rate of the schedule."""
 
-    origin: ClassVar[str] = "of optimizer.name"
+    origin: ClassVar[str] = "of the config"
 
     def __init__(
         self, config: RunConfig, kind: type[Optimizer], weights: Sequence[Weight], layout: Layout

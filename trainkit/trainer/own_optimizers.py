@@ -141,7 +141,7 @@ class TorchOptimizers(ShardedOptimizer):
         for name, kind in self.kinds.items():
             by = type(self._schedulers[name]).__name__ if name in self._schedulers else "`schedule`"
             shown.append(f"{f'{name}: ' * bool(name)}{kind} with lr {self._lrs[name][0]:g} and {by}")
-        return f"the own optimizer {self.origin}: {'; '.join(shown)}"
+        return f"the optimizer {self.origin}: {'; '.join(shown)}"
 
     def _refuse(self, found: object) -> None:
         """Raise TaskError if the value returned by `optimizers` cannot be used."""

@@ -33,6 +33,7 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
 from trainkit.trainer.models.model import Weight
+from trainkit.trainer.optimizers.interface import refuse_unused_groups
 from trainkit.trainer.own_optimizers import TorchOptimizers, make_own_state
 from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.progress import Progress
@@ -120,6 +121,8 @@ class Smoke:
         module = LossModule(model, self._user.task, config)
         alone = World(0, 1, torch.device("cpu"), None, None)
         weights = [Weight(*item) for item in model.named_parameters()]
+        trained = [weight.name for weight in weights if weight.param.requires_grad]
+        refuse_unused_groups(trained, self._config.optimizer)
         optimizers = make_own_optimizers(self._user, weights, alone.layout)
         module.task.step = 1
         turns = ("",) if optimizers is None else optimizers.turns()
