@@ -48,7 +48,7 @@ from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.forward_backward import _ChunkedLoss
 from trainkit.trainer.models.decoder import MASK_BLOCK, Block, document_blocks, document_mask, rope_table
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.torch_private import collective_kind
 
@@ -143,7 +143,7 @@ def count_update(optimizer: OptimizerConfig) -> tuple[CountKernels, int, float]:
         sharded.collect_gradients()
         with CountKernels() as count:
             sharded.step(1e-3, torch.ones(()), torch.zeros(()))
-    with patch("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",)):
+    with patch("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",)):
         sharded = ShardedAdamW([weight_of()], optimizer, compiled=True)
     sharded.collect_gradients()
     _, [code] = run_and_get_code(lambda: sharded.step(1e-3, *numbers))

@@ -63,7 +63,7 @@ from trainkit.trainer.checkpoint.state import StateTensors
 from trainkit.trainer.distributed import World
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import local_tensor
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.parallel import data_parallel
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.torch_private import DispatchMode, memory_tracker

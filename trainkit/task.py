@@ -106,7 +106,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """Per-parameter options for the AdamW optimizer in the config."""
+    """Per-parameter options for the optimizer in the config."""
 
     lr_scale: float = 1.0
     """Factor by which the learning rate of the parameter is multiplied."""
@@ -195,10 +195,10 @@ class Task(ABC):
     ) -> Optimizer | LRScheduler | Mapping[str, Optimizer | LRScheduler]:
         """Return one optimizer, or a dictionary that maps names to optimizers.
 
-        This method is optional; by default, the optimizer is AdamW with the settings in the config section
-        ``optimizer``. `parameters` maps names to float32 parameters and contains every parameter that
-        requires a gradient. For a sharded parameter, `parameters` contains only this rank's shard. Each
-        parameter must belong to exactly one optimizer.
+        This method is optional; by default, the config section ``optimizer`` defines the optimizer.
+        `parameters` maps names to float32 parameters and contains every parameter that requires a gradient.
+        For a sharded parameter, `parameters` contains only this rank's shard. Each parameter must belong to
+        exactly one optimizer.
 
         To use a learning rate scheduler, return the scheduler instead of its optimizer. trainkit calls
         ``scheduler.step()`` after each training step. Without a scheduler, the config section ``schedule``
@@ -277,7 +277,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define tensor_plan")
 
     def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
-        """Return a parameter's options, such as its weight decay, for the AdamW optimizer in the config."""
+        """Return a parameter's options, such as its weight decay, for the optimizer in the config."""
         return ParameterOptions()
 
     def export(self, model: nn.Module, folder: Path) -> None:

@@ -65,6 +65,14 @@ precision.float8=rowwise precision.dtype=fp16
 precision.float8=gather parallel.offload=true
 precision.tf32=true
 optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
+optimizer.name=sgd optimizer.betas=[0.9,0.99] optimizer.eps=1e-6
+optimizer.name=lion optimizer.eps=1e-6 optimizer.nesterov=true optimizer.momentum=0
+optimizer.momentum=0.9
+optimizer.name=sgd optimizer.state_dtype=bf16 optimizer.momentum=0.999
+optimizer.name=sgd optimizer.nesterov=true optimizer.momentum=0
+optimizer.name=mine.py:Mine parallel.pp=2
+optimizer.name=mine.py:Mine optimizer.state_dtype=bf16
+optimizer.options.alpha=1
 optimizer.name=adamw_8bit parallel.tp=3
 optimizer.name=adamw_8bit parallel.tp=16
 checkpoint.best_metric=val_accuracy
@@ -101,8 +109,15 @@ def test_contradictions(tmp_path):
 def test_what_does_not_contradict(tmp_path):
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
+    (tmp_path / "effective.yaml").write_text(dump_effective(load(tmp_path, "optimizer.name=sgd").config))
+    load_config(tmp_path / "effective.yaml", environ={})
     for tp in (2, 4, 8):
         load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")
+    assert load(tmp_path, "optimizer.name=lion").config.optimizer.betas == (0.9, 0.99)
+    assert load(tmp_path, "optimizer.name=lion", "optimizer.betas=[0.5, 0.6]").config.optimizer.betas == (
+        0.5,
+        0.6,
+    )
     load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")
     load(tmp_path, "checkpoint.best_metric=loss")
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")

@@ -155,3 +155,9 @@ def test_a_damaged_plan_and_one_with_more_keys():
             LaunchPlan.from_dict(content)
     with pytest.raises(UsageError, match=r"plan\.json has version 2, but this trainkit version supports 1"):
         LaunchPlan.from_dict({**made.to_dict(), "version": 2})
+
+
+def test_the_default_betas_of_lion_are_shown():
+    assert plan_of("optimizer.name=lion").reasons["betas"] == "[0.9, 0.99]: default of lion"
+    for overrides in (("optimizer.name=lion", "optimizer.betas=[0.8, 0.9]"), ("optimizer.name=adamw",)):
+        assert "betas" not in plan_of(*overrides).reasons

@@ -14,7 +14,7 @@ from trainkit.formats import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory import block_bytes, kept_bytes, loss_bytes, memory_of, rank_memory, rank_params
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
-from trainkit.plan.step_work import optimizer_bytes
+from trainkit.plan.optimizer_state import optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 4, 12, 1e-5, 1e4, False, 0.0)
 """Width 8, 2 layers, one key-value head of width 4, 12 hidden units: a shape to count by hand."""
@@ -40,9 +40,14 @@ def test_sixteen_bytes_a_parameter(shards):
         ("8b", {"name": "adamw_8bit"}, 2 + 8 / 256),
         ("7b", {"name": "adamw_8bit"}, 2 + 8 * 6 / 1376),  # a row of 11,008 has 8 shards of 6 blocks
         ("nano", {"name": "adamw_8bit"}, 2 + 8 / 8),
+        ("8b", {"name": "lion"}, 4),
+        ("8b", {"name": "lion", "state_dtype": "bf16"}, 2),
+        ("8b", {"name": "sgd"}, 4),
+        ("8b", {"name": "sgd", "momentum": 0.0}, 0),
+        ("8b", {"name": "mine.py:Mine"}, 8),
     ],
 )
-def test_bytes_of_the_averages(preset, options, expected):
+def test_bytes_of_the_state(preset, options, expected):
     shape = llama(preset)
     assert optimizer_bytes(OptimizerConfig(**options), shape) == pytest.approx(expected)
     work = replace(step_work(shape), optimizer_bytes=expected)

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.support.said import said
+from trainkit.config.training import OptimizerConfig
 from trainkit.errors import TrainkitError
-from trainkit.plan.step_work import row_blocks
-from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
+from trainkit.plan.optimizer_state import row_blocks, state_of
+from trainkit.trainer.quantization import QuantizedAverage, code_values
 
 APPLY = torch.zeros(())
 
@@ -125,7 +126,8 @@ def test_bytes_per_element(row, expected):
     ],
 )
 def test_small_parameters_and_vectors_stay_in_float32(shape, expected):
-    assert is_quantized(torch.empty(shape)) is expected
+    dtypes = state_of(OptimizerConfig(name="adamw_8bit"), shape).values()
+    assert set(dtypes) == {"8bit" if expected else "fp32"}
 
 
 def test_an_average_of_squares_does_not_drift():

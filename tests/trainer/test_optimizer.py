@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.batch import learning_rate
+from trainkit.plan.optimizer_state import state_of
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizer import PIECE_ELEMENTS, ShardedAdamW, _compiled_update
-from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
+from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS, _compiled_update
+from trainkit.trainer.quantization import QuantizedAverage, code_values
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 EIGHT_BIT = CONFIG.model_copy(update={"name": "adamw_8bit"})
@@ -168,7 +170,9 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch):
         expected.step()
         expected.zero_grad()
         for param, state in expected.state.items():
-            for kind in ("exp_avg", "exp_avg_sq") if is_quantized(param) else ():
+            for kind, dtype in state_of(EIGHT_BIT, param.shape).items():
+                if dtype != "8bit":
+                    continue
                 values = code_values(is_signed=kind == "exp_avg")
                 average = QuantizedAverage.zeros(param, param, "", values)
                 average.quantize(state[kind], ZERO)
@@ -204,8 +208,10 @@ def test_scalars_and_empty_shards_are_updated_too(config):
 def test_a_compiled_update_is_the_same(config, monkeypatch):
     """The results are equal except for the last bit, also with a skipped step and after a resume."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
-    monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # some weights have more elements
+    monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr(
+        "trainkit.trainer.optimizers.by_element.WHOLE_ELEMENTS", 5000
+    )  # some weights have more elements
     models = [nano(num_layers=1) for _ in range(3)]
     cast = [
         [
@@ -248,7 +254,7 @@ def test_every_row_width_is_compiled(monkeypatch):
         return lambda *args: calls.append(number) or graph.forward(*args)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
     monkeypatch.setattr("torch._dynamo.config.recompile_limit", 2)
     _compiled_update.cache_clear()
     torch._dynamo.reset()

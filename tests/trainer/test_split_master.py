@@ -18,7 +18,8 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors
 from trainkit.trainer.checkpoint.storage import _float32_shapes
 from trainkit.trainer.models.model import weights_of
-from trainkit.trainer.optimizer import PIECE_ELEMENTS, ShardedAdamW
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
+from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS
 from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.split_master import SplitMaster, join, master_of, split, split_weights
 
@@ -128,8 +129,8 @@ def test_skip_leaves_both_halves(config):
 def test_a_compiled_update_is_the_same(config, monkeypatch):
     """Small weights of float32 averages are updated together by torch's kernel, as without `compiled`."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
-    monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)
+    monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr("trainkit.trainer.optimizers.by_element.WHOLE_ELEMENTS", 5000)
     models = [nano(num_layers=1) for _ in range(2)]
     eager, compiled = (optimizer_of(model, config, compiled=model is models[1]) for model in models)
     for number in range(4):

@@ -15,6 +15,7 @@ from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
+from trainkit.config.optimizers import kind_of
 from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
 from trainkit.config.section import Section
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
@@ -112,6 +113,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
         # train.epochs determines the number of steps, so set train.steps to null instead of its default.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
+    merged = _with_betas(merged)
     try:
         config = _validated(merged, reader.cwd)
     except ValidationError as error:
@@ -146,6 +148,15 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
 def _validated(tree: Entry, cwd: Path) -> RunConfig:
     content = _absolute_paths(tree, cwd).plain()
     return config_class(content).model_validate(content)
+
+
+def _with_betas(tree: Entry) -> Entry:
+    """Set `optimizer.betas` to the default of the optimizer, if no layer sets the key."""
+    name = tree.find(("optimizer", "name"))
+    betas = None if name is None else kind_of(str(name.value)).betas
+    if betas is None or tree.find(("optimizer", "betas")) is not None:
+        return tree
+    return merge(tree, entry_at(("optimizer", "betas"), list(betas), DEFAULT))
 
 
 def _length_note(tree: Entry) -> str:

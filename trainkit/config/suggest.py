@@ -12,6 +12,7 @@ from unicodedata import combining, normalize
 from pydantic import ValidationError
 
 from trainkit.config.foreign import LIGHTNING, SWEEPS
+from trainkit.config.optimizers import OPTIMIZERS
 from trainkit.config.schema import (
     all_keys,
     allowed_values,
@@ -79,7 +80,7 @@ _ACCUMULATES = (
     "number of samples"
 )
 _SHARDS = "the default, parallel.dp_shard: -1, shards the model over all processes, as FSDP does"
-_OPTIMIZER = "other optimizers need your own training loop; see docs/own-script.md and trainkit.loop"
+_OPTIMIZER = "for another optimizer, set optimizer.name to FILE.py:CLASS; see docs/optimizers.md"
 _LAUNCHES = "trainkit sets this value; `--launcher accelerate` writes a config for accelerate"
 _FOLDER = "`--run-dir DIR` sets the run folder, which contains all output of the run"
 _HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits a Hydra application"
@@ -99,7 +100,6 @@ OTHER_KEYS_SAY = {
     "trainer": _TRAINER,
     **dict.fromkeys(("output_dir", "save_dir", "log_dir", "logging_dir", "default_root_dir"), _FOLDER),
     **dict.fromkeys(("hydra", "_target_", "_partial_", "_recursive_", "_self_"), _HYDRA),
-    **dict.fromkeys(("momentum", "nesterov"), _OPTIMIZER),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"), _ACCUMULATES),
     "defaults": "extends: [FILE, …] lists the configs to merge before this file",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
@@ -338,6 +338,8 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
 
 def _words(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words that are valid values for the key."""
+    if path == OPTIMIZER:
+        return tuple(OPTIMIZERS)
     field = field_schema(path)
     options = field.get("anyOf", [field])
     return tuple(str(word) for option in options for word in option.get("enum", ()))

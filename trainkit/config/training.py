@@ -4,9 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainkit.config.optimizers import OPTIMIZERS
 from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, key
 from trainkit.formats import JsonObject
 
+OPTIMIZER_NAMES = ", ".join(OPTIMIZERS)
 DECODER, TRANSFORMERS = "llama", "transformers"
 """Architecture values: trainkit's own decoder, which can be planned without running its code, or any model in
 the transformers library."""
@@ -150,11 +152,23 @@ class TrainConfig(Section):
     deterministic: bool = key(False, "Use only deterministic kernels on GPUs.")
 
 
+class ParameterGroup(Section):
+    """Settings for the parameters whose names match a pattern."""
+
+    match: str = Field(min_length=1)
+    lr_scale: float = Field(default=1.0, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+
 class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw_8bit"] = key(
-        "adamw", "Name of the optimizer; adamw_8bit is AdamW with 8-bit optimizer state."
+    name: str = key(
+        "adamw",
+        f"{OPTIMIZER_NAMES}, or FILE.py:CLASS for your own subclass of torch.optim.Optimizer. adamw_8bit is "
+        "AdamW with 8-bit optimizer state.",
+        pattern=rf"^({'|'.join(OPTIMIZERS)}|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
+        allowed=f"{OPTIMIZER_NAMES} or FILE.py:CLASS",
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = key(
@@ -162,14 +176,30 @@ class OptimizerConfig(Section):
     )
     lr_scale_base: AtLeastOne = key(1, "Data-parallel size for which lr was tuned.")
     weight_decay: float = key(0.1, "Decoupled weight decay, applied only to matrices.", ge=0)
+    groups: tuple[ParameterGroup, ...] = key(
+        (),
+        'Settings for parameters by name, such as {match: "*norm*", lr_scale: 0.1, weight_decay: 0.0}. The '
+        "first entry whose pattern matches a parameter applies. lr_scale multiplies the learning rate. If "
+        "weight_decay is null, optimizer.weight_decay applies to matrices.",
+        allowed="a list of mappings with `match` (a pattern of parameter names), `lr_scale` and "
+        "`weight_decay` (numbers of at least 0)",
+    )
     betas: tuple[BelowOne, BelowOne] = key(
         (0.9, 0.95),
-        "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW.",
+        "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW. For "
+        "lion, the coefficients of the update and of the running average; the default is then [0.9, 0.99].",
     )
-    eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability.")
+    eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability (AdamW only).")
+    momentum: BelowOne = key(
+        0.9, "Factor of the earlier gradients (sgd only); with 0, sgd keeps no optimizer state."
+    )
+    nesterov: bool = key(False, "Use Nesterov momentum (sgd only).")
     state_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "Data type of the optimizer state (both running averages); bf16 saves 4 bytes per parameter."
+        "fp32",
+        "Data type of the optimizer state; bf16 saves 2 bytes per parameter for sgd and lion, and 4 for "
+        "adamw.",
     )
+    options: JsonObject = key({}, "Keyword arguments for your own optimizer (FILE.py:CLASS only).")
 
 
 class ScheduleConfig(Section):

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.optimizers import OPTIMIZERS, OWN, is_own, kind_of
 from trainkit.config.schema import RunConfig, capabilities_of
-from trainkit.config.training import DECODER, TRANSFORMERS
+from trainkit.config.training import DECODER, TRANSFORMERS, OptimizerConfig
 from trainkit.errors import KeyProblem, Problem
 from trainkit.folders import INTERPOLATION
-from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
+from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, shown_value, time_limit_s
 from trainkit.shipped import load
 
 LOOKS_SECRET = re.compile(
@@ -60,7 +61,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _variables(config),
         _secrets(config),
         _precision(config),
-        _optimizer(config),
+        _optimizer(loaded),
         _stages(config),
         _document_mask(config),
         _pattern(config),
@@ -323,21 +324,47 @@ ROW_PARTS = 8
 """Number of chunks into which adamw_8bit divides each row of a matrix."""
 
 
-def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
+WRITTEN_OUT = ("lr", "lr_scale", "lr_scale_base", "weight_decay", "state_dtype")
+"""Keys that apply to every optimizer or have always been accepted. The config of a run contains all of them,
+and the default values of other keys."""
+
+
+def _optimizer(loaded: LoadedConfig) -> Iterator[KeyProblem]:
+    config = loaded.config
     optimizer, tp = config.optimizer, config.parallel.tp
-    if optimizer.state_dtype == "bf16" and max(optimizer.betas) > MAX_BF16_BETA:
-        message = (
-            f"is {list(optimizer.betas)}, but optimizer.state_dtype is bf16, which rounds away small updates"
+    name, kind = optimizer.name, kind_of(optimizer.name)
+    kinds = {**OPTIMIZERS, "FILE.py:CLASS": OWN}
+    unused = {key for other in kinds.values() for key in other.keys} - kind.keys
+    default, sets = OptimizerConfig(), {key for key in unused if loaded.set_by_user(f"optimizer.{key}")}
+    if all(loaded.set_by_user(f"optimizer.{key}") for key in WRITTEN_OUT):
+        sets = set()  # the config of a run
+    for key in sorted(unused):
+        value = getattr(optimizer, key)
+        if value == getattr(default, key) and (key not in sets or key in WRITTEN_OUT):
+            continue
+        why = "whose state always has 8 bits" if kind.has_8bit_state else "which does not use this key"
+        *others, last = [other for other, its in kinds.items() if key in its.keys]
+        users = f"{', '.join(others)} or {last}" if others else last
+        message = f"is {shown_value(value)}, but optimizer.name is {name}, {why}"
+        yield (
+            f"optimizer.{key}",
+            message,
+            f"remove optimizer.{key}, or set optimizer.name to {users}",
         )
-        hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
-        yield "optimizer.betas", message, hint
-    if optimizer.name != "adamw_8bit":
-        return
-    if optimizer.state_dtype == "bf16":
-        message = "is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits"
-        yield "optimizer.state_dtype", message, "remove optimizer.state_dtype, or set optimizer.name to adamw"
-    if ROW_PARTS % tp:
-        message = f"is adamw_8bit, which does not support parallel.tp {tp}"
+    factors = {"betas": optimizer.betas, "momentum": (optimizer.momentum,)}
+    for key in sorted(factors.keys() & kind.keys):
+        if optimizer.state_dtype == "bf16" and max(factors[key]) > MAX_BF16_BETA:
+            value = shown_value(getattr(optimizer, key))
+            message = f"is {value}, but optimizer.state_dtype is bf16, which rounds away small updates"
+            hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
+            yield f"optimizer.{key}", message, hint
+    if "momentum" in kind.keys and optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov", "is true, but optimizer.momentum is 0", "set optimizer.momentum above 0"
+    if is_own(name) and (pp := config.parallel.pp) > 1:
+        message = f"is {pp}, but optimizer.name is {name}, which does not support pipeline stages"
+        yield "parallel.pp", message, "use parallel.dp_shard or parallel.tp"
+    if kind.has_8bit_state and ROW_PARTS % tp:
+        message = f"is {name}, which does not support parallel.tp {tp}"
         yield "optimizer.name", message, "set parallel.tp to 1, 2, 4 or 8"
 
 

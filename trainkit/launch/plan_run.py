@@ -126,12 +126,12 @@ def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyPr
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
         message = f"is {source}, which is neither a run folder nor a checkpoint"
         yield "model.init_from", message, "`trainkit ckpt ls RUN` lists the checkpoints of a run"
-    key, name = config.model_source
-    file, _, _ = name.rpartition(":")
-    # A task may also be defined in an installed module, but an architecture is always defined in a file.
-    if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():
-        message = f"is {name}, but there is no file {shown_path((code_dir / file).absolute())}"
-        yield key, message, "FILE.py is relative to the current folder"
+    for key, name in (config.model_source, ("optimizer.name", config.optimizer.name)):
+        file, _, _ = name.rpartition(":")
+        # A task may also be defined in an installed module, but other code is always defined in a file.
+        if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():
+            message = f"is {name}, but there is no file {shown_path((code_dir / file).absolute())}"
+            yield key, message, "FILE.py is relative to the current folder"
 
 
 def plan_run(

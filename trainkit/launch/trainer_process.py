@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.config import LoadedConfig
+from trainkit.config.optimizers import is_own
 from trainkit.config.training import DECODER
 from trainkit.errors import KeyProblem, Problem, TrainkitError, UsageError, print_note
 from trainkit.job.processes import module_argv
@@ -25,7 +26,7 @@ CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """Return the problems that the trainer would find in `task`, or in `model.architecture` and the layout.
+    """Return the problems that the trainer would find in the code of a task, an architecture or an optimizer.
 
     File paths are relative to `folder`. Prints a note and returns an empty list if the code cannot run on
     this host within `CHECK_TIMEOUT_S`, because the code may still run in the job's environment.
@@ -35,26 +36,31 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     if any(elsewhere) or launch.modules or launch.setup:
         return []
-    key, file = config.model_source
+    (key, file), optimizer = config.model_source, config.optimizer.name
     sections: dict[str, bool | set[str]] = {"parallel": True}
     if key == "task":
-        sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype"}}
+        sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype", "groups"}}
     elif config.model.hf is not None:
         sections, file = {**sections, "model": True}, f"{config.model.hf}/config.json:"
     elif file != DECODER:
         sections |= {"model": True, "data": True}
-    else:
+    elif not is_own(optimizer) and not config.optimizer.groups:
         return []
+    if is_own(optimizer) or config.optimizer.groups:
+        sections |= {"optimizer": True, "model": True, "data": True}
     # `_check` caches its result for these values, because most trials of a sweep share them. The modification
     # time of a file is part of the cache key; a module is identified only by its name.
     values = config.model_dump_json(by_alias=True, include=sections)
-    path = folder / file.rpartition(":")[0]
-    modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
-    return [loaded.problem(*item) for item in _check(key, values, folder, path, modified_ns)]
+    files = [folder / name.rpartition(":")[0] for name in (file, optimizer)]
+    modified_ns = tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files)
+    checked = "optimizer" if file == DECODER else key
+    return [loaded.problem(*item) for item in _check(checked, values, folder, tuple(files), modified_ns)]
 
 
 @lru_cache
-def _check(key: str, values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
+def _check(
+    key: str, values: str, folder: Path, files: tuple[Path, ...], modified_ns: tuple[int, ...]
+) -> list[KeyProblem]:
     try:
         return _problems("", output_of("trying it", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder))
     except (subprocess.TimeoutExpired, TrainkitError) as error:

@@ -11,6 +11,7 @@ from trainkit.capability import Ranks
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.optimizers import kind_of
 from trainkit.config.running import RequeueConfig
 from trainkit.config.schema import capabilities_of
 from trainkit.config.validation import doubts
@@ -244,6 +245,8 @@ class LaunchDraft:
         lr, self.reasons["lr"] = scaled_lr(
             optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base
         )
+        if kind_of(optimizer.name).betas and not self.loaded.set_by_user("optimizer.betas"):
+            self.reasons["betas"] = f"{list(optimizer.betas)}: default of {optimizer.name}"
         return lr
 
     def threads_per_worker(self, world_size: int) -> int | None:

@@ -20,6 +20,7 @@ from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.layout_rules import batch_problems, layout_problems
 from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, state_bytes
 from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
+from trainkit.plan.optimizer_state import optimizer_note
 from trainkit.plan.step_work import StepWork, compiles, work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import to_json
@@ -102,7 +103,7 @@ def _with_model(
             message = f"has {data.vocab_size} tokens, but {model.hf} has only {model.vocab_size}"
             problems.append(_problem(("data.tokenizer", message, "use the tokenizer of the model")))
         return plan, problems
-    shape, notes = None, {"mixture": data.mixture}
+    shape, notes = None, {"mixture": data.mixture, "optimizer": optimizer_note(config.optimizer)}
     try:
         shape = resolve_model_shape(model, data.vocab_size)
         notes["vocabulary"] = None if problems else vocabulary_note(model, data.vocab_size)

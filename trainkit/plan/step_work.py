@@ -6,16 +6,15 @@ The functions have no side effects.
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from trainkit.config.optimizers import is_own
 from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
-from trainkit.config.training import OptimizerConfig
-from trainkit.config.validation import ROW_PARTS
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.optimizer_state import optimizer_bytes
 
 STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "gpipe": 1,
@@ -105,6 +104,8 @@ class StepWork:
     dtype: str = "bf16"
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
+    has_own_optimizer: bool = False
+    """True for a user's optimizer, which needs whole float32 weights."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -152,7 +153,7 @@ class StepWork:
     @property
     def splits_masters(self) -> bool:
         """Return whether the weights that compute are the upper halves of the float32 master weights."""
-        return not self.is_wrapped and self.dtype == "bf16"
+        return not self.is_wrapped and self.dtype == "bf16" and not self.has_own_optimizer
 
     @property
     def keeps_gathered(self) -> bool:
@@ -226,29 +227,6 @@ def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
     return next((chunks for chunks in range(least, 2 * least) if tokens % chunks == 0), least)
 
 
-MAX_BLOCK = 256
-"""Maximum number of elements that share one scale in 8-bit optimizer state."""
-
-
-def row_blocks(row_size: int) -> tuple[int, int]:
-    """Return the numbers of elements and of blocks in each chunk of a matrix row, for adamw_8bit.
-
-    Both numbers depend only on the row size, so that checkpoints do not depend on the layout.
-    """
-    part = row_size // math.gcd(row_size, ROW_PARTS)
-    return part, -(-part // MAX_BLOCK)
-
-
-def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
-    """Return the number of bytes of optimizer state per parameter."""
-    if optimizer.name == "adamw_8bit":
-        # Each of Adam's two averages has one code per element and one float32 scale per block. Vectors and
-        # small matrices are ignored, although their averages are stored in float32.
-        blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
-        return 2 * (1 + 4 * max(blocks))
-    return 4 if optimizer.state_dtype == "bf16" else 8
-
-
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
@@ -263,6 +241,7 @@ def work_of(
         accumulation_steps=batch.accumulation_steps,
         dtype=config.precision.dtype,
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
+        has_own_optimizer=is_own(config.optimizer.name),
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",

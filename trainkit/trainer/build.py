@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainkit.config.optimizers import is_own
 from trainkit.config.running import Recomputation
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
@@ -253,7 +254,7 @@ class BuiltModel:
     after_step: Callable[[], None] = lambda: None
     """Calls `Task.after_step` if the task defines this method."""
     unsplit_reason: str = ""
-    """Why the task's bf16 weights are not the upper halves of float32 master weights, if they could be."""
+    """Why the bf16 weights are not the upper halves of float32 master weights, if they could be."""
 
 
 def build(
@@ -315,7 +316,8 @@ def assemble(
     is_cast = dtype != torch.float32 and not isinstance(model_parts[0], FSDPModule)
     sums = sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8))
     can_split = is_cast and dtype == SPLIT_DTYPE
-    lowers = split_weights(model_parts[0], rounds_gradients=not sums) if can_split else {}
+    reason = _own_optimizer(config) if can_split else ""
+    lowers = split_weights(model_parts[0], rounds_gradients=not sums) if can_split and not reason else {}
     masters = cast_weights(model_parts[0], dtype) if is_cast else {}
     if sums:
         for model in model_parts:
@@ -338,8 +340,20 @@ def assemble(
     forward_backward = SequentialForwardBackward(switch, progress, model, context, chunks)
     weights = weights_of(model_parts, masters, lowers, is_read=task.reads_weights)
     return BuiltModel(
-        model_parts, weights, forward_backward, None, task.read_weight, update_scales=update_scales
+        model_parts,
+        weights,
+        forward_backward,
+        None,
+        task.read_weight,
+        update_scales=update_scales,
+        unsplit_reason=reason,
     )
+
+
+def _own_optimizer(config: RunConfig) -> str:
+    """Return why master weights cannot be split for a user's optimizer, or "" for other optimizers."""
+    name = config.optimizer.name
+    return f"{name} needs float32 parameters" if is_own(name) else ""
 
 
 def _gather_in_float8(
@@ -461,7 +475,8 @@ def build_for_task(
     module.train()
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     is_changed = type(task.task).after_step is not Task.after_step
-    can_split, reason = is_cast and dtype == SPLIT_DTYPE, ""
+    can_split = is_cast and dtype == SPLIT_DTYPE
+    reason = _own_optimizer(config) if can_split else ""
     if can_split and (is_changed or task.has_own_optimizers):
         method = "Task.after_step" if is_changed else "the optimizer of Task.optimizers"
         reason = f"{method} needs float32 parameters"

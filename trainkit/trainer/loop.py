@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain
 from logging import getLogger
 from typing import Any
 
@@ -29,10 +30,12 @@ from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
-from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.distributed import World, gather_from_all, record_event
+from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
-from trainkit.trainer.optimizer import ShardedAdamW, ShardedOptimizer
-from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
+from trainkit.trainer.optimizers import make_optimizer
+from trainkit.trainer.optimizers.interface import ShardedOptimizer, refuse_unused_groups
+from trainkit.trainer.own_optimizers import OwnState, make_own_state
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
@@ -131,8 +134,7 @@ class Trainer:
     none."""
     _last_save_s = 0.0
     _own: OwnState | None = None
-    """The state that a user's task adds to checkpoints, in addition to the model; None for the built-in
-    task."""
+    """The state that user code adds to checkpoints, in addition to the model; None without such code."""
     _recorder = Recorder()
     """Records values logged by a user's task that are not plain numbers, such as images."""
 
@@ -162,8 +164,11 @@ class Trainer:
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
             self.compile_cache.load()  # the other ranks wait in the first collective
-        own = make_own_optimizers(task, self.built.weights, layout)
-        self.optimizer: ShardedOptimizer = own or ShardedAdamW(
+        if config.optimizer.groups:
+            names = [weight.name for weight in self.built.weights if weight.param.requires_grad]
+            refuse_unused_groups({*chain(*gather_from_all(names, world))}, config.optimizer)
+        own = make_own_optimizers(task, self.built.weights, layout, attempt.run)
+        self.optimizer: ShardedOptimizer = own or make_optimizer(
             self.built.weights, config.optimizer, layout, compiled=compiled
         )
         tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)

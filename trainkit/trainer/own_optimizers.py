@@ -1,16 +1,17 @@
-"""Run the optimizers and schedulers that a user's task defines, and save their state in checkpoints."""
+"""Run torch optimizers that a user's task or file defines, and save their state in checkpoints."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
 from logging import getLogger
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError
 from trainkit.plan.launch import Layout
 from trainkit.run.files import read_record
@@ -30,7 +32,7 @@ from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
-from trainkit.trainer.optimizer import ShardedOptimizer
+from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.step_sync import LOSS_OF
 from trainkit.trainer.task_batches import digest_of
 from trainkit.trainer.torch_private import copy_each
@@ -69,31 +71,26 @@ class SavedOptimizer:
         yield from (*self.parameters.values(), self.rest, self.values, self.initial)
 
 
-def make_own_optimizers(
-    task: CausalLM | UserTask, weights: Sequence[Weight], layout: Layout
-) -> OwnOptimizers | None:
-    """Create the optimizers that a user's task defines; return None if the config defines the optimizer.
-
-    Raises TaskError for an optimizer that trainkit does not support.
-    """
-    if not isinstance(task, UserTask) or not task.has_own_optimizers:
-        return None
-    return OwnOptimizers(task, weights, layout)
+def updates_by_element(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Return whether an optimizer or its class updates each element independently, as far as known."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return kind in BY_ELEMENT or bool(getattr(optimizer, "by_element", False))
 
 
-class OwnOptimizers(ShardedOptimizer):
-    """The optimizers of a user's task, which update this rank's shards of the parameters.
+class TorchOptimizers(ShardedOptimizer):
+    """Optimizers of any class, which update this rank's shards of the parameters.
 
     Most optimizers cannot skip an update if the gradient is not finite. Before each update, the host
     therefore waits for the gradient norm to check that it is finite.
     """
 
-    def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
+    origin: ClassVar[str] = ""
+    """Where the optimizers are defined, for messages."""
+
+    def __init__(self, config: RunConfig, weights: Sequence[Weight], layout: Layout) -> None:
         super().__init__(weights, layout)
-        self._task, self._config = task.task, task.config
-        shards = {weight.name: shard for weight, shard in zip(self._weights, self._locals, strict=True)}
-        with errors_of_user(task.config, "optimizers() failed"):
-            found: object = self._task.optimizers(shards)
+        self._config = config
+        found = self._make()
         named = found if isinstance(found, Mapping) else {"": found}
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
@@ -113,14 +110,26 @@ class OwnOptimizers(ShardedOptimizer):
         self.collect_state()  # raise an error now, before training, if the state cannot be saved
 
     @property
+    def may_take_turns(self) -> bool:
+        """Return whether the optimizers can take turns in a step, each with its own loss."""
+        return False
+
+    @property
     def kinds(self) -> dict[str, str]:
         """Return a mapping from optimizer names to class names."""
         return {name: type(optimizer).__name__ for name, optimizer in self._optimizers.items()}
 
-    @property
-    def may_take_turns(self) -> bool:
-        """Return whether the task defines `turns`, so that its optimizers can take turns."""
-        return type(self._task).turns is not Task.turns
+    @abstractmethod
+    def _make(self) -> object:
+        """Return the optimizers for this rank's shards, or anything else, which is then refused."""
+
+    @abstractmethod
+    def _error(self, message: str, hint: str) -> TaskError:
+        """Return an error for optimizers that cannot be used; `message` begins with a verb."""
+
+    def _error_of(self, kind: str, message: str, hint: str) -> TaskError:
+        """Return an error for an optimizer of the class `kind`; `message` is a relative clause."""
+        return self._error(f"returned {kind}, {message}", hint)
 
     def updated_by(self, turns: Collection[str]) -> set[str]:
         """Return the names of parameters that the optimizers in `turns` update; "" means all optimizers."""
@@ -132,7 +141,7 @@ class OwnOptimizers(ShardedOptimizer):
         for name, kind in self.kinds.items():
             by = type(self._schedulers[name]).__name__ if name in self._schedulers else "`schedule`"
             shown.append(f"{f'{name}: ' * bool(name)}{kind} with lr {self._lrs[name][0]:g} and {by}")
-        return f"the task's own optimizer: {'; '.join(shown)}"
+        return f"the optimizer {self.origin}: {'; '.join(shown)}"
 
     def _refuse(self, found: object) -> None:
         """Raise TaskError if the value returned by `optimizers` cannot be used."""
@@ -160,23 +169,22 @@ class OwnOptimizers(ShardedOptimizer):
         needs = [at.name for at in takes if at.default is at.empty and at.kind is at.POSITIONAL_OR_KEYWORD]
         if needs:
             hint = "use an optimizer whose step() takes no arguments, such as Adam"
-            raise self._error(f"returned {kind}, whose step() needs {needs[0]}", hint)
+            raise self._error_of(kind, f"whose step() needs {needs[0]}", hint)
         if isinstance(optimizer, optim.SparseAdam):
-            raise self._error(f"returned {kind}, which needs sparse gradients", "use Adam")
+            raise self._error_of(kind, "which needs sparse gradients", "use Adam")
         if isinstance(scheduler, ReduceLROnPlateau):
             hint = "use a scheduler that depends only on the number of steps"
             raise self._error("returned ReduceLROnPlateau, which needs a metric in each step", hint)
         if any("lr" not in group for group in optimizer.param_groups):
-            raise self._error(f"returned {kind}, which has a group without lr", "set lr in each group")
-        is_by_element = type(optimizer) in BY_ELEMENT or getattr(optimizer, "by_element", False)
+            raise self._error_of(kind, "which has a group without lr", "set lr in each group")
         sharded = [weight.name for weight in self._weights if _is_sharded(weight)]
-        if sharded and not is_by_element:
-            message = f"returned {kind}, but this rank has only a shard of {listed(sharded)}"
+        if sharded and not updates_by_element(optimizer):
+            message = f"but this rank has only a shard of {listed(sharded)}"
             hint = (
                 "train with dp_replicate only, or use SGD or Adam; if the optimizer updates each element "
                 "independently, set by_element = True on it"
             )
-            raise self._error(message, hint)
+            raise self._error_of(kind, message, hint)
 
     def _refuse_parameters(self) -> None:
         """Raise TaskError unless each parameter belongs to exactly one optimizer."""
@@ -202,30 +210,12 @@ class OwnOptimizers(ShardedOptimizer):
                 f"has two optimizers for {listed(several)}", "pass each parameter to only one optimizer"
             )
 
-    def _error(self, message: str, hint: str) -> TaskError:
-        return refusal(self._config, f"optimizers() {message}", hint)
-
     def begin_step(self, lr: float) -> float:
         factor = lr / self._config.optimizer.lr
         for name in self._optimizers.keys() - self._schedulers.keys():
             for group, initial in zip(self._optimizers[name].param_groups, self._lrs[name], strict=True):
                 _set(group, "lr", initial * factor)
         return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
-
-    def turns(self) -> Sequence[str]:
-        with errors_of_user(self._config, "turns() failed"):
-            found = tuple(self._task.turns())
-        unknown = [turn for turn in found if turn not in self._optimizers or not turn]
-        if unknown:
-            names = ", ".join(filter(None, self._optimizers)) or "one optimizer without a name"
-            message = f"turns() named {unknown[0]!r}, which optimizers() did not return"
-            raise refusal(self._config, message, f"optimizers() returned {names}")
-        if not found and getattr(type(self._task), "loss", None) is Task.loss:
-            message = f"turns() was empty in step {self._task.step}, and loss() is not defined"
-            raise refusal(
-                self._config, message, "return the name of an optimizer from turns(), or define loss()"
-            )
-        return found or ("",)
 
     @torch.no_grad()
     def collect_gradients(self, turn: str = "") -> None:
@@ -302,7 +292,7 @@ class OwnOptimizers(ShardedOptimizer):
             return as_shard_of(item, weight.param)
         if _is_sharded(weight) and item.numel() != 1:
             raise self._error(
-                f"returned an optimizer whose {path} has shape {list(item.shape)}, but this rank's shard of "
+                f"has an optimizer whose {path} has shape {list(item.shape)}, but this rank's shard of "
                 f"{weight.name} has shape {list(shard.shape)}",
                 "the optimizer does not update each element independently; train with dp_replicate only",
             )
@@ -332,8 +322,8 @@ class OwnOptimizers(ShardedOptimizer):
                         own = torch.empty(shard.shape, dtype=dtype, device=shard.device)
                         tensors[path] = as_shard_of(own, weight.param)
                     elif _is_sharded(weight) and size.numel() != 1:
-                        message = f"returned {type(optimizer).__name__}, whose {path} cannot be sharded"
-                        raise self._error(message, "resume with dp_replicate only")
+                        message, hint = f"whose {path} cannot be sharded", "resume with dp_replicate only"
+                        raise self._error_of(type(optimizer).__name__, message, hint)
         return tensors
 
     def load(self, values: Mapping[str, SavedOptimizer], tensors: Mapping[str, Tensor]) -> None:
@@ -341,7 +331,7 @@ class OwnOptimizers(ShardedOptimizer):
         for name, optimizer in self._optimizers.items():
             value = values[name]
             if value.num_groups != len(optimizer.param_groups):
-                message = f"returned {value.kind} with {len(optimizer.param_groups)} groups"
+                message = f"has {value.kind} with {len(optimizer.param_groups)} groups"
                 hint = (
                     f"the checkpoint has {value.num_groups} groups; return the same number, or "
                     "start a new run"
@@ -363,7 +353,44 @@ class OwnOptimizers(ShardedOptimizer):
         if name in self._schedulers:
             self._schedulers[name].load_state_dict(merged["scheduler"])
         for text in changed:
-            log.warning(f"{f'{name}: ' * bool(name)}{type(optimizer).__name__} of the task: {text}")
+            log.warning(f"{f'{name}: ' * bool(name)}{type(optimizer).__name__} {self.origin}: {text}")
+
+
+class OwnOptimizers(TorchOptimizers):
+    """The optimizers that a user's task returns from `Task.optimizers`."""
+
+    origin = "of the task"
+
+    def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
+        self._task = task.task
+        super().__init__(task.config, weights, layout)
+
+    @property
+    def may_take_turns(self) -> bool:
+        return type(self._task).turns is not Task.turns
+
+    def _make(self) -> object:
+        shards = {weight.name: shard for weight, shard in zip(self._weights, self._locals, strict=True)}
+        with errors_of_user(self._config, "optimizers() failed"):
+            return self._task.optimizers(shards)
+
+    def _error(self, message: str, hint: str) -> TaskError:
+        return refusal(self._config, f"optimizers() {message}", hint)
+
+    def turns(self) -> Sequence[str]:
+        with errors_of_user(self._config, "turns() failed"):
+            found = tuple(self._task.turns())
+        unknown = [turn for turn in found if turn not in self._optimizers or not turn]
+        if unknown:
+            names = ", ".join(filter(None, self._optimizers)) or "one optimizer without a name"
+            message = f"turns() named {unknown[0]!r}, which optimizers() did not return"
+            raise refusal(self._config, message, f"optimizers() returned {names}")
+        if not found and getattr(type(self._task), "loss", None) is Task.loss:
+            message = f"turns() was empty in step {self._task.step}, and loss() is not defined"
+            raise refusal(
+                self._config, message, "return the name of an optimizer from turns(), or define loss()"
+            )
+        return found or ("",)
 
 
 def _is_sharded(weight: Weight) -> bool:
@@ -435,11 +462,12 @@ def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
 
 
 class OwnState:
-    """The state that a user's task adds to a checkpoint: optimizer state and `Task.state_dict`."""
+    """What user code adds to a checkpoint: the state of its optimizers, and `Task.state_dict`."""
 
-    def __init__(self, task: UserTask, optimizers: OwnOptimizers | None, world: World) -> None:
-        self._task, self._config, self._world = task.task, task.config, world
-        self._has_state = type(task.task).state_dict is not Task.state_dict
+    def __init__(self, task: CausalLM | UserTask, optimizers: TorchOptimizers | None, world: World) -> None:
+        self._task = task.task if isinstance(task, UserTask) else None
+        self._config, self._world = task.config, world
+        self._has_state = self._task is not None and type(self._task).state_dict is not Task.state_dict
         self.optimizers = optimizers
 
     def has_all_turns(self, metrics: Collection[str]) -> bool:
@@ -461,7 +489,7 @@ class OwnState:
         if self.optimizers is not None:
             saved, tensors = self.optimizers.collect_state()
             values[OPTIMIZERS] = {name: asdict(item) for name, item in saved.items()}
-        if self._has_state:
+        if self._task is not None and self._has_state:
             found: dict[str, Tensor] = {}
             with errors_of_user(self._config, "state_dict() failed"):
                 state = self._task.state_dict()
@@ -495,7 +523,7 @@ class OwnState:
         tensors = {path: local_tensor(item) for path, item in tensors.items()}
         if self.optimizers is not None:
             self.optimizers.load(_saved_optimizers(manifest), tensors)
-        if not self._has_state:
+        if self._task is None or not self._has_state:
             return
         if TASK not in manifest.state:
             log.warning("the checkpoint contains no state of the task, so the task keeps its initial state")
@@ -505,16 +533,15 @@ class OwnState:
 
 
 def make_own_state(
-    task: CausalLM | UserTask, optimizers: OwnOptimizers | None, world: World
+    task: CausalLM | UserTask, optimizers: TorchOptimizers | None, world: World
 ) -> OwnState | None:
-    """Return the state that a task adds to its checkpoints, or None if there is none.
+    """Return the state that user code adds to checkpoints, or None if there is none.
 
     Every rank must call this function. Raises TaskError or FatalError if the state cannot be
     saved.
     """
-    if not isinstance(task, UserTask):
-        return None
-    if optimizers is None and type(task.task).state_dict is Task.state_dict:
+    has_state = isinstance(task, UserTask) and type(task.task).state_dict is not Task.state_dict
+    if optimizers is None and not has_state:
         return None
     found = OwnState(task, optimizers, world)
     found.collect()

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.errors import FatalError
-from trainkit.plan.step_work import row_blocks
+from trainkit.plan.optimizer_state import row_blocks
 from trainkit.trainer.models.model import ReadWeight
 
 BLOCK = 64
@@ -154,19 +154,9 @@ def restore_linears(model: nn.Module) -> None:
         model.set_submodule(name, linear)
 
 
-MIN_ELEMENTS = 4096
-"""Minimum number of elements for 8-bit averages: the float32 averages of smaller parameters take little
-memory."""
-MIN_ROW = 64
-"""Minimum row length for 8-bit averages: with shorter rows, the scales would take too much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
 """Smallest representable square, relative to the largest square in its block."""
-
-
-def is_quantized(param: Tensor) -> bool:
-    """Return whether adamw_8bit stores a parameter's averages with 8 bits, regardless of the layout."""
-    return param.dim() > 1 and param.numel() >= MIN_ELEMENTS and param.shape[1:].numel() >= MIN_ROW
 
 
 def code_values(*, is_signed: bool) -> Tensor:

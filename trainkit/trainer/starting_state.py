@@ -61,7 +61,8 @@ def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) 
         )
         hint = "restore the earlier state (for `stdlib`, also the Python version), or start a new run"
         raise FatalError(f"{changed}: checkpoint {name} cannot be resumed", hint)
-    if before != optimizer:
+    # For a user's optimizer, compare only the class name, because the path may have changed.
+    if before.rpartition(":")[2] != optimizer.rpartition(":")[2]:
         message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
         hint = f"set optimizer.name to {before}, or start a new run with model.init_from"
         raise FatalError(message, hint)

@@ -1,4 +1,4 @@
-"""Check a user's task or architecture before a run is submitted.
+"""Check a user's task, architecture or optimizer before a run is submitted.
 
 ``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. The command then imports
 the task, or checks that an architecture's class supports the layout. Finally, the command prints a line that
@@ -13,11 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from trainkit.adapters import lora_config, require
 from trainkit.config.schema import RunConfig, config_class
+from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import Problem, TrainkitError
+from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
+from trainkit.trainer.file_optimizer import refuse_optimizer
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
+from trainkit.trainer.optimizers.interface import refuse_unused_groups
 from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
 from trainkit.trainer.user_task import load_task
 
@@ -27,7 +33,20 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """Return the problem that makes a task, model or architecture unusable on any machine, or None."""
+    """Return a problem that makes the code of a user unusable on any machine, or None."""
+    return _problem_of_model(config) or _problem_of_optimizer(config)
+
+
+def _problem_of_optimizer(config: RunConfig) -> Problem | None:
+    try:
+        refuse_optimizer(config)
+    except TaskError as error:
+        cause = error.__cause__
+        return None if cause is not None and not isinstance(cause, (*DEFINITE, ValueError)) else error.problem
+    return None
+
+
+def _problem_of_model(config: RunConfig) -> Problem | None:
     is_task = config.has_user_task
     try:
         if is_task:
@@ -41,7 +60,13 @@ def definite_problem(config: RunConfig) -> Problem | None:
             if not config.model.from_scratch:
                 StoredWeights(Path(config.model.hf))
         else:
-            refuse_unsupported_layout(config, load_architecture(config.model.architecture))
+            architecture = load_architecture(config.model.architecture)
+            refuse_unsupported_layout(config, architecture)
+            if config.optimizer.groups:
+                shape = resolve_model_shape(config.model, tokenizer_vocab_size(config.data))
+                with torch.device("meta"):
+                    model = architecture(shape, config.data.seq_len, None)
+                refuse_unused_groups({name for name, _ in model.named_parameters()}, config.optimizer)
     except TaskError as error:
         cause = error.__cause__
         return None if is_task and cause is not None and not isinstance(cause, DEFINITE) else error.problem
@@ -62,7 +87,7 @@ def print_problems(found: Iterable[Problem], tried: str = "") -> None:
 
 
 def main() -> None:
-    """Read a config from standard input; print its problem if the task, model or architecture is unusable."""
+    """Read a config from standard input; print its problem if the code is unusable."""
     values = json.load(sys.stdin)
     problem = definite_problem(config_class(values).model_validate(values))
     print_problems([] if problem is None else [problem])

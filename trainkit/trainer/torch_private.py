@@ -217,17 +217,6 @@ If torch removes the function, use `Tensor.copy_`, which launches one kernel per
 """
 
 
-def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """Make the fused kernel divide the gradients by `divisor` in the next step, or do nothing if `skip` is 1.
-
-    The function sets the same optimizer attributes as GradScaler. If torch removes the attributes, divide the
-    gradients in a separate pass.
-    """
-    fused = cast(Any, optimizer)
-    fused.grad_scale = divisor
-    fused.found_inf = skip
-
-
 def any_length(tensor: Tensor) -> Tensor:
     """Mark a tensor's first dimension as dynamic and its second as static for torch.compile.
 

@@ -169,10 +169,11 @@ def _check(config: RunConfig, found: type[Task]) -> None:
         if getattr(found, name) is not getattr(Task, name) and getattr(found, needs) is getattr(Task, needs):
             message = f"{found.__name__} defines {name}() and not {needs}()"
             raise refusal(config, message, f"define {needs}(), or remove {name}()")
-    for key in ("name", "state_dtype") if found.optimizers is not Task.optimizers else ():
+    for key in ("name", "state_dtype", "groups") if found.optimizers is not Task.optimizers else ():
         value = getattr(config.optimizer, key)
         if value != getattr(OptimizerConfig(), key):
-            message = f"is {value}, but {found.__name__} defines its own optimizers"
+            shown = f"is {value}" if isinstance(value, str) else "is set"
+            message = f"{shown}, but {found.__name__} defines its own optimizers"
             raise TaskError(f"optimizer.{key}", message, f"remove optimizer.{key}, or remove optimizers()")
     signature = inspect.signature(found)
     try:

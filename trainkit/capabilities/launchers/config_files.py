@@ -231,6 +231,8 @@ def _deepspeed_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "parallel.offload", "is true, but DeepSpeed can offload only sharded state"
     if optimizer != "adamw" and job.has("optimizer"):
         yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not support"
+    if config.optimizer.groups and job.has("optimizer"):
+        yield "optimizer.groups", "is set, but {ds_config} has one group of parameters"
 
 
 # Input for Lightning

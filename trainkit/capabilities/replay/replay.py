@@ -111,7 +111,8 @@ class ReplayPlan:
         started = parse_time(self.at.began.time)
         if started is None or self.at.job.code:
             return ()  # The run has its own copy of the code, so later edits do not affect the replay.
-        named = (self.at.config.task, self.at.config.model.architecture)
+        config = self.at.config
+        named = (config.task, config.model.architecture, config.optimizer.name)
         with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
         return tuple(

@@ -12,6 +12,7 @@ from trainkit.cli.plan_json import PlanJson
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, dump_effective
+from trainkit.config.optimizers import is_own
 from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import plural, size
@@ -33,6 +34,9 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
         ("whose models cannot be simulated", "--simulate-world requires trainkit's own decoder"),
         or_own=True,
     )
+    if is_own(name := loaded.config.optimizer.name):
+        message, hint = f"is {name}, whose update cannot be simulated", "use one of trainkit's optimizers"
+        raise ConfigError([loaded.problem("optimizer.name", message, hint)])
     requested = loaded.config.resources.gpus_per_node
     per_node = min(world_size, GPUS_PER_NODE if requested == "auto" else requested)
     if world_size % per_node:

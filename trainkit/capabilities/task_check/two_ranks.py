@@ -21,8 +21,9 @@ from trainkit.plan.launch import Batch, Layout
 from trainkit.trainer.build import build_for_task
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import make_world
+from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.metrics import LocalGradient
-from trainkit.trainer.own_optimizers import make_own_optimizers, make_own_state
+from trainkit.trainer.own_optimizers import make_own_state
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.starting_state import check_same_data
 from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user, problem_of, refusal

@@ -30,9 +30,11 @@ from trainkit.task import ParameterOptions, Stream, Task
 from trainkit.trainer.build import AfterStep
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.distributed import World
+from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.own_optimizers import OwnOptimizers, make_own_optimizers, make_own_state
+from trainkit.trainer.optimizers.interface import refuse_unused_groups
+from trainkit.trainer.own_optimizers import TorchOptimizers, make_own_state
 from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
@@ -119,6 +121,8 @@ class Smoke:
         module = LossModule(model, self._user.task, config)
         alone = World(0, 1, torch.device("cpu"), None, None)
         weights = [Weight(*item) for item in model.named_parameters()]
+        trained = [weight.name for weight in weights if weight.param.requires_grad]
+        refuse_unused_groups(trained, self._config.optimizer)
         optimizers = make_own_optimizers(self._user, weights, alone.layout)
         module.task.step = 1
         turns = ("",) if optimizers is None else optimizers.turns()
@@ -260,7 +264,7 @@ class Smoke:
         self,
         module: LossModule,
         weights: list[Weight],
-        optimizers: OwnOptimizers | None,
+        optimizers: TorchOptimizers | None,
         config: RunConfig,
         alone: World,
     ) -> None:

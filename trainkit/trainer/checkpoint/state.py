@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.errors import FatalError
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
-from trainkit.trainer.optimizer import ShardedOptimizer
+from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.split_master import SplitMaster, master_of
 from trainkit.trainer.step_sync import copy_from_main
 

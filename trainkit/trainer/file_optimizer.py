@@ -1,0 +1,147 @@
+"""Create the optimizer that a user defines in a file, for a task that does not define its own optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainkit.config.optimizers import is_own
+from trainkit.config.schema import RunConfig
+from trainkit.config.training import OptimizerConfig
+from trainkit.errors import TrainkitError
+from trainkit.plan.launch import Layout
+from trainkit.run.record import copied_file
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.causal_lm import CausalLM
+from trainkit.trainer.models.model import Weight
+from trainkit.trainer.optimizers.interface import groups_of
+from trainkit.trainer.own_optimizers import OwnOptimizers, TorchOptimizers, updates_by_element
+from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, import_file, line_of
+from trainkit.trainer.user_task import UserTask
+
+NAME, OPTIONS = "optimizer.name", "optimizer.options"
+BY_ELEMENT_HINT = (
+    "if the optimizer updates each element independently, set by_element = True in the class; otherwise, "
+    "train with dp_replicate only"
+)
+
+
+def make_own_optimizers(
+    task: CausalLM | UserTask, weights: Sequence[Weight], layout: Layout, run: RunDir | None = None
+) -> TorchOptimizers | None:
+    """Create the optimizers that a user defines; return None if the optimizer is one of trainkit's.
+
+    If `run` is given, a file is loaded from the run's code snapshot. Raises TaskError for an optimizer that
+    trainkit does not support.
+    """
+    if isinstance(task, UserTask) and task.has_own_optimizers:
+        return OwnOptimizers(task, weights, layout)
+    if not is_own(task.config.optimizer.name):
+        return None
+    return FileOptimizer(task.config, load_optimizer_class(task.config.optimizer, run), weights, layout)
+
+
+def load_optimizer_class(optimizer: OptimizerConfig, run: RunDir | None = None) -> type[Optimizer]:
+    """Return the class that `optimizer.name` specifies as FILE.py:CLASS.
+
+    Raises TaskError if the class cannot be imported, or does not accept `optimizer.options`.
+    """
+    name = optimizer.name
+    file, _, class_name = name.rpartition(":")
+    path = Path(file).absolute() if run is None else copied_file(run, file)
+    hint = (
+        "FILE.py:CLASS names a subclass of torch.optim.Optimizer; FILE.py is relative to the current folder"
+    )
+    if not path.is_file():
+        raise TaskError(NAME, f"is {name}, but there is no file {path}", hint)
+    try:
+        module = import_file(path, as_script=False)
+    except TrainkitError:
+        raise
+    except Exception as error:
+        message = f"is {name}, but {path} cannot be imported: {describe(error)}"
+        raise TaskError(NAME, message, TRACEBACK_HINT) from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise TaskError(NAME, f"is {name}, but {path} does not define {class_name} as an Optimizer", hint)
+    signature = inspect.signature(found)
+    decays = [optimizer.weight_decay, *(group.weight_decay for group in optimizer.groups)]
+    if any(decays) and not _takes(signature, "weight_decay"):
+        place = line_of(found.__init__)
+        message = f"is {next(filter(None, decays))}, but {class_name}{place} does not take weight_decay"
+        hint = "set optimizer.weight_decay to 0, and remove weight_decay from optimizer.groups"
+        raise TaskError("optimizer.weight_decay", message, hint)
+    try:
+        signature.bind([], **arguments(signature, optimizer))
+    except TypeError as error:
+        known = [key for key in signature.parameters if key not in ("params", "lr", "weight_decay")]
+        takes = f"{class_name}{line_of(found.__init__)} takes {', '.join(known) or 'no options'}"
+        raise TaskError(OPTIONS, f"do not fit: {error}", takes) from None
+    return found
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    parameters = signature.parameters
+    return name in parameters or any(at.kind is at.VAR_KEYWORD for at in parameters.values())
+
+
+def arguments(signature: inspect.Signature, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return the keyword arguments with which the optimizer is created."""
+    decay = {"weight_decay": optimizer.weight_decay} if _takes(signature, "weight_decay") else {}
+    return {"lr": optimizer.lr, **decay, **optimizer.options}
+
+
+def refuse_optimizer(config: RunConfig) -> None:
+    """Raise TaskError if the optimizer in a file cannot be used, as far as known without the model."""
+    optimizer, parallel = config.optimizer, config.parallel
+    if not is_own(optimizer.name):
+        return
+    found = load_optimizer_class(optimizer)
+    _create(found, optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    sharded = next((key for key in ("dp_shard", "tp") if getattr(parallel, key) > 1), None)
+    if sharded is not None and not updates_by_element(found):
+        message = f"is {optimizer.name}, but parallel.{sharded} shards the parameters"
+        raise TaskError(NAME, message, BY_ELEMENT_HINT)
+
+
+def _create(found: type[Optimizer], optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    make: Any = found
+    try:
+        created: Optimizer = make(groups, **arguments(inspect.signature(found), optimizer))
+    except Exception as error:
+        message = f"is {optimizer.name}, but {found.__name__}() failed: {describe(error)}"
+        raise TaskError(NAME, message, "correct optimizer.options or the class") from error
+    return created
+
+
+class FileOptimizer(TorchOptimizers):
+    """An optimizer of the class that `optimizer.name` specifies, with the learning rate of the schedule."""
+
+    origin: ClassVar[str] = "of the config"
+
+    def __init__(
+        self, config: RunConfig, kind: type[Optimizer], weights: Sequence[Weight], layout: Layout
+    ) -> None:
+        self._kind = kind
+        super().__init__(config, weights, layout)
+
+    def _make(self) -> object:
+        optimizer = self._config.optimizer
+        takes_decay = _takes(inspect.signature(self._kind), "weight_decay")
+        groups: list[dict[str, Any]] = []
+        for group in groups_of(self._weights, self._locals, optimizer):
+            decay = {"weight_decay": group.weight_decay} if takes_decay else {}
+            groups.append({"params": group.shards, "lr": optimizer.lr * group.lr_scale, **decay})
+        return _create(self._kind, optimizer, groups)
+
+    def _error(self, message: str, hint: str) -> TaskError:
+        return TaskError(NAME, f"is {self._config.optimizer.name}, but the optimizer {message}", hint)
+
+    def _error_of(self, kind: str, message: str, hint: str) -> TaskError:
+        return TaskError(NAME, f"is {self._config.optimizer.name}, {message}", hint)
