@@ -24,6 +24,9 @@ RopeKey = Literal[
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
+NewtonSchulzPrecision = Literal["fp32", "tf32x3", "bf16"]
+
+
 class ModelConfig(Section):
     """The model, given as a preset and overrides of the preset's values."""
 
@@ -153,8 +156,10 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw_8bit"] = key(
-        "adamw", "Name of the optimizer; adamw_8bit is AdamW with 8-bit optimizer state."
+    name: Literal["adamw", "adamw_8bit", "muon"] = key(
+        "adamw",
+        "Name of the optimizer; adamw_8bit is AdamW with 8-bit optimizer state. muon updates the matrices "
+        "of the decoder blocks with Muon, and all other parameters with AdamW.",
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = key(
@@ -169,6 +174,13 @@ class OptimizerConfig(Section):
     eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability.")
     state_dtype: Literal["fp32", "bf16"] = key(
         "fp32", "Data type of the optimizer state (both running averages); bf16 saves 4 bytes per parameter."
+    )
+    momentum: BelowOne = key(0.95, "Coefficient of muon's running average of the gradient (Nesterov).")
+    ns_precision: NewtonSchulzPrecision = key(
+        "fp32",
+        "Precision in which muon orthogonalizes matrices: float32, three TF32 products for each float32 "
+        "product (GPUs only), or bf16. With bf16, a run that resumes on a different layout does not "
+        "continue the same loss curve.",
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig, capabilities_of
-from trainkit.config.training import DECODER, TRANSFORMERS
+from trainkit.config.training import DECODER, TRANSFORMERS, OptimizerConfig
 from trainkit.errors import KeyProblem, Problem
 from trainkit.folders import INTERPOLATION
 from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
@@ -332,6 +332,7 @@ def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
         hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
         yield "optimizer.betas", message, hint
     if optimizer.name != "adamw_8bit":
+        yield from _muon(config)
         return
     if optimizer.state_dtype == "bf16":
         message = "is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits"
@@ -339,6 +340,31 @@ def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
     if ROW_PARTS % tp:
         message = f"is adamw_8bit, which does not support parallel.tp {tp}"
         yield "optimizer.name", message, "set parallel.tp to 1, 2, 4 or 8"
+
+
+def _muon(config: RunConfig) -> Iterator[KeyProblem]:
+    optimizer, key = config.optimizer, "optimizer.name"
+    if optimizer.name != "muon":
+        for name in ("momentum", "ns_precision"):
+            value = getattr(optimizer, name)
+            if value != OptimizerConfig.model_fields[name].default:
+                message = f"is {value}, but optimizer.name is {optimizer.name}"
+                hint = f"remove optimizer.{name}, or set optimizer.name to muon"
+                yield f"optimizer.{name}", message, hint
+        return
+    if not config.has_decoder:
+        hint = "set optimizer.name to adamw, because muon updates only the models of trainkit"
+        if config.has_user_task:
+            hint = "remove optimizer.name, and return torch.optim.Muon from the method optimizers of the task"
+        yield key, f"is muon, but {' is '.join(config.model_source)}", hint
+    if config.parallel.offload:
+        message = "is muon, but parallel.offload is true, which keeps the matrices on the host"
+        yield key, message, "use parallel.dp_shard to save memory, or set optimizer.name to adamw"
+    if optimizer.state_dtype != "fp32":
+        message = f"is {optimizer.state_dtype}, but optimizer.name is muon, whose momentum is in float32"
+        yield "optimizer.state_dtype", message, "remove optimizer.state_dtype"
+    if optimizer.ns_precision == "tf32x3" and config.device == "cpu":
+        yield "optimizer.ns_precision", "is tf32x3, but device is cpu", "use fp32: CPUs have no TF32"
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

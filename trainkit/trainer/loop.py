@@ -31,7 +31,8 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
-from trainkit.trainer.optimizers.by_element import ShardedAdamW, ShardedOptimizer
+from trainkit.trainer.optimizers.by_element import ShardedOptimizer
+from trainkit.trainer.optimizers.muon import make_optimizer
 from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
@@ -163,8 +164,8 @@ class Trainer:
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
             self.compile_cache.load()  # the other ranks wait in the first collective
         own = make_own_optimizers(task, self.built.weights, layout)
-        self.optimizer: ShardedOptimizer = own or ShardedAdamW(
-            self.built.weights, config.optimizer, layout, compiled=compiled
+        self.optimizer: ShardedOptimizer = own or make_optimizer(
+            self.built.weights, config.optimizer, world, compiled=compiled
         )
         tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)

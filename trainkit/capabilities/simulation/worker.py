@@ -28,7 +28,8 @@ from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, buil
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
 from trainkit.trainer.models.model import Model, local_tensor
-from trainkit.trainer.optimizers.by_element import ShardedAdamW
+from trainkit.trainer.optimizers.by_element import ShardedOptimizer
+from trainkit.trainer.optimizers.muon import make_optimizer
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
@@ -88,7 +89,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
                 model.to_empty(device=world.device)
                 model.rebuild_buffers()
             built = assemble(task, plan, world, Progress(), model_parts)
-            optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+            optimizer = make_optimizer(built.weights, config.optimizer, world)
             step = training_step(config, plan, built, optimizer, zeros_microbatch(config, plan))
             tracker, collectives = memory_tracker(), _CountCollectives()
             masters = [weight.param for weight in built.weights if weight.cast is not None]
@@ -118,7 +119,7 @@ def zeros_microbatch(config: RunConfig, plan: LaunchPlan) -> Microbatch:
 
 
 def training_step(
-    config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW, micro: Microbatch
+    config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedOptimizer, micro: Microbatch
 ) -> Callable[[], None]:
     """Return a function that runs a training step, omitting operations that need values of other ranks.
 
