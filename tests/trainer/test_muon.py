@@ -28,7 +28,7 @@ from trainkit.task import ParameterOptions
 from trainkit.trainer.models.model import Weight, weights_of
 from trainkit.trainer.optimizers import newton_schulz
 from trainkit.trainer.optimizers.muon import ShardedMuon
-from trainkit.trainer.optimizers.newton_schulz import orthogonalize, split_for_tf32
+from trainkit.trainer.optimizers.newton_schulz import orthogonalize_, split_for_tf32
 from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.split_master import split_weights
 
@@ -159,7 +159,7 @@ def test_halves_and_casts_follow_the_float32_weight():
 def test_singular_values_near_one():
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(3, 48, 200, generator=generator)
-    found = orthogonalize(matrices.clone())
+    found = orthogonalize_(matrices.clone())
     values = torch.linalg.svdvals(found)
     assert 0.65 < values.min() < values.max() < 1.25
     high, low = split_for_tf32(matrices)
@@ -167,9 +167,9 @@ def test_singular_values_near_one():
     assert torch.equal(high + low, matrices)
     assert low.abs().max() <= matrices.abs().max() * 2**-11
     for precision, least, most in (("tf32x3", 0.0, 1e-5), ("bf16", 1e-3, 0.1)):
-        difference = (orthogonalize(matrices.clone(), precision) - found).abs().max() / found.abs().max()
+        difference = (orthogonalize_(matrices.clone(), precision) - found).abs().max() / found.abs().max()
         assert least <= difference < most, precision
-    assert not orthogonalize(torch.zeros(1, 4, 8)).any()
+    assert not orthogonalize_(torch.zeros(1, 4, 8)).any()
 
 
 def test_products_use_the_precision_of_muon_and_not_of_the_model(monkeypatch):
@@ -185,7 +185,7 @@ def test_products_use_the_precision_of_muon_and_not_of_the_model(monkeypatch):
     for outside, precision, inside in (("high", "fp32", "highest"), ("highest", "tf32x3", "high")):
         torch.set_float32_matmul_precision(outside)
         try:
-            orthogonalize(torch.ones(1, 2, 3), precision)  # type: ignore[arg-type]
+            orthogonalize_(torch.ones(1, 2, 3), precision)  # type: ignore[arg-type]
             assert torch.get_float32_matmul_precision() == outside
         finally:
             torch.set_float32_matmul_precision("highest")
@@ -195,7 +195,7 @@ def test_products_use_the_precision_of_muon_and_not_of_the_model(monkeypatch):
 
 def test_what_muon_refuses():
     model = nano()
-    with pytest.raises(FatalError, match="tf32x3.*the device cpu"):
+    with pytest.raises(FatalError, match=r"tf32x3.*the device cpu"):
         ShardedMuon(weights_of([model]), CONFIG.model_copy(update={"ns_precision": "tf32x3"}), ALONE)
     with pytest.raises(FatalError, match="role column or row"):
         ShardedMuon([Weight(name, param) for name, param in model.named_parameters()], CONFIG, ALONE)

@@ -87,16 +87,16 @@ def num_elements(shapes: Sequence[Shape]) -> int:
 
 
 class UpdateCost(NamedTuple):
-    """The cost of updating the matrices of one pipeline stage, for the rank for which it is highest."""
+    """The cost of updating the matrices of one pipeline stage, on the rank where each number is highest."""
 
     flops: int
     """FLOPs of the matrices that a rank owns."""
     peak_bytes: int
-    """Bytes of gathered matrices and of the intermediate results of the iterations."""
+    """Bytes of gathered matrices, shards in transit and intermediate results."""
     exchanged_bytes: int
-    """Bytes that a rank sends to the ranks that hold the other shards: directions, then updates."""
+    """Bytes that a rank sends to the other ranks of its replica: directions and updates."""
     shared_bytes: int
-    """Bytes of updates that a rank sends to other replicas."""
+    """Bytes of updates that a rank sends to the other replicas."""
     num_rounds: int
 
 
@@ -105,7 +105,7 @@ def update_cost(
 ) -> UpdateCost:
     """Return the cost of an update on `num_replicas` replicas of a stage, each split over `num_shards` ranks.
 
-    Bytes sent are the mean over the ranks.
+    The bytes sent are averages over the ranks.
     """
     num_ranks = num_shards * num_replicas
     rounds, total = update_rounds(shapes, num_ranks), num_elements(shapes)
@@ -115,7 +115,7 @@ def update_cost(
         for rank, batch in enumerate(members):
             work[rank] += sum(flops(shapes[index]) for index in batch)
             if batch:
-                peak = max(peak, len(batch) * _peak_bytes(wide(shapes[batch[0]]), precision))
+                peak = max(peak, _peak_bytes(shapes[batch[0]], len(batch), num_shards, precision))
     shard = FLOAT32 * total // num_shards
     return UpdateCost(
         flops=max(work),
@@ -126,13 +126,17 @@ def update_cost(
     )
 
 
-def _peak_bytes(shape: Shape, precision: NewtonSchulzPrecision) -> int:
-    """Return the peak bytes of one iteration: a matrix [m, n], the next one, and two matrices [m, m]."""
-    m, n = shape
-    iterate = 2 * m * n + 2 * m * m
+def _peak_bytes(shape: Shape, batch: int, num_shards: int, precision: NewtonSchulzPrecision) -> int:
+    """Return the peak bytes of a round, which is in the iterations, or in the update of a shard.
+
+    In an iteration, these are a matrix [m, n], the next one, and two matrices [m, m]. In the update of a
+    shard, these are all shards in transit, and two intermediate results.
+    """
+    m, n = wide(shape)
+    iteration, moved = batch * (2 * m * n + 2 * m * m), batch * m * n + 2 * m * n // num_shards
     if precision == "bf16":
-        return FLOAT32 * m * n + 2 * iterate
+        return max(FLOAT32 * batch * m * n + 2 * iteration, FLOAT32 * moved)
     if precision == "tf32x3":
-        # Each operand of a product is split in two, and the products are added to the result.
-        iterate += 3 * m * n + 2 * m * m
-    return FLOAT32 * iterate
+        # A product of float32 matrices needs both halves of each matrix, and the result.
+        iteration += batch * (3 * m * n + 2 * m * m)
+    return FLOAT32 * max(iteration, moved)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
-from trainkit.config.training import OptimizerConfig
+from trainkit.config.training import NewtonSchulzPrecision, OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
@@ -104,7 +104,9 @@ class StepWork:
     accumulation_steps: int
     dtype: str = "bf16"
     optimizer_bytes: float = 8
-    """Bytes of optimizer state per parameter."""
+    """Bytes of optimizer state per parameter, except the matrices that Muon updates."""
+    muon: NewtonSchulzPrecision | None = None
+    """The precision in which Muon orthogonalizes the matrices of blocks; None with another optimizer."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -263,6 +265,7 @@ def work_of(
         accumulation_steps=batch.accumulation_steps,
         dtype=config.precision.dtype,
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
+        muon=config.optimizer.ns_precision if config.optimizer.name == "muon" else None,
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",

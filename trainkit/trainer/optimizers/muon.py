@@ -27,8 +27,9 @@ from trainkit.plan.muon import Shape, update_rounds, wide
 from trainkit.trainer.distributed import World, copy_group
 from trainkit.trainer.models.model import Weight, as_shard_of, shard_index
 from trainkit.trainer.optimizers.by_element import ShardedAdamW, ShardedOptimizer
-from trainkit.trainer.optimizers.newton_schulz import orthogonalize
+from trainkit.trainer.optimizers.newton_schulz import orthogonalize_
 from trainkit.trainer.split_master import SplitMaster, in_float32
+from trainkit.trainer.torch_private import copy_each
 
 UPDATE_RMS = 0.2
 """Root mean square of the elements of an update, as AdamW's typical updates (Moonlight, arXiv 2502.16982).
@@ -114,9 +115,9 @@ class ShardedMuon(ShardedOptimizer):
             for members in update_rounds([matrix.shape for matrix in self._matrices], num_shards * num_copies)
         ]
         """For each round, copy and rank of the copy, the indices of the matrices to orthogonalize."""
-        for matrix in self._matrices:
+        # torch computes no positions in a simulation, and states no position for an empty shard.
+        for matrix in () if world.is_simulated else self._matrices:
             box, index = matrix.boxes[self._rank], shard_index(matrix.param)
-            # torch states no position for an empty shard.
             equal = [*box] == index if matrix.shard.numel() else not _num_elements(box)
             assert equal, f"{matrix.name}: {box} is not {index}"
 
@@ -133,13 +134,16 @@ class ShardedMuon(ShardedOptimizer):
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         self._adamw.step(lr, divisor, skip)
         for members in self._rounds:
-            own = self._update_of_own_copy(members, divisor, skip)
-            for copy, owners in enumerate(members):
-                indices = [index for owned in owners for index in owned]
-                update = self._share(own if copy == self._copy else None, copy, indices)
-                parts = torch.split(update, [self._matrices[index].shard.numel() for index in indices])
-                for index, part in zip(indices, parts, strict=True):
-                    self._apply(self._matrices[index], part, lr, skip)
+            self._update_round(members, lr, divisor, skip)
+
+    def _update_round(self, members: list[list[list[int]]], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        own = self._update_of_own_copy(members, divisor, skip)
+        for copy, owners in enumerate(members):
+            indices = [index for owned in owners for index in owned]
+            update = self._share(own if copy == self._copy else None, copy, indices)
+            parts = torch.split(update, [self._matrices[index].shard.numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                self._apply(self._matrices[index], part, lr, skip)
 
     def _update_of_own_copy(self, members: list[list[list[int]]], divisor: Tensor, skip: Tensor) -> Tensor:
         """Return this rank's shards of the updates of all matrices that the ranks of its copy own, flat."""
@@ -158,9 +162,14 @@ class ShardedMuon(ShardedOptimizer):
             self._advance(self._matrices[index], next(parts), divisor, skip)
         received = self._exchange(sent, to_owners, from_ranks)
         del sent, parts
-        updates = self._orthogonalize(own, received, from_ranks)
-        del received
-        return self._exchange(updates, from_ranks, to_owners)
+        if own:
+            matrices = _assemble(own, received, from_ranks)
+            del received
+            orthogonalize_(matrices, self._precision)
+            matrices *= UPDATE_RMS * math.sqrt(max(own[0].shape))
+            received = _take_apart(own, matrices, from_ranks)
+            del matrices
+        return self._exchange(received, from_ranks, to_owners)
 
     def _advance(self, matrix: _Matrix, out: Tensor | None, divisor: Tensor, skip: Tensor) -> None:
         """Update the momentum of a shard, and write the direction of the update to `out` unless it is None.
@@ -170,7 +179,7 @@ class ShardedMuon(ShardedOptimizer):
         grad, momentum = matrix.shard.grad, matrix.momentum
         assert grad is not None, f"{matrix.name} has no gradient"
         grad = grad / divisor
-        momentum.copy_(torch.where(skip > 0, momentum, momentum.lerp(grad, 1 - self._momentum)))
+        torch.where(skip > 0, momentum, momentum.lerp(grad, 1 - self._momentum), out=momentum)
         if out is not None:
             out.copy_(grad.lerp_(momentum, self._momentum).reshape(-1))  # Nesterov's momentum
 
@@ -181,32 +190,6 @@ class ShardedMuon(ShardedOptimizer):
         received = torch.empty(sum(received_sizes), device=sent.device)
         dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._copy_group)
         return received
-
-    def _orthogonalize(self, own: list[_Matrix], received: Tensor, sizes: list[int]) -> Tensor:
-        """Return the scaled updates of this rank's own matrices in the order of `received`.
-
-        `received` contains the directions of all matrices on the first rank, then on the second, and so on.
-        """
-        if not own:
-            return received
-        whole = torch.empty(len(own), *wide(own[0].shape), device=received.device)
-        views = _as_shaped(own, whole)
-        for rank, part in enumerate(torch.split(received, sizes)):
-            shards = torch.split(part, [_num_elements(matrix.boxes[rank]) for matrix in own])
-            for matrix, view, shard in zip(own, views, shards, strict=True):
-                target = view[matrix.boxes[rank]]
-                target.copy_(shard.view(target.shape))
-        found = orthogonalize(whole, self._precision)
-        del whole, views
-        found *= UPDATE_RMS * math.sqrt(max(own[0].shape))
-        views = _as_shaped(own, found)
-        return torch.cat(
-            [
-                view[matrix.boxes[rank]].reshape(-1)
-                for rank in range(len(sizes))
-                for matrix, view in zip(own, views, strict=True)
-            ]
-        )
 
     def _share(self, update: Tensor | None, copy: int, indices: list[int]) -> Tensor:
         """Return this rank's shards of the updates that the ranks of a copy have computed, flat.
@@ -225,7 +208,8 @@ class ShardedMuon(ShardedOptimizer):
         with in_float32([matrix.weight]) as [weight]:
             updated = weight * (1 - lr * matrix.weight_decay)
             updated.sub_(update.view(weight.shape), alpha=lr)
-            weight.copy_(torch.where(skip > 0, weight, updated))
+            torch.where(skip > 0, weight, updated, out=weight)
+            del updated
             if matrix.cast is not None:
                 matrix.cast.copy_(weight)
 
@@ -270,10 +254,38 @@ def _boxes(weight: Weight, layout: Layout) -> list[Box]:
     return found
 
 
-def _as_shaped(matrices: Sequence[_Matrix], wides: Tensor) -> list[Tensor]:
-    """Return views of wide matrices [batch, m, n], transposed for the matrices that are not wide."""
-    pairs = zip(matrices, wides, strict=True)
-    return [found if matrix.shape == found.shape else found.mT for matrix, found in pairs]
+def _assemble(own: Sequence[_Matrix], flat: Tensor, sizes: list[int]) -> Tensor:
+    """Return whole matrices [batch, m, n], with m <= n, from the parts that the ranks of a copy have sent."""
+    whole = torch.empty(len(own), *wide(own[0].shape), device=flat.device)
+    copy_each(*_shard_views(own, whole, flat, sizes))
+    return whole
+
+
+def _take_apart(own: Sequence[_Matrix], whole: Tensor, sizes: list[int]) -> Tensor:
+    """Return the shards of whole matrices as a flat tensor, in the order in which `_assemble` takes them."""
+    flat = torch.empty(whole.numel(), device=whole.device)
+    in_whole, in_flat = _shard_views(own, whole, flat, sizes)
+    copy_each(in_flat, in_whole)
+    return flat
+
+
+def _shard_views(
+    own: Sequence[_Matrix], whole: Tensor, flat: Tensor, sizes: list[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each shard as a view of `whole` and as a view of `flat`.
+
+    `flat` contains the shards of all matrices on the first rank, then on the second, and so on; `sizes` are
+    the numbers of elements on each rank.
+    """
+    in_whole: list[Tensor] = []
+    in_flat: list[Tensor] = []
+    for rank, part in enumerate(torch.split(flat, sizes)):
+        shards = torch.split(part, [_num_elements(matrix.boxes[rank]) for matrix in own])
+        for matrix, found, shard in zip(own, whole, shards, strict=True):
+            view = (found if matrix.shape == found.shape else found.mT)[matrix.boxes[rank]]
+            in_whole.append(view)
+            in_flat.append(shard.view(view.shape))
+    return in_whole, in_flat
 
 
 def _chunk(whole: slice, number: int, count: int) -> slice:

@@ -19,22 +19,24 @@ TF32_DROPPED_BITS = 13
 """Number of mantissa bits of float32 that TF32 drops."""
 
 
-def orthogonalize(matrices: Tensor, precision: NewtonSchulzPrecision = "fp32") -> Tensor:
-    """Return the matrices with all singular values near 1; `matrices` is float32 [batch, m, n], with m <= n.
+def orthogonalize_(matrices: Tensor, precision: NewtonSchulzPrecision = "fp32") -> Tensor:
+    """Set all singular values of matrices to about 1, in place, and return the matrices.
 
-    The argument is overwritten. The result is in float32.
+    `matrices` is float32 [batch, m, n], with m <= n.
     """
     matrices.div_(torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).add_(EPS))
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16() if precision == "bf16" else matrices
+    following = torch.empty_like(x)
     with _precision_of_products(precision):
         for _ in range(ITERATIONS):
             gram = _product(x, x.mT, precision)
             polynomial = _add_product(gram, b, gram, gram, c, precision)
             del gram
-            x = _add_product(x, a, polynomial, x, 1.0, precision)
+            _add_product(x, a, polynomial, x, 1.0, precision, out=following)
             del polynomial
-    return x.float()
+            x, following = following, x
+    return matrices.copy_(x)
 
 
 @contextmanager
@@ -59,12 +61,20 @@ def _product(left: Tensor, right: Tensor, precision: NewtonSchulzPrecision) -> T
 
 
 def _add_product(
-    addend: Tensor, factor: float, left: Tensor, right: Tensor, scale: float, precision: NewtonSchulzPrecision
+    addend: Tensor,
+    factor: float,
+    left: Tensor,
+    right: Tensor,
+    scale: float,
+    precision: NewtonSchulzPrecision,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``factor * addend + scale * left @ right``."""
+    """Return ``factor * addend + scale * left @ right``, in `out` unless it is None."""
+    out = torch.empty_like(addend) if out is None else out
     if precision != "tf32x3":
-        return torch.baddbmm(addend, left, right, beta=factor, alpha=scale)
-    return _product(left, right, precision).mul_(scale).add_(addend, alpha=factor)
+        return torch.baddbmm(addend, left, right, beta=factor, alpha=scale, out=out)
+    return torch.add(_product(left, right, precision).mul_(scale), addend, alpha=factor, out=out)
 
 
 def split_for_tf32(values: Tensor) -> tuple[Tensor, Tensor]:
