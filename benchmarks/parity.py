@@ -89,6 +89,29 @@ OTHER_MODELS = [
         ),
     ),
 ]
+MUON = ("optimizer.name=muon", "optimizer.lr=0.003")
+"""Overrides for Muon, which gathers whole matrices; its reference is a run of one process with Muon."""
+OTHER_MODELS += [
+    (
+        "muon",
+        MUON,
+        (
+            "replicate 2",
+            "shard 2",
+            "tp 2",
+            "cp 2",
+            "pp 2 zbv, recompute",
+            "shard 4",
+            "replicate 2 x shard 2",
+            "replicate 2 x tp 2",
+            "shard 2 x tp 2, compile",
+            "pp 2 x shard 2",
+            "replicate 2 x shard 2 x tp 2",
+            "pp 2 x shard 2 x tp 2",
+            "pp 2 x replicate 2 x tp 2, recompute",
+        ),
+    ),
+]
 CASES += [
     Case(f"{word}: {case.name}", case.num_procs, case.parallel, overrides)
     for word, overrides, names in OTHER_MODELS

@@ -67,6 +67,12 @@ precision.tf32=true
 optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
 optimizer.name=adamw_8bit parallel.tp=3
 optimizer.name=adamw_8bit parallel.tp=16
+optimizer.momentum=0.9 optimizer.ns_precision=bf16
+optimizer.name=muon task=mine.py:Mine
+optimizer.name=muon model.architecture=transformers model.hf=here model.lora.r=8
+optimizer.name=muon parallel.offload=true
+optimizer.name=muon optimizer.state_dtype=bf16
+optimizer.name=muon optimizer.ns_precision=tf32x3 device=cpu
 checkpoint.best_metric=val_accuracy
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
 notify.mail=me@x.org resources.mail_user=you@x.org
@@ -101,6 +107,7 @@ def test_contradictions(tmp_path):
 def test_what_does_not_contradict(tmp_path):
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
+    load(tmp_path, "optimizer.name=muon", "optimizer.momentum=0.9", "optimizer.ns_precision=bf16")
     for tp in (2, 4, 8):
         load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")
     load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")

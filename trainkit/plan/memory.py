@@ -314,6 +314,19 @@ def _update_cost(
     return update_cost(block_matrices(shape) * num_layers, num_shards, num_replicas, precision)
 
 
+def muon_text(work: StepWork, cost: UpdateCost) -> str:
+    """Return a sentence about the cost of an update with Muon."""
+    matrices = num_elements(block_matrices(work.shape)) * work.shape.num_layers
+    prefix, unit = ("T", 1e12) if cost.flops >= 1e12 else ("G", 1e9)
+    text = (
+        f"muon for {matrices / num_params(work.shape):.0%} of the parameters, adamw for the rest; an update "
+    )
+    text += f"needs up to {cost.flops / unit:.3g} {prefix}FLOP per rank in {work.muon}"
+    if sent := cost.exchanged_bytes + cost.shared_bytes:
+        text += f", and each rank sends {size(sent)}"
+    return text
+
+
 def _gathered_by_muon(work: StepWork, pp_rank: int) -> int:
     cost = muon_cost(work, pp_rank)
     return 0 if cost is None else cost.peak_bytes
