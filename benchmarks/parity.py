@@ -2,7 +2,7 @@
 
     make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
 
-All layouts start from the same checkpoint, written by a single process, and train for 20 AdamW steps in
+All layouts start from the same checkpoint, written by a single process, and train for 20 optimizer steps in
 float32, with samples of different lengths and two accumulated microbatches. The table shows the largest
 difference in loss, gradient norm or validation loss of any step; for values above 1, the difference is
 relative. A difference of more than 1e-5 is a failure. The backend is gloo.
