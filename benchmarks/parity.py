@@ -2,7 +2,7 @@
 
     make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
 
-All layouts start from the same checkpoint, written by a single process, and train for 20 AdamW steps in
+All layouts start from the same checkpoint, written by a single process, and train for 20 optimizer steps in
 float32, with samples of different lengths and two accumulated microbatches. The table shows the largest
 difference in loss, gradient norm or validation loss of any step; for values above 1, the difference is
 relative. A difference of more than 1e-5 is a failure. The backend is gloo.
@@ -86,6 +86,29 @@ OTHER_MODELS = [
             "shard 2, compile, selective",
             "replicate 2 x shard 2",
             "pp 2 x shard 2",
+        ),
+    ),
+]
+MUON = ("optimizer.name=muon", "optimizer.lr=0.003")
+"""Overrides for Muon, which gathers whole matrices; its reference is a run of one process with Muon."""
+OTHER_MODELS += [
+    (
+        "muon",
+        MUON,
+        (
+            "replicate 2",
+            "shard 2",
+            "tp 2",
+            "cp 2",
+            "pp 2 zbv, recompute",
+            "shard 4",
+            "replicate 2 x shard 2",
+            "replicate 2 x tp 2",
+            "shard 2 x tp 2, compile",
+            "pp 2 x shard 2",
+            "replicate 2 x shard 2 x tp 2",
+            "pp 2 x shard 2 x tp 2",
+            "pp 2 x replicate 2 x tp 2, recompute",
         ),
     ),
 ]

@@ -63,7 +63,8 @@ from trainkit.trainer.checkpoint.state import StateTensors
 from trainkit.trainer.distributed import World
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import local_tensor
-from trainkit.trainer.optimizers.adamw import ShardedAdamW
+from trainkit.trainer.optimizers import make_optimizer
+from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.parallel import data_parallel
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.torch_private import DispatchMode, memory_tracker
@@ -259,7 +260,7 @@ class Rank:
     link: Link
     work: StepWork
     built: BuiltModel
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
 
 
 @contextmanager
@@ -270,7 +271,7 @@ def one_rank(config: RunConfig, plan: LaunchPlan, rank: int, device: torch.devic
     with simulated_world(plan, rank, device=device) as world:
         built = build(task, plan, world, Progress(), LocalGradient())
         compiled = compiles(config.parallel, plan.layout, device.type)
-        optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
+        optimizer = make_optimizer(built.weights, config.optimizer, world, compiled=compiled)
         copies = plan.layout.dp_replicate
 
         def all_reduced(gradient: Tensor) -> None:

@@ -67,7 +67,7 @@ precision.tf32=true
 optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
 optimizer.name=sgd optimizer.betas=[0.9,0.99] optimizer.eps=1e-6
 optimizer.name=lion optimizer.eps=1e-6 optimizer.nesterov=true optimizer.momentum=0
-optimizer.momentum=0.9
+optimizer.momentum=0.8
 optimizer.name=sgd optimizer.state_dtype=bf16 optimizer.momentum=0.999
 optimizer.name=sgd optimizer.nesterov=true optimizer.momentum=0
 optimizer.name=mine.py:Mine parallel.pp=2
@@ -75,6 +75,12 @@ optimizer.name=mine.py:Mine optimizer.state_dtype=bf16
 optimizer.options.alpha=1
 optimizer.name=adamw_8bit parallel.tp=3
 optimizer.name=adamw_8bit parallel.tp=16
+optimizer.momentum=0.9 optimizer.ns_precision=bf16
+optimizer.name=muon task=mine.py:Mine
+optimizer.name=muon model.architecture=transformers model.hf=here model.lora.r=8
+optimizer.name=muon parallel.offload=true
+optimizer.name=muon optimizer.state_dtype=bf16
+optimizer.name=muon optimizer.ns_precision=tf32x3 device=cpu
 checkpoint.best_metric=val_accuracy
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
 notify.mail=me@x.org resources.mail_user=you@x.org
@@ -111,6 +117,7 @@ def test_what_does_not_contradict(tmp_path):
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
     (tmp_path / "effective.yaml").write_text(dump_effective(load(tmp_path, "optimizer.name=sgd").config))
     load_config(tmp_path / "effective.yaml", environ={})
+    load(tmp_path, "optimizer.name=muon", "optimizer.momentum=0.9", "optimizer.ns_precision=bf16")
     for tp in (2, 4, 8):
         load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")
     assert load(tmp_path, "optimizer.name=lion").config.optimizer.betas == (0.9, 0.99)

@@ -77,9 +77,15 @@ LAYOUTS = {
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", SMALL)),
     "replicate": Layout(
-        2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=10", "precision.tf32=true", SMALL)
+        2,
+        (
+            *("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=10", "precision.tf32=true"),
+            *("optimizer.name=muon", SMALL),
+        ),
     ),
-    "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false", "train.deterministic=true")),
+    "tp": Layout(
+        2, ("parallel.tp=2", "checkpoint.async=false", "train.deterministic=true", "optimizer.name=muon")
+    ),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
     "cp-exact": Layout(2, ("parallel.cp=2", BF16, "train.deterministic=true"), tolerance=5e-4),
     "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}", "model.num_layers=2")),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import nano, sample_keys, tokens
+from tests.support.models import ALONE, nano, sample_keys, tokens
 from tests.trainer.test_optimizer import ONE, ZERO, skip_a_step
 from trainkit.config.optimizers import OPTIMIZERS
 from trainkit.config.training import OptimizerConfig
@@ -75,7 +75,7 @@ def test_equals_the_reference(name, pieces, monkeypatch):
     assert mine[names.index("turned")].stride() == (1, 30)
     casts = [nn.Parameter(param.detach().bfloat16()) for param in mine]
     weights = [Weight(*item, cast=cast) for *item, cast in zip(names, mine, casts, strict=True)]
-    optimizer, expected = make_optimizer(weights, CONFIGS[name]), reference(name, params)
+    optimizer, expected = make_optimizer(weights, CONFIGS[name], ALONE), reference(name, params)
     for step in range(5):
         grads = [torch.randn_like(param) for param in params]
         for own, param, grad in zip(mine, params, grads, strict=True):
@@ -96,7 +96,7 @@ def test_equals_the_reference(name, pieces, monkeypatch):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_skipped_step_ignores_gradients_that_are_not_finite(name):
     model = nano(num_layers=1)
-    optimizer = make_optimizer([Weight(*item) for item in model.named_parameters()], CONFIGS[name])
+    optimizer = make_optimizer([Weight(*item) for item in model.named_parameters()], CONFIGS[name], ALONE)
     for skip, value in ((ZERO, 0.5), (ONE, float("nan")), (ONE, float("inf"))):
         before = {**stored(optimizer), **{key: param.clone() for key, param in model.named_parameters()}}
         for param in model.parameters():
@@ -114,9 +114,11 @@ def test_split_master_weights_are_updated_like_whole_ones(name, dtype):
     whole, halves = nano(num_layers=1), nano(num_layers=1)
     lowers = split_weights(halves)
     optimizers = [
-        make_optimizer([Weight(*item) for item in whole.named_parameters()], config),
+        make_optimizer([Weight(*item) for item in whole.named_parameters()], config, ALONE),
         make_optimizer(
-            [Weight(key, param, lower=lowers[param]) for key, param in halves.named_parameters()], config
+            [Weight(key, param, lower=lowers[param]) for key, param in halves.named_parameters()],
+            config,
+            ALONE,
         ),
     ]
     for seed in range(4):
@@ -140,7 +142,7 @@ def test_a_compiled_update_is_the_same(name, monkeypatch):
     monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
     models = nano(num_layers=1), nano(num_layers=1)
     optimizers = [
-        make_optimizer([Weight(*item) for item in model.named_parameters()], CONFIGS[name], compiled=compiled)
+        make_optimizer([Weight(*item) for item in model.named_parameters()], CONFIGS[name], ALONE, compiled=compiled)
         for model, compiled in zip(models, (False, True), strict=True)
     ]
     for step in range(3):
@@ -161,7 +163,7 @@ def test_the_planned_state_is_allocated(name):
     if name.endswith("bf16"):
         config = config.model_copy(update={"state_dtype": "bf16"})
     shape = (512, 640)
-    optimizer = make_optimizer([Weight("w", nn.Parameter(torch.zeros(shape)))], config)
+    optimizer = make_optimizer([Weight("w", nn.Parameter(torch.zeros(shape)))], config, ALONE)
     allocated = sum(tensor.nbytes for key, tensor in optimizer.state_tensors() if key != "w.step")
     planned = sum(bytes_per_element(dtype, shape[1]) for dtype in state_of(config, shape).values())
     assert allocated == planned * shape[0] * shape[1]

@@ -203,6 +203,7 @@ class _Named:
 
     def __init__(self, module: nn.Module) -> None:
         self.named_parameters, self.canonical = module.named_parameters, str
+        self.projections = frozenset[str]()
 
 
 def test_what_is_not_split():

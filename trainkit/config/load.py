@@ -113,7 +113,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
         # train.epochs determines the number of steps, so set train.steps to null instead of its default.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
-    merged = _with_betas(merged)
+    merged = _with_optimizer_defaults(merged)
     try:
         config = _validated(merged, reader.cwd)
     except ValidationError as error:
@@ -150,13 +150,13 @@ def _validated(tree: Entry, cwd: Path) -> RunConfig:
     return config_class(content).model_validate(content)
 
 
-def _with_betas(tree: Entry) -> Entry:
-    """Set `optimizer.betas` to the default of the optimizer, if no layer sets the key."""
+def _with_optimizer_defaults(tree: Entry) -> Entry:
+    """Set the keys of `optimizer` that no layer sets to the defaults of the optimizer."""
     name = tree.find(("optimizer", "name"))
-    betas = None if name is None else kind_of(str(name.value)).betas
-    if betas is None or tree.find(("optimizer", "betas")) is not None:
-        return tree
-    return merge(tree, entry_at(("optimizer", "betas"), list(betas), DEFAULT))
+    for key, value in {} if name is None else kind_of(str(name.value)).defaults.items():
+        if tree.find(("optimizer", key)) is None:
+            tree = merge(tree, entry_at(("optimizer", key), value, DEFAULT))
+    return tree
 
 
 def _length_note(tree: Entry) -> str:

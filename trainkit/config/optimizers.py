@@ -1,6 +1,9 @@
 """Lists the optimizers, the state that each keeps for an element of a weight, and the config keys of each."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
 
 
 @dataclass(frozen=True)
@@ -16,14 +19,19 @@ class OptimizerKind:
     """The keys of the config section `optimizer` that apply to this optimizer, but not to all optimizers."""
     has_8bit_state: bool = False
     """True if the state of large matrices is stored with 8 bits per element."""
-    betas: tuple[float, float] | None = None
-    """The default of `optimizer.betas`, if it differs from the default of AdamW."""
+    defaults: Mapping[str, JsonValue] = field(default_factory=dict)
+    """The defaults of keys that differ from the defaults of `OptimizerConfig`."""
 
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps", "state_dtype"})),
     "adamw_8bit": OptimizerKind(("exp_avg", "exp_avg_sq"), frozenset({"betas", "eps"}), has_8bit_state=True),
-    "lion": OptimizerKind(("exp_avg",), frozenset({"betas", "state_dtype"}), betas=(0.9, 0.99)),
+    "lion": OptimizerKind(("exp_avg",), frozenset({"betas", "state_dtype"}), defaults={"betas": [0.9, 0.99]}),
+    "muon": OptimizerKind(
+        ("exp_avg", "exp_avg_sq"),
+        frozenset({"betas", "eps", "momentum", "ns_precision"}),
+        defaults={"momentum": 0.95},
+    ),
     "sgd": OptimizerKind(("momentum_buffer",), frozenset({"momentum", "nesterov", "state_dtype"})),
 }
 """Maps each value of `optimizer.name`, except FILE.py:CLASS, to the properties of the optimizer."""

@@ -26,6 +26,9 @@ RopeKey = Literal[
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
+NewtonSchulzPrecision = Literal["fp32", "tf32x3", "bf16"]
+
+
 class ModelConfig(Section):
     """The model, given as a preset and overrides of the preset's values."""
 
@@ -166,7 +169,8 @@ class OptimizerConfig(Section):
     name: str = key(
         "adamw",
         f"{OPTIMIZER_NAMES}, or FILE.py:CLASS for your own subclass of torch.optim.Optimizer. adamw_8bit is "
-        "AdamW with 8-bit optimizer state.",
+        "AdamW with 8-bit optimizer state. muon updates the matrices of the decoder blocks with Muon, and all "
+        "other parameters with AdamW.",
         pattern=rf"^({'|'.join(OPTIMIZERS)}|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         allowed=f"{OPTIMIZER_NAMES} or FILE.py:CLASS",
     )
@@ -191,13 +195,21 @@ class OptimizerConfig(Section):
     )
     eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability (AdamW only).")
     momentum: BelowOne = key(
-        0.9, "Factor of the earlier gradients (sgd only); with 0, sgd keeps no optimizer state."
+        0.9,
+        "Factor of the earlier gradients (sgd and muon); with 0, sgd keeps no optimizer state. For muon, the "
+        "default is 0.95.",
     )
     nesterov: bool = key(False, "Use Nesterov momentum (sgd only).")
     state_dtype: Literal["fp32", "bf16"] = key(
         "fp32",
         "Data type of the optimizer state; bf16 saves 2 bytes per parameter for sgd and lion, and 4 for "
         "adamw.",
+    )
+    ns_precision: NewtonSchulzPrecision = key(
+        "fp32",
+        "Precision in which muon orthogonalizes matrices: float32, three TF32 products for each float32 "
+        "product (GPUs only), or bf16. With bf16, a run that resumes on a different layout does not "
+        "continue the same loss curve.",
     )
     options: JsonObject = key({}, "Keyword arguments for your own optimizer (FILE.py:CLASS only).")
 

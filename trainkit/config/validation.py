@@ -358,14 +358,30 @@ def _optimizer(loaded: LoadedConfig) -> Iterator[KeyProblem]:
             message = f"is {value}, but optimizer.state_dtype is bf16, which rounds away small updates"
             hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
             yield f"optimizer.{key}", message, hint
-    if "momentum" in kind.keys and optimizer.nesterov and optimizer.momentum == 0:
+    if "nesterov" in kind.keys and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov", "is true, but optimizer.momentum is 0", "set optimizer.momentum above 0"
     if is_own(name) and (pp := config.parallel.pp) > 1:
         message = f"is {pp}, but optimizer.name is {name}, which does not support pipeline stages"
         yield "parallel.pp", message, "use parallel.dp_shard or parallel.tp"
+    if name == "muon":
+        yield from _muon(config)
     if kind.has_8bit_state and ROW_PARTS % tp:
         message = f"is {name}, which does not support parallel.tp {tp}"
         yield "optimizer.name", message, "set parallel.tp to 1, 2, 4 or 8"
+
+
+def _muon(config: RunConfig) -> Iterator[KeyProblem]:
+    optimizer, key = config.optimizer, "optimizer.name"
+    if not config.has_decoder:
+        hint = "set optimizer.name to adamw, because muon updates only the models of trainkit"
+        if config.has_user_task:
+            hint = "remove optimizer.name, and return torch.optim.Muon from the method optimizers of the task"
+        yield key, f"is muon, but {' is '.join(config.model_source)}", hint
+    if config.parallel.offload:
+        message = "is muon, but parallel.offload is true, which keeps the matrices on the host"
+        yield key, message, "use parallel.dp_shard to save memory, or set optimizer.name to adamw"
+    if optimizer.ns_precision == "tf32x3" and config.device == "cpu":
+        yield "optimizer.ns_precision", "is tf32x3, but device is cpu", "use fp32: CPUs have no TF32"
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

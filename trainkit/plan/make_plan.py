@@ -18,7 +18,7 @@ from trainkit.plan.gpus import gpu_names, gpu_problems, known_gpu, unchecked_mem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.layout_rules import batch_problems, layout_problems
-from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, state_bytes
+from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, muon_cost, muon_text, state_bytes
 from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
 from trainkit.plan.optimizer_state import optimizer_note
 from trainkit.plan.step_work import StepWork, compiles, work_of
@@ -120,6 +120,10 @@ def _with_model(
             "precision.float8: gather has the same effect as true, because the weights are not sharded"
         )
         plan = replace(plan, warnings=(*plan.warnings, unsharded))
+    is_elsewhere = plan.device == "cpu" and config.device != "cpu"
+    if config.optimizer.name == "muon" and config.optimizer.ns_precision == "tf32x3" and is_elsewhere:
+        message = f"is tf32x3, but the run would use CPUs: {plan.reasons['device']}"
+        problems.append(Problem("optimizer.ns_precision", message, hint="use fp32: CPUs have no TF32"))
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
         plan, found = _check_model(config, machine, gpus, plan, work)
@@ -160,6 +164,8 @@ def _check_model(
         return plan, found
     saved = checkpoint_bytes(work)
     plan = replace(plan, checkpoint_bytes=saved)
+    if (update := muon_cost(work, 0)) is not None:
+        plan = replace(plan, reasons={**plan.reasons, "optimizer": muon_text(work, update)})
     if plan.device != "cuda":
         return plan, [*_host_problems(config, plan, work, machine)]
     gpu = known_gpu(gpus, config.resources)

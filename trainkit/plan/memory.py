@@ -19,11 +19,13 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from trainkit.config.running import PipelineSchedule
+from trainkit.config.training import NewtonSchulzPrecision
 from trainkit.errors import Problem
 from trainkit.formats import size
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
+from trainkit.plan.muon import STATE_BYTES, UpdateCost, block_matrices, num_elements, update_cost
 from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
     StepWork,
@@ -190,7 +192,8 @@ class Parts:
     """Activations kept for the backward pass, and activations of the block that is being recomputed."""
     loss: int = 0
     buffers: int = 0
-    """Gathered and cast parameters, gradients being reduced, and receive buffers of a pipeline."""
+    """Gathered and cast parameters, gradients being reduced, receive buffers of a pipeline, and matrices that
+    Muon orthogonalizes."""
 
     @property
     def total(self) -> int:
@@ -270,7 +273,8 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     # split.
     is_cast = not work.is_wrapped and work.dtype != "fp32" and not work.splits_masters
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
-    state = a_param * on_device, round(work.optimizer_bytes * on_device)
+    optimizer = 0 if work.parallel.offload else _optimizer_bytes(work, params.whole, params.num_layers)
+    state = a_param * on_device, round(optimizer / work.shards)
     found: dict[str, Parts] = {}
     for name, gradients, activations, loss, buffers in (
         _phases(work, params) if work.layout.pp == 1 else _pipeline_phases(work, params, pp_rank)
@@ -278,6 +282,54 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
         parts = Parts(state[0], gradients, state[1], activations, loss, buffers)
         found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
     return Memory(found)
+
+
+def _optimizer_bytes(work: StepWork, num_params: int, num_layers: int, tp: int | None = None) -> float:
+    """Return the bytes of the optimizer state of parameters that include `num_layers` blocks.
+
+    Tensor parallelism of degree `tp`, or by default of the layout's degree, has split the parameters.
+    """
+    found = work.optimizer_bytes * num_params
+    if work.muon is not None:
+        matrices = num_elements(block_matrices(work.shape)) * num_layers // (tp or work.layout.tp)
+        found -= (work.optimizer_bytes - STATE_BYTES) * matrices
+    return found
+
+
+def muon_cost(work: StepWork, pp_rank: int) -> UpdateCost | None:
+    """Return the cost of a pipeline rank's update with Muon, or None with another optimizer."""
+    if work.muon is None:
+        return None
+    layout = work.layout
+    params = rank_params(work.shape, layout, work.parallel.pp_schedule, pp_rank)
+    return _update_cost(
+        work.shape, params.num_layers, work.shards * layout.tp, layout.dp_replicate, work.muon
+    )
+
+
+@lru_cache(maxsize=4096)
+def _update_cost(
+    shape: ModelShape, num_layers: int, num_shards: int, num_replicas: int, precision: NewtonSchulzPrecision
+) -> UpdateCost:
+    return update_cost(block_matrices(shape) * num_layers, num_shards, num_replicas, precision)
+
+
+def muon_text(work: StepWork, cost: UpdateCost) -> str:
+    """Return a sentence about the cost of an update with Muon."""
+    matrices = num_elements(block_matrices(work.shape)) * work.shape.num_layers
+    prefix, unit = ("T", 1e12) if cost.flops >= 1e12 else ("G", 1e9)
+    text = (
+        f"muon for {matrices / num_params(work.shape):.0%} of the parameters, adamw for the rest; an update "
+    )
+    text += f"needs up to {cost.flops / unit:.3g} {prefix}FLOP per rank in {work.muon}"
+    if sent := cost.exchanged_bytes + cost.shared_bytes:
+        text += f", and each rank sends {size(sent)}"
+    return text
+
+
+def _gathered_by_muon(work: StepWork, pp_rank: int) -> int:
+    cost = muon_cost(work, pp_rank)
+    return 0 if cost is None else cost.peak_bytes
 
 
 Phase = tuple[str, int, int, int, int]
@@ -302,7 +354,7 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     a_block, whole = work.block_itemsize * block, _gathered_bytes(work, params)
     # True if the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
-    yield "update", own, 0, 0, 0
+    yield "update", own, 0, 0, _gathered_by_muon(work, 0)
     kept, in_block = kept_bytes(work), _in_a_block(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
     yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
@@ -338,7 +390,8 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     # gradient sent to the previous stage is kept too.
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
-    yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
+    shard = 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards
+    yield "update", shard, 0, 0, buffers + _gathered_by_muon(work, pp_rank)
     buffers += _gathered_bytes(work, params)  # The parameters stay gathered for all passes.
     kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
     last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
@@ -394,7 +447,8 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
 
 def checkpoint_bytes(work: StepWork) -> int:
     """Return the checkpoint size in bytes: the float32 weights and the optimizer state."""
-    return round(num_params(work.shape) * (FLOAT32 + work.optimizer_bytes))
+    whole = num_params(work.shape)
+    return round(FLOAT32 * whole + _optimizer_bytes(work, whole, work.shape.num_layers, tp=1))
 
 
 def state_bytes(work: StepWork) -> int:

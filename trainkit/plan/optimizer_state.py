@@ -26,10 +26,11 @@ MAX_BLOCK = 256
 def state_of(optimizer: OptimizerConfig, shape: Sequence[int]) -> dict[str, StateDtype]:
     """Return the state that an optimizer keeps for each element of a parameter, as names and data types.
 
+    For Muon, the result applies to the parameters that AdamW updates.
     `shape` is the shape of the whole parameter, because the data types do not depend on the layout.
     """
     kind = kind_of(optimizer.name)
-    if "momentum" in kind.keys and optimizer.momentum == 0:
+    if "momentum_buffer" in kind.state and optimizer.momentum == 0:
         return {}
     dtype: StateDtype = optimizer.state_dtype
     if kind.has_8bit_state and _has_8bit_state(shape):

@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import Literal
 
 from trainkit.plan.gpus import Gpu
-from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
+from trainkit.plan.memory import FLOAT32, RankParams, muon_cost, rank_params, stream_bytes
+from trainkit.plan.muon import UpdateCost
 from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, compiles
 
-Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
-DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
+Kind = Literal["gather", "scatter", "reduce", "exchange", "share", "tp", "cp", "pp"]
+OF_UPDATE: tuple[Kind, ...] = ("exchange", "share")
+DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce", *OF_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class Flow:
 
     kind: Kind
     """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients across shards,
-    and ``reduce`` the all-reduce of gradients across replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
-    activations and their gradients."""
+    and ``reduce`` the all-reduce of gradients across replicas. In an update with Muon, ``exchange`` gathers
+    the matrices and returns their updates, and ``share`` sends the updates to other replicas. For ``tp``,
+    ``cp`` and ``pp``, the GPU sends activations and their gradients."""
     num_bytes: int
     calls: int
     """Number of collective calls per step."""
@@ -46,7 +49,7 @@ class Flow:
 
 def traffic(work: StepWork) -> list[Flow]:
     """Return all communication of one GPU in one optimizer step."""
-    flows = [*_weights(work), *_activations(work)]
+    flows = [*_weights(work), *_activations(work), *_update(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
@@ -88,6 +91,23 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
 
 
+def _update(work: StepWork) -> Iterator[Flow]:
+    """Yield the communication of an update with Muon, which needs whole matrices."""
+    cost, layout = _muon_cost(work), work.layout
+    if cost is not None:
+        num_shards, rounds = work.shards * layout.tp, cost.num_rounds
+        yield Flow("exchange", cost.exchanged_bytes, 2 * rounds, num_shards, 1)
+        copies = layout.dp_replicate
+        yield Flow("share", cost.shared_bytes, rounds * copies, copies, num_shards)
+
+
+def _muon_cost(work: StepWork) -> UpdateCost | None:
+    """Return the cost of Muon's update in the pipeline stage with the most layers."""
+    pp = work.layout.pp
+    costs = (muon_cost(work, rank) for rank in sorted({0, pp // 2, pp - 1}))
+    return max((cost for cost in costs if cost is not None), key=lambda cost: cost.flops, default=None)
+
+
 def _params(work: StepWork, pp_rank: int) -> RankParams:
     return rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
 
@@ -99,6 +119,9 @@ FILL = 128
 """Matrix size at which efficiency is halved, which is about a kernel's tile size."""
 FLOAT32_SHARE = 1 / 16
 """Peak float32 FLOP/s as a fraction of the 16-bit peak, on data-center GPUs."""
+NEWTON_SCHULZ_SHARES = {"fp32": FLOAT32_SHARE, "tf32x3": 1 / 6, "bf16": 1.0}
+"""Peak FLOP/s of Muon's iterations as a fraction of the 16-bit peak; TF32 has half of the 16-bit peak, and
+``tf32x3`` computes three products for one."""
 UNKNOWN_PEAK = 300e12
 """FLOP/s assumed for a GPU whose peak is unknown; the assumption is harmless because only relative times are
 shown."""
@@ -123,13 +146,15 @@ class Cost:
     bubble: float
     """Fraction of the step during which a pipeline rank is idle."""
     flows: tuple[Flow, ...]
+    update_s: float = 0.0
+    """Seconds that Muon's iterations take on the rank that owns the most matrices."""
 
     @cached_property
     def step_s(self) -> float:
         """Return the seconds per optimizer step."""
         inside = self.compute_s + self.recompute_s
         inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
-        return inside / (1 - self.bubble) + self.exposed_s["dp"]
+        return inside / (1 - self.bubble) + self.exposed_s["dp"] + self.update_s
 
     @property
     def sent(self) -> dict[str, int]:
@@ -167,8 +192,17 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
         exposed["dp"] = _exposed(seconds["gather"], passes_s)
         exposed["dp"] += (passes - 1) * _exposed(scatter_s, backward_s)
         exposed["dp"] += _exposed(scatter_s + seconds["reduce"], backward_s)
+        exposed["dp"] += sum(seconds[kind] for kind in OF_UPDATE)
     bubble = bubble_fraction(work.parallel.pp_schedule, work.layout.pp, work.passes_per_step)
-    return Cost(compute_s, recompute_s, exposed, bubble, tuple(flows))
+    return Cost(compute_s, recompute_s, exposed, bubble, tuple(flows), _update_s(work, gpu))
+
+
+def _update_s(work: StepWork, gpu: Gpu) -> float:
+    """Return the seconds of Muon's iterations; the forward and backward passes hide none of this time."""
+    cost = _muon_cost(work)
+    if work.muon is None or cost is None:
+        return 0.0
+    return cost.flops / ((gpu.peak_flops or UNKNOWN_PEAK) * NEWTON_SCHULZ_SHARES[work.muon] * EFFICIENCY)
 
 
 def _exposed(seconds: float, hidden_by_s: float) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from trainkit.config.optimizers import is_own
 from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import NewtonSchulzPrecision
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.optimizer_state import optimizer_bytes
@@ -103,9 +104,11 @@ class StepWork:
     accumulation_steps: int
     dtype: str = "bf16"
     optimizer_bytes: float = 8
-    """Bytes of optimizer state per parameter."""
+    """Bytes of optimizer state per parameter, except the matrices that Muon updates."""
     has_own_optimizer: bool = False
     """True for a user's optimizer, which needs whole float32 weights."""
+    muon: NewtonSchulzPrecision | None = None
+    """The precision in which Muon orthogonalizes the matrices of blocks; None with another optimizer."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -242,6 +245,7 @@ def work_of(
         dtype=config.precision.dtype,
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
         has_own_optimizer=is_own(config.optimizer.name),
+        muon=config.optimizer.ns_precision if config.optimizer.name == "muon" else None,
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",

@@ -94,6 +94,8 @@ class World:
     """The group of context-parallel ranks that share a sequence; None without context parallelism."""
     nonce: str = field(default="", repr=False)
     """A secret shared by the ranks of this attempt, used to reject values sent by other processes."""
+    timeout: timedelta = COLLECTIVE_TIMEOUT
+    """The timeout of collectives."""
     is_simulated: bool = False
     """True if the other ranks are only simulated and tensors contain no data."""
 
@@ -272,7 +274,7 @@ def make_world(
         receives = [(dist.irecv, torch.empty(1, device=device), source) for _, source in ways]
         for work in exchange(group, *sends, *receives):
             work.wait()
-    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group, nonce)
+    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group, nonce, timeout)
 
 
 def exchange(
@@ -310,6 +312,26 @@ def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> di
     groups = ranks.transpose(1, 2).flatten(0, 1).tolist()
     found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=timeout)
     own: dist.ProcessGroup = found[0]
+    return own
+
+
+def copy_group(world: World) -> dist.ProcessGroup | None:
+    """Return the group of ranks that together hold one copy of the weights of a pipeline stage.
+
+    Returns None if each rank holds a whole copy. This is a collective, so every rank must call it.
+    """
+    layout, mesh = world.layout, world.mesh
+    num_shards = layout.dp_shard * layout.cp
+    if mesh is None or num_shards * layout.tp == 1:
+        return None
+    if layout.tp == 1 or num_shards == 1:
+        return mesh["tp" if num_shards == 1 else "dp_shard"].get_group()
+    if num_shards * layout.tp == layout.world_size:
+        return dist.group.WORLD
+    groups = torch.arange(layout.world_size, device="cpu").view(-1, num_shards * layout.tp).tolist()
+    found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=world.timeout)
+    own: dist.ProcessGroup = found[0]
+    dist.all_reduce(torch.ones(1, device=world.device), group=own)  # connects the ranks
     return own
 
 

@@ -169,7 +169,7 @@ class Trainer:
             refuse_unused_groups({*chain(*gather_from_all(names, world))}, config.optimizer)
         own = make_own_optimizers(task, self.built.weights, layout, attempt.run)
         self.optimizer: ShardedOptimizer = own or make_optimizer(
-            self.built.weights, config.optimizer, layout, compiled=compiled
+            self.built.weights, config.optimizer, world, compiled=compiled
         )
         tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)

@@ -81,6 +81,25 @@ def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
     assert saved == pytest.approx(found.num_params * (8 - 2 - 8 / 128), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("num_procs", "options", "collectives"),
+    [
+        (1, ["precision.dtype=fp32"], {}),
+        (2, ["parallel.tp=2"], {"all_to_all": 2 * 4}),
+        (4, ["parallel.dp_replicate=2", "parallel.dp_shard=2"], {"all_to_all": 2 * 3, "broadcast": 2 * 2}),
+    ],
+)
+def test_muon_gathers_a_round_of_matrices(
+    tmp_path: Path, num_procs: int, options: list[str], collectives: Any
+) -> None:
+    """The update needs the most memory, except with replicas, because the batch is small."""
+    small = ("data.seq_len=16", "train.device_batch_size=1", "model.num_layers=2", "model.vocab_size=512")
+    options = [*WIDE, *small, "model.ffn_dim=8192", *options, "optimizer.name=muon"]
+    found = found_for(tmp_path, num_procs, *options)
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.005)
+    assert {kind: found.collectives.get(kind) for kind in collectives} == collectives
+
+
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:
     options = ("parallel.pp=2", "parallel.dp_shard=2", "train.device_batch_size=4")
     found = [found_for(tmp_path, 4, *options, rank=rank) for rank in (0, 2)]

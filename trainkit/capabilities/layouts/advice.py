@@ -113,7 +113,8 @@ def _losses(choice: Choice) -> list[str]:
     far = cost.crossing(node_size)
     shares = {
         "recomputation": cost.recompute_s / cost.step_s,
-        "pipeline bubble": cost.bubble * (1 - cost.exposed_s["dp"] / cost.step_s),
+        "pipeline bubble": cost.bubble * (1 - (cost.exposed_s["dp"] + cost.update_s) / cost.step_s),
+        "orthogonalizing matrices": cost.update_s / cost.step_s,
     }
     names = {"dp": "parameters and gradients", "tp": "shards of matrices", "cp": "keys and values"}
     names["pp"] = "the next stage"

@@ -89,7 +89,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
                 model.to_empty(device=world.device)
                 model.rebuild_buffers()
             built = assemble(task, plan, world, Progress(), model_parts)
-            optimizer = make_optimizer(built.weights, config.optimizer, plan.layout)
+            optimizer = make_optimizer(built.weights, config.optimizer, world)
             step = training_step(config, plan, built, optimizer, zeros_microbatch(config, plan))
             tracker, collectives = memory_tracker(), _CountCollectives()
             masters = [weight.param for weight in built.weights if weight.cast is not None]

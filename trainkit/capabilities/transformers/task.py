@@ -23,8 +23,8 @@ from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
-from trainkit.trainer.models.model import set_tensor
-from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
+from trainkit.trainer.models.model import matches, set_tensor
+from trainkit.trainer.parallel.tensor import STYLES, find_styles
 from trainkit.trainer.quantization import quantize_linears, restore_linears
 from trainkit.trainer.user_code import TaskError, errors_of_user
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 import torch
@@ -75,7 +76,7 @@ class Model(nn.Module):
     has the head, `forward` returns logits [B, T, vocab], otherwise the residual stream.
     """
 
-    TENSOR_PLAN: ClassVar[dict[str, Role]]
+    TENSOR_PLAN: ClassVar[dict[str, Role]] = {}
     """Maps module names to roles; ``*`` matches one component of a dotted module name."""
     TIED: ClassVar[dict[str, str]]
     """For tied embeddings, maps the second name of each shared parameter to its first name."""
@@ -147,10 +148,35 @@ class Model(nn.Module):
         """Return the name under which a parameter is saved; for a tied parameter, this is its first name."""
         return self.TIED.get(name, name) if self.is_tied else name
 
+    def role(self, module_name: str) -> Role | None:
+        """Return a module's role in `TENSOR_PLAN`, or None if the plan does not contain the module."""
+        found = (role for pattern, role in self.TENSOR_PLAN.items() if matches(pattern, module_name))
+        return next(found, None)
+
+    @property
+    def projections(self) -> set[str]:
+        """Return the names of the weight matrices that tensor parallelism splits within the `layers`."""
+        layers = {*self.layers}
+        return {
+            f"{path}.{name}"
+            for layer, own in self.named_modules()
+            if own in layers
+            for path, module in own.named_modules(prefix=layer)
+            if self.role(path) in ("column", "row")
+            for name, param in module.named_parameters(recurse=False)
+            if param.dim() == 2
+        }
+
     @property
     def tied_names(self) -> set[str]:
         """Return the canonical names of tied weights."""
         return set(self.TIED.values()) if self.is_tied else set()
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a module name; ``*`` matches one component of the name."""
+    components, patterns = name.split("."), pattern.split(".")
+    return len(patterns) == len(components) and all(map(fnmatchcase, components, patterns))
 
 
 @dataclass(frozen=True)
@@ -173,6 +199,8 @@ class Weight:
     """True if the parameter has the same initial value at every start of the run."""
     is_changed: bool = False
     """True if code other than the optimizer may change the parameter."""
+    is_projection: bool = False
+    """True if the parameter is one of the `projections` of a `Model`."""
 
     @property
     def is_saved(self) -> bool:
@@ -194,12 +222,13 @@ def weights_of(
     """
     masters, lowers, found = masters or {}, lowers or {}, []
     for model in model_parts:
+        projections = model.projections
         for name, param in model.named_parameters():
             canonical = model.canonical(name)
             is_copy = canonical != name
             master, cast = (masters[param], param) if param in masters else (param, None)
-            lower = lowers.get(param)
-            found.append(Weight(canonical, master, is_copy, cast, lower, is_read=is_read))
+            weight = Weight(canonical, master, is_copy, cast, lowers.get(param), is_read=is_read)
+            found.append(replace(weight, is_projection=name in projections))
     return found
 
 

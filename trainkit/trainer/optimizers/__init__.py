@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainkit.config.training import OptimizerConfig
-from trainkit.plan.launch import Layout
-from trainkit.trainer.distributed import ONE_PROCESS
+from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.optimizers.by_element import ByElement
+from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.optimizers.lion import ShardedLion
+from trainkit.trainer.optimizers.muon import ShardedMuon
 from trainkit.trainer.optimizers.sgd import ShardedSGD
 
 KINDS: dict[str, type[ByElement]] = {
@@ -19,15 +20,13 @@ KINDS: dict[str, type[ByElement]] = {
     "lion": ShardedLion,
     "sgd": ShardedSGD,
 }
-"""Maps each key of `trainkit.config.optimizers.OPTIMIZERS` to the class that implements the optimizer."""
+"""Maps each element-wise optimizer of `trainkit.config.optimizers.OPTIMIZERS` to its class."""
 
 
 def make_optimizer(
-    weights: Sequence[Weight],
-    config: OptimizerConfig,
-    layout: Layout = ONE_PROCESS,
-    *,
-    compiled: bool = False,
-) -> ByElement:
-    """Create the optimizer that `optimizer.name` specifies."""
-    return KINDS[config.name](weights, config, layout, compiled=compiled)
+    weights: Sequence[Weight], config: OptimizerConfig, world: World, *, compiled: bool = False
+) -> ShardedOptimizer:
+    """Create the optimizer that `optimizer.name` specifies; with `compiled`, kernels for GPUs are compiled."""
+    if config.name == "muon":
+        return ShardedMuon(weights, config, world, compiled=compiled)
+    return KINDS[config.name](weights, config, world.layout, compiled=compiled)

@@ -129,19 +129,24 @@ class Group:
 def groups_of(
     weights: Sequence[Weight], shards: Sequence[nn.Parameter], config: OptimizerConfig
 ) -> list[Group]:
-    """Group the shards of weights by learning rate and weight decay.
-
-    The first entry of `optimizer.groups` that matches a parameter replaces the task's `ParameterOptions`.
-    """
+    """Group the shards of weights by learning rate and weight decay."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for shard, weight in zip(shards, weights, strict=True):
-        options = matching_group(weight.name, config) or weight.options
-        decay = options.weight_decay
-        if decay is None:
-            # One-dimensional parameters are norm weights and biases, which are exempt from weight decay.
-            decay = config.weight_decay if weight.param.dim() > 1 else 0.0
-        groups[options.lr_scale, decay].append(shard)
+        groups[settings_of(weight, config)].append(shard)
     return [Group(found, *settings) for settings, found in groups.items()]
+
+
+def settings_of(weight: Weight, config: OptimizerConfig) -> tuple[float, float]:
+    """Return the factor of the learning rate and the weight decay of a parameter.
+
+    The first entry of `optimizer.groups` that matches the parameter replaces the task's `ParameterOptions`.
+    """
+    options = matching_group(weight.name, config) or weight.options
+    decay = options.weight_decay
+    if decay is None:
+        # One-dimensional parameters are norm weights and biases, which are exempt from weight decay.
+        decay = config.weight_decay if weight.param.dim() > 1 else 0.0
+    return options.lr_scale, decay
 
 
 def matching_group(name: str, config: OptimizerConfig) -> ParameterGroup | None:

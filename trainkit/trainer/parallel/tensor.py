@@ -8,7 +8,6 @@ rank has only a slice of the residual stream outside the split matrices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
 
@@ -30,7 +29,15 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
-from trainkit.trainer.models.model import Model, Role, local_tensor, set_tensor, shard_index, shared_names
+from trainkit.trainer.models.model import (
+    Model,
+    Role,
+    local_tensor,
+    matches,
+    set_tensor,
+    shard_index,
+    shared_names,
+)
 from trainkit.trainer.torch_private import ModuleStyle, with_params
 from trainkit.trainer.user_code import TaskError, errors_of_user, refusal
 
@@ -74,7 +81,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
 
     With `loss_parallel`, the logits are a DTensor sharded over the vocabulary.
     """
-    plan, sequence_parallel = model.TENSOR_PLAN, parallel.sequence_parallel
+    sequence_parallel = parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     logits = ColwiseParallel(
         input_layouts=stream,
@@ -93,34 +100,23 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
         "row": RowwiseParallel(output_layouts=stream),
         "head": logits,
     }
-    _check_plan_is_complete(model, plan)
-    found = {name: styles[role] for name, _ in model.named_modules() if (role := _role(name, plan))}
+    _check_plan_is_complete(model)
+    found = {name: styles[role] for name, _ in model.named_modules() if (role := model.role(name))}
     parallelize_module(model, mesh, {name: style for name, style in found.items() if style is not None})
 
 
-def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
+def _check_plan_is_complete(model: Model) -> None:
     """Raise FatalError if a module with parameters is missing from the plan.
 
     Without a role, a module's gradients would silently cover only one rank's slice of the sequence.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
-        if has_own and _role(name, plan) in (None, "whole_input"):
+        if has_own and model.role(name) in (None, "whole_input"):
             raise FatalError(
                 f"TENSOR_PLAN of {type(model).__name__} does not name `{name}`",
                 hint="give every module with its own parameters a role, or set parallel.tp to 1",
             )
-
-
-def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
-    """Return a module's role in the plan, or None if the plan does not contain the module."""
-    return next((role for pattern, role in plan.items() if matches(pattern, name)), None)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a module name; ``*`` matches one component of the name."""
-    components, patterns = name.split("."), pattern.split(".")
-    return len(patterns) == len(components) and all(map(fnmatchcase, components, patterns))
 
 
 class SumsGradients(ModuleStyle):

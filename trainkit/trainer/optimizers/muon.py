@@ -1,0 +1,285 @@
+"""Update the matrices of decoder blocks with Muon, and all other parameters with AdamW, on any layout.
+
+Muon replaces the momentum of a matrix by the nearest matrix whose singular values are all 1, so Muon needs
+whole matrices. Each matrix has an owner among the ranks of its pipeline stage. In each round of an update,
+the ranks of a replica send their shards of some matrices to the owners, the owners orthogonalize the
+matrices, and the results return to the shards. Replicas divide the matrices among themselves: sending a
+result to the other replicas takes less time than computing the result again on each of them.
+
+All communication consists of plain collectives on local shards, in an order that depends only on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainkit.config.training import OptimizerConfig
+from trainkit.errors import FatalError
+from trainkit.plan.launch import Layout
+from trainkit.plan.muon import Shape, update_rounds, wide
+from trainkit.trainer.distributed import World, copy_group
+from trainkit.trainer.models.model import Weight, as_shard_of, shard_index
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
+from trainkit.trainer.optimizers.interface import ShardedOptimizer, settings_of
+from trainkit.trainer.optimizers.newton_schulz import orthogonalize_
+from trainkit.trainer.split_master import SplitMaster, in_float32
+from trainkit.trainer.torch_private import copy_each
+
+UPDATE_RMS = 0.2
+"""Root mean square of the elements of an update, as AdamW's typical updates (Moonlight, arXiv 2502.16982).
+
+Therefore, learning rates and weight decay that were tuned for AdamW are also suitable for Muon.
+"""
+Box = tuple[slice, slice]
+"""The rows and columns of a matrix that are on one rank."""
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix that Muon updates, with this rank's shard."""
+
+    name: str
+    weight: Tensor | SplitMaster
+    cast: Tensor | None
+    shard: nn.Parameter
+    """Has this rank's gradient as ``grad``."""
+    param: nn.Parameter
+    momentum: Tensor
+    shape: Shape
+    boxes: list[Box]
+    """The part of the matrix that each rank of a copy holds."""
+    settings: tuple[float, float]
+    """The factor of the learning rate, and the weight decay."""
+
+
+class ShardedMuon(ShardedOptimizer):
+    """Muon for the projections of decoder blocks, and AdamW for all other parameters."""
+
+    def __init__(
+        self, weights: Sequence[Weight], config: OptimizerConfig, world: World, *, compiled: bool = False
+    ) -> None:
+        """If `compiled`, AdamW uses compiled kernels on GPUs for large shards.
+
+        This is a collective, so every rank must call it.
+        """
+        super().__init__(weights, world.layout)
+        layout = world.layout
+        _refuse(self._weights, config, world)
+        others = [weight for weight in self._weights if not weight.is_projection]
+        self._adamw = ShardedAdamW(others, config, layout, compiled=compiled)
+        self._momentum, self._precision = config.momentum, config.ns_precision
+        self._matrices = [
+            _Matrix(
+                name=weight.name,
+                weight=self._split.get(shard, shard.detach()),
+                cast=self._casts.get(shard),
+                shard=shard,
+                param=weight.param,
+                momentum=torch.zeros_like(shard, dtype=torch.float32, requires_grad=False),
+                shape=(weight.param.shape[0], weight.param.shape[1]),
+                boxes=_boxes(weight, layout),
+                settings=settings_of(weight, config),
+            )
+            for shard, weight in zip(self._locals, self._weights, strict=True)
+            if weight.is_projection
+        ]
+        self._copy_group = copy_group(world)
+        num_shards, num_copies = layout.dp_shard * layout.cp * layout.tp, layout.dp_replicate
+        self._copy, self._rank = divmod(world.rank, num_shards)  # The rank among the ranks of a copy.
+        self._copy %= num_copies
+        self._across_copies = (
+            world.mesh["dp_replicate"].get_group() if num_copies > 1 and world.mesh is not None else None
+        )
+        self._rounds = [
+            [members[first : first + num_shards] for first in range(0, len(members), num_shards)]
+            for members in update_rounds([matrix.shape for matrix in self._matrices], num_shards * num_copies)
+        ]
+        """For each round, copy and rank of the copy, the indices of the matrices to orthogonalize."""
+        # torch computes no positions in a simulation, and states no position for an empty shard.
+        for matrix in () if world.is_simulated else self._matrices:
+            box, index = matrix.boxes[self._rank], shard_index(matrix.param)
+            equal = [*box] == index if matrix.shard.numel() else not _num_elements(box)
+            assert equal, f"{matrix.name}: {box} is not {index}"
+
+    @torch.no_grad()
+    def collect_gradients(self, turn: str = "") -> None:
+        super().collect_gradients(turn)
+        self._adamw.collect_gradients(turn)
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad()
+        super().zero_grad()
+
+    @torch.no_grad()
+    def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
+        self._adamw.step(lr, divisor, skip)
+        for members in self._rounds:
+            self._update_round(members, lr, divisor, skip)
+
+    def _update_round(self, members: list[list[list[int]]], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        own = self._update_of_own_copy(members, divisor, skip)
+        for copy, owners in enumerate(members):
+            indices = [index for owned in owners for index in owned]
+            update = self._share(own if copy == self._copy else None, copy, indices)
+            parts = torch.split(update, [self._matrices[index].shard.numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                self._apply(self._matrices[index], part, lr, skip)
+
+    def _update_of_own_copy(self, members: list[list[list[int]]], divisor: Tensor, skip: Tensor) -> Tensor:
+        """Return this rank's shards of the updates of all matrices that the ranks of its copy own, flat."""
+        for copy, owners in enumerate(members):
+            if copy != self._copy:
+                for index in (index for owned in owners for index in owned):
+                    self._advance(self._matrices[index], None, divisor, skip)
+        owners = members[self._copy]
+        own = [self._matrices[index] for index in owners[self._rank]]
+        sizes = [[self._matrices[index].shard.numel() for index in owned] for owned in owners]
+        to_owners = [sum(owned) for owned in sizes]
+        from_ranks = [sum(_num_elements(matrix.boxes[rank]) for matrix in own) for rank in range(len(owners))]
+        sent = torch.empty(sum(to_owners), device=skip.device)
+        parts = iter(torch.split(sent, [size for owned in sizes for size in owned]))
+        for index in (index for owned in owners for index in owned):
+            self._advance(self._matrices[index], next(parts), divisor, skip)
+        received = self._exchange(sent, to_owners, from_ranks)
+        del sent, parts
+        if own:
+            matrices = _assemble(own, received, from_ranks)
+            del received
+            orthogonalize_(matrices, self._precision)
+            matrices *= UPDATE_RMS * math.sqrt(max(own[0].shape))
+            received = _take_apart(own, matrices, from_ranks)
+            del matrices
+        return self._exchange(received, from_ranks, to_owners)
+
+    def _advance(self, matrix: _Matrix, out: Tensor | None, divisor: Tensor, skip: Tensor) -> None:
+        """Update the momentum of a shard, and write the direction of the update to `out` unless it is None.
+
+        `divisor` and `skip` are as in `step`.
+        """
+        grad, momentum = matrix.shard.grad, matrix.momentum
+        assert grad is not None, f"{matrix.name} has no gradient"
+        grad = grad / divisor
+        torch.where(skip > 0, momentum, momentum.lerp(grad, 1 - self._momentum), out=momentum)
+        if out is not None:
+            out.copy_(grad.lerp_(momentum, self._momentum).reshape(-1))  # Nesterov's momentum
+
+    def _exchange(self, sent: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
+        """Send consecutive parts of a flat tensor to the ranks of this copy, and return what they sent."""
+        if self._copy_group is None:
+            return sent
+        received = torch.empty(sum(received_sizes), device=sent.device)
+        dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._copy_group)
+        return received
+
+    def _share(self, update: Tensor | None, copy: int, indices: list[int]) -> Tensor:
+        """Return this rank's shards of the updates that the ranks of a copy have computed, flat.
+
+        `update` is the result if this rank belongs to the copy, otherwise None.
+        """
+        if update is None:
+            size = sum(self._matrices[index].shard.numel() for index in indices)
+            update = torch.empty(size, device=self._matrices[0].shard.device)
+        if self._across_copies is not None and update.numel():
+            dist.broadcast(update, group=self._across_copies, group_src=copy)
+        return update
+
+    def _apply(self, matrix: _Matrix, update: Tensor, lr: float, skip: Tensor) -> None:
+        lr_scale, weight_decay = matrix.settings
+        lr *= lr_scale
+        with in_float32([matrix.weight]) as [weight]:
+            updated = weight * (1 - lr * weight_decay)
+            updated.sub_(update.view(weight.shape), alpha=lr)
+            torch.where(skip > 0, weight, updated, out=weight)
+            del updated
+            if matrix.cast is not None:
+                matrix.cast.copy_(weight)
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._adamw.state_tensors()
+        for matrix in self._matrices:
+            yield f"{matrix.name}.momentum", as_shard_of(matrix.momentum, matrix.param)
+
+
+def _refuse(weights: Sequence[Weight], config: OptimizerConfig, world: World) -> None:
+    if not any(weight.is_projection for weight in weights):
+        hint = "name them in the TENSOR_PLAN of the model, or set optimizer.name to adamw"
+        raise FatalError(
+            "optimizer.name is muon, but no matrix of the model has the role column or row", hint
+        )
+    if config.ns_precision == "tf32x3" and world.device.type != "cuda":
+        message = f"optimizer.ns_precision is tf32x3, but the run uses the device {world.device.type}"
+        raise FatalError(message, "use fp32: only GPUs have TF32")
+
+
+def _boxes(weight: Weight, layout: Layout) -> list[Box]:
+    """Return the part of a matrix that each rank of a copy holds, in the order of the ranks.
+
+    Tensor parallelism splits a matrix first, and `fully_shard` splits the rows of each part. As in
+    `torch.chunk`, the last part may be smaller, and parts may be empty.
+    """
+    num_shards = layout.dp_shard * layout.cp
+    split_dims: dict[str, int] = {}
+    if isinstance(weight.param, DTensor):
+        mesh = weight.param.device_mesh
+        placed = zip(mesh.mesh_dim_names or (), weight.param.placements, strict=True)
+        split_dims = {name: at.dim for name, at in placed if not at.is_replicate()}  # type: ignore[attr-defined]
+    found: list[Box] = []
+    for shard in range(num_shards):
+        for tp in range(layout.tp):
+            box = [slice(0, size) for size in weight.param.shape]
+            for name, number, count in (("tp", tp, layout.tp), ("dp_shard", shard, num_shards)):
+                if name in split_dims:
+                    dim = split_dims[name]
+                    box[dim] = _chunk(box[dim], number, count)
+            found.append((box[0], box[1]))
+    return found
+
+
+def _assemble(own: Sequence[_Matrix], flat: Tensor, sizes: list[int]) -> Tensor:
+    """Return whole matrices [batch, m, n], with m <= n, from the parts that the ranks of a copy have sent."""
+    whole = torch.empty(len(own), *wide(own[0].shape), device=flat.device)
+    copy_each(*_shard_views(own, whole, flat, sizes))
+    return whole
+
+
+def _take_apart(own: Sequence[_Matrix], whole: Tensor, sizes: list[int]) -> Tensor:
+    """Return the shards of whole matrices as a flat tensor, in the order in which `_assemble` takes them."""
+    flat = torch.empty(whole.numel(), device=whole.device)
+    in_whole, in_flat = _shard_views(own, whole, flat, sizes)
+    copy_each(in_flat, in_whole)
+    return flat
+
+
+def _shard_views(
+    own: Sequence[_Matrix], whole: Tensor, flat: Tensor, sizes: list[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each shard as a view of `whole` and as a view of `flat`.
+
+    `flat` contains the shards of all matrices on the first rank, then on the second, and so on; `sizes` are
+    the numbers of elements on each rank.
+    """
+    in_whole: list[Tensor] = []
+    in_flat: list[Tensor] = []
+    for rank, part in enumerate(torch.split(flat, sizes)):
+        shards = torch.split(part, [_num_elements(matrix.boxes[rank]) for matrix in own])
+        for matrix, found, shard in zip(own, whole, shards, strict=True):
+            view = (found if matrix.shape == found.shape else found.mT)[matrix.boxes[rank]]
+            in_whole.append(view)
+            in_flat.append(shard.view(view.shape))
+    return in_whole, in_flat
+
+
+def _chunk(whole: slice, number: int, count: int) -> slice:
+    size = -(-(whole.stop - whole.start) // count)
+    return slice(*(min(whole.start + index * size, whole.stop) for index in (number, number + 1)))
+
+
+def _num_elements(box: Box) -> int:
+    return math.prod(part.stop - part.start for part in box)
