@@ -130,6 +130,9 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
     if model.init_include and model.init_from is None:
         message = "is set, but model.init_from is null"
         yield "model.init_include", message, "set model.init_from to a run folder"
+    if model.init_weights is not None and model.init_from is None:
+        message = f"is {model.init_weights}, but model.init_from is null"
+        yield "model.init_weights", message, "set model.init_from to a run folder"
     uses = {
         "model.from_scratch": model.from_scratch,
         "model.quantize": model.quantize is not None,

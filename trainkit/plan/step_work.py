@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trainkit.config.running import ParallelConfig, PipelineSchedule
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
+from trainkit.shipped import load
 
 STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "gpipe": 1,
@@ -104,7 +105,7 @@ class StepWork:
     accumulation_steps: int
     dtype: str = "bf16"
     optimizer_bytes: float = 8
-    """Bytes of optimizer state per parameter."""
+    """Bytes per parameter of optimizer state, and of the state that capabilities add."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -254,6 +255,7 @@ def work_of(
 ) -> StepWork:
     """Return the work of a step with the given config and layout; `batch` sets the number of microbatches."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
+    added_bytes = sum(load(name).bytes_per_param(config) for name in capabilities_of(config))
     return StepWork(
         shape=shape,
         layout=layout,
@@ -262,7 +264,7 @@ def work_of(
         device_batch_size=batch.device_batch_size,
         accumulation_steps=batch.accumulation_steps,
         dtype=config.precision.dtype,
-        optimizer_bytes=optimizer_bytes(config.optimizer, shape),
+        optimizer_bytes=optimizer_bytes(config.optimizer, shape) + added_bytes,
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",

@@ -30,6 +30,7 @@ from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.hooks import TrainedModel, TrainerHooks
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
 from trainkit.trainer.optimizer import ShardedAdamW, ShardedOptimizer
 from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
@@ -51,6 +52,7 @@ from trainkit.trainer.step_sync import (
     any_rank,
     join_turns,
     pack_report,
+    with_metrics,
 )
 from trainkit.trainer.user_task import UserTask
 
@@ -166,12 +168,15 @@ class Trainer:
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
         )
-        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
+        model = TrainedModel(self.built.model_parts, self.built.weights, world, self.built.update_scales)
+        self._hooks = TrainerHooks(plan, model)
+        added = self._hooks.state_tensors()
+        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers, added)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)
         self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
         self.loss_scale = LossScale(config.precision, world.device)
         progress.enter("load")
-        self.state = resume(chosen, attempt, world, task, self.built, tensors, self._own)
+        self.state = resume(chosen, attempt, world, task, self.built, tensors, self._own, self._hooks)
         self.built.forward_backward.begin_step(self.state.step)
         self.built.update_scales()
         self.loss_scale.load(self.state.loss_scale)
@@ -275,6 +280,9 @@ class Trainer:
         self.optimizer.end_step()
         report = join_turns(reports)
         self._update_state(batch, report)
+        for event, values in self._hooks.after_step(self.state.step, has_updated=report.finite):
+            if self.world.is_main:
+                record_event(self.attempt, event, **values)
         self.progress.end_step()
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
@@ -449,6 +457,12 @@ class Trainer:
         assert self.evaluator is not None
         started = time.monotonic()
         found = self.evaluator.run(self.built, self.stop, self.progress)
+        for suffix, use in self._hooks.other_weights().items():
+            if found is None:
+                break
+            with use():
+                other = self.evaluator.run(self.built, self.stop, self.progress)
+            found = None if other is None else with_metrics(found, other, suffix)
         self.metrics.exclude(time.monotonic() - started)
         if found is None:
             return False, None
