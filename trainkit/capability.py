@@ -188,7 +188,8 @@ class TrainerHook:
     def after_step(self, step: int, *, has_updated: bool) -> Iterable[NewEvent]:
         """Process a step, and return events for rank 0 to record; called before validation and saving.
 
-        `has_updated` is False if the step was skipped because its loss or gradient was not finite.
+        `has_updated` is False if the step was skipped because its loss or gradient was not finite. To end the
+        run without saving the step's state, raise FatalError on all ranks.
         """
         return ()
 

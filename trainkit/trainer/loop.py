@@ -280,9 +280,7 @@ class Trainer:
         self.optimizer.end_step()
         report = join_turns(reports)
         self._update_state(batch, report)
-        for event, values in self._hooks.after_step(self.state.step, has_updated=report.finite):
-            if self.world.is_main:
-                record_event(self.attempt, event, **values)
+        self._call_hooks(report)
         self.progress.end_step()
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
@@ -365,6 +363,17 @@ class Trainer:
         counted = number + 1 if turn else 0  # without turns, a step has a single record, numbered 0
         self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own, counted, turn)
         return report
+
+    def _call_hooks(self, report: StepReport) -> None:
+        """Let capabilities process the step; if one of them ends the run, first finish the save in progress."""
+        try:
+            for event, values in self._hooks.after_step(self.state.step, has_updated=report.finite):
+                if self.world.is_main:
+                    record_event(self.attempt, event, **values)
+        except FatalError:
+            self.progress.enter("end")
+            self._await_save()
+            raise
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.train.log_every == 0 or step in (1, self.total_steps)

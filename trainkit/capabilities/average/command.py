@@ -43,9 +43,10 @@ class AveragedJson(TypedDict):
 def command(run_name: str, last: int, out: Path | None, as_json: bool) -> int:
     """Write the mean of the weights in the newest N checkpoints of RUN as a checkpoint.
 
-    The checkpoint contains no optimizer state, so a run cannot be resumed from the checkpoint. A run can start from the folder with model.init_from, and `trainkit ckpt export` and `trainkit generate`
-    use the folder with --checkpoint. The weights are read and written a few tensors at a time. Buffers, such
-    as the statistics of batch norm, are copied from the newest checkpoint.
+    The checkpoint contains no optimizer state, so a run cannot be resumed from the checkpoint. A run can
+    start from the checkpoint with model.init_from, and `trainkit ckpt export` and `trainkit generate` use the
+    checkpoint with --checkpoint. The weights are read and written a few tensors at a time. Buffers, such as
+    the statistics of batch norm, are copied from the newest checkpoint.
     """
     run = find_run(run_name)
     there = checkpoints_of(run, None)
