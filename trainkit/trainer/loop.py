@@ -365,7 +365,7 @@ class Trainer:
         return report
 
     def _call_hooks(self, report: StepReport) -> None:
-        """Let capabilities process the step; if one of them ends the run, first finish the save in progress."""
+        """Let capabilities process the step; if one ends the run, finish the save in progress first."""
         try:
             for event, values in self._hooks.after_step(self.state.step, has_updated=report.finite):
                 if self.world.is_main:

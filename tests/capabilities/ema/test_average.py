@@ -9,7 +9,12 @@ import torch
 
 from tests.support.parity import Case, close, make_trainer, run_cases, run_chain, saved_tensors
 from tests.support.runs import losses, make_attempt, train
+from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.memory import checkpoint_bytes
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.step_work import work_of
 from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -170,3 +175,15 @@ def test_a_stop_signal_during_validation_on_the_average(trainer: Any, tmp_path: 
     assert checkpoint.step == 1
     assert worst(weights_in(tmp_path / "run"), calls[0]) == 0.0
     assert worst(averages_in(tmp_path / "run"), calls[1]) == 0.0
+
+
+def test_the_plan_counts_the_bytes_of_the_average(tmp_path: Path) -> None:
+    """The estimate of a checkpoint's size grows by the size of the averages that the checkpoint contains."""
+    sizes = {}
+    for name, options in (("without", []), ("run", ["ema.decay=0.9"])):
+        attempt = train(tmp_path / name, ["train.steps=1", "data.source=stdlib", *options])
+        config, plan = read_effective(attempt.config_file), LaunchPlan.read(attempt.plan_file)
+        work = work_of(config, resolve_model_shape(config.model, 257), plan.layout, plan.batch, "cpu")
+        sizes[name] = checkpoint_bytes(work)
+    saved = sum(tensor.nbytes for tensor in averages_in(tmp_path / "run").values())
+    assert sizes["run"] - sizes["without"] == saved > 0

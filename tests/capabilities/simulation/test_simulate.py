@@ -52,6 +52,7 @@ def simulate_apart(_: int, attempt: AttemptDir, rank: int, file: Path) -> None:
 
 def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> Simulation:
     batch = ("train.global_batch_size=null", "data.num_workers=0")
+    tmp_path.mkdir(exist_ok=True)
     return simulate(make_attempt(tmp_path / "run", [*batch, *options], num_procs), rank)
 
 
@@ -79,6 +80,15 @@ def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
     # A row of 1,024 elements has one scale per 128 elements, and a row of 2,816 has one per 176.
     saved = in_float32.peak_bytes["total"] - found.peak_bytes["total"]
     assert saved == pytest.approx(found.num_params * (8 - 2 - 8 / 128), rel=0.01)
+
+
+@pytest.mark.parametrize("options", [["parallel.dp_shard=2"], ["parallel.tp=2"]])
+def test_an_average_of_the_weights(tmp_path: Path, options: list[str]) -> None:
+    """The average takes 4 bytes per parameter of a rank, in the estimate and on the rank."""
+    without = found_for(tmp_path / "without", 2, *WIDE, *options)
+    found = found_for(tmp_path, 2, *WIDE, *options, "ema.decay=0.999")
+    assert found.peak_bytes["total"] - without.peak_bytes["total"] == 4 * found.num_params
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
 
 
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:

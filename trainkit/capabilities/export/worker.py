@@ -66,7 +66,7 @@ class ExportRequest:
     out: str
     dtype: str
     merge: bool
-    ema: bool
+    ema: bool = False
     """True to export the average of the weights."""
 
 
