@@ -380,6 +380,10 @@ class Capability:
         """
         return 0
 
+    def metrics(self, config: RunConfig) -> Collection[str]:
+        """Return the names of metrics that the capability's `TrainerHook` adds to the task causal_lm."""
+        return ()
+
     def trainer_hook(self, plan: LaunchPlan, model: TrainedModel) -> TrainerHook | None:
         """Return the hook of a rank of the trainer, or None if the plan lacks the capability's part.
 

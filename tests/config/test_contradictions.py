@@ -68,6 +68,9 @@ optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
 optimizer.name=adamw_8bit parallel.tp=3
 optimizer.name=adamw_8bit parallel.tp=16
 checkpoint.best_metric=val_accuracy
+checkpoint.best_metric=val_loss_ema
+checkpoint.best_metric=val_accuracy ema.decay=0.9
+model.init_weights=ema
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
 notify.mail=me@x.org resources.mail_user=you@x.org
 notify.mail=me@x.org resources.mail_type=ALL

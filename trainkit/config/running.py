@@ -120,10 +120,9 @@ class CheckpointConfig(Section):
     )
     best_metric: MetricName | None = key(
         "val_loss",
-        "Metric that selects the best checkpoint: val_loss, loss, or a metric of your own task. With the "
-        "prefix val_, the value from validation is used; without the prefix, the training value of the "
-        "checkpoint's step. "
-        "If null, no best checkpoint is kept.",
+        "Metric that selects the best checkpoint: val_loss, loss, val_loss_ema (with `ema.decay`), or a "
+        "metric of your own task. With the prefix val_, the value from validation is used; without the "
+        "prefix, the training value of the checkpoint's step. If null, no best checkpoint is kept.",
         allowed="the name of a metric, or null",
     )
     best_mode: Literal["min", "max"] = key(

@@ -64,7 +64,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _stages(config),
         _document_mask(config),
         _pattern(config),
-        _best_metric(config),
+        _best_metric(config, [name for capability in used for name in capability.metrics(config)]),
         *(capability.contradictions(config) for capability in used),
         _hf(config),
     )
@@ -228,13 +228,14 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
 LOSSES = ("val_loss", "loss")
 
 
-def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
-    key, metric = "checkpoint.best_metric", config.checkpoint.best_metric
-    if metric is None or metric in LOSSES:
+def _best_metric(config: RunConfig, added: Collection[str]) -> Iterator[KeyProblem]:
+    """Yield a problem if there is no such metric; `added` contains the metrics of capabilities."""
+    key, metric, known = "checkpoint.best_metric", config.checkpoint.best_metric, (*LOSSES, *added)
+    if metric is None or metric in known:
         return
     if not config.has_user_task:
-        message = f"is {metric}, but task is {config.task}, which has the metrics {' and '.join(LOSSES)}"
-        yield key, message, "use val_loss, loss or null"
+        message = f"is {metric}, but task is {config.task}, which has the metrics {' and '.join(known)}"
+        yield key, message, f"use {', '.join(known)} or null"
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (
             key,

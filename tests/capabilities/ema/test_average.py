@@ -149,7 +149,7 @@ def test_validation_on_the_average_is_exact_and_leaves_no_trace(tmp_path: Path, 
     num_procs = 2 if option.startswith("parallel") else 1
     common = ["train.steps=3", *COMMON, option, "precision.init_loss_scale=1"]
     train(tmp_path / "plain", common, num_procs)
-    train(tmp_path / "run", [*common, *VALIDATES], num_procs)
+    train(tmp_path / "run", [*common, *VALIDATES, "checkpoint.best_metric=val_loss_ema"], num_procs)
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     assert worst(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "plain")) == 0.0
     start = [f"model.init_from={tmp_path / 'run'}", "model.init_weights=ema", "train.eval_at_start=true"]
@@ -157,6 +157,8 @@ def test_validation_on_the_average_is_exact_and_leaves_no_trace(tmp_path: Path, 
     record = read_metrics(RunDir(tmp_path / "run"))[-1]
     assert f"step=0/1 val_loss={record['val_loss_ema']:.4f}" in log.read_text()
     assert record["val_loss_ema"] > record["val_loss"]
+    progress = published(RunDir(tmp_path / "run").checkpoints_dir)[-1].manifest().progress
+    assert (progress["best_step"], progress["best_value"]) == (3, record["val_loss_ema"])
 
 
 @pytest.mark.parametrize("trainer", [[*VALIDATES, "train.eval_at_start=false"]], indirect=True)

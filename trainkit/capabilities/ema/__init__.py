@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from trainkit.plan.launch import LaunchPlan
     from trainkit.trainer.hooks import TrainedModel
 
+SUFFIX = "_ema"
+"""Suffix of the names of validation metrics that are computed with the average, such as ``val_loss_ema``."""
 BYTES = 4
 """Bytes per parameter of the average, which is in float32."""
 
@@ -44,6 +47,9 @@ class Ema(Capability):
 
     def bytes_per_param(self, config: RunConfig) -> float:
         return 0 if config.ema.decay is None else BYTES
+
+    def metrics(self, config: RunConfig) -> Collection[str]:
+        return () if config.ema.decay is None else (f"val_loss{SUFFIX}",)
 
     def trainer_hook(self, plan: LaunchPlan, model: TrainedModel) -> TrainerHook | None:
         part = plan.part(EmaPlan)

@@ -9,7 +9,7 @@ from logging import getLogger
 import torch
 from torch import Tensor
 
-from trainkit.capabilities.ema import EmaPlan
+from trainkit.capabilities.ema import SUFFIX, EmaPlan
 from trainkit.capability import NewEvent, TrainerHook
 from trainkit.trainer.hooks import TrainedModel
 from trainkit.trainer.models.model import as_shard_of, local_tensor
@@ -18,8 +18,6 @@ from trainkit.trainer.split_master import SplitMaster, master_of, row_pieces
 from trainkit.trainer.torch_private import lerp_each
 
 log = getLogger(__name__)
-SUFFIX = "_ema"
-"""Suffix of the names of validation metrics that are computed with the average, such as ``val_loss_ema``."""
 
 
 class WeightAverage(TrainerHook):
