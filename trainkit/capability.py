@@ -33,8 +33,9 @@ if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
     from trainkit.run.events import Event
     from trainkit.run.history import PlanRecord, RunHistory
     from trainkit.run.rundir import AttemptDir, RunDir
-    from trainkit.trainer.hooks import TrainedModel
+    from trainkit.trainer.distributed import World
     from trainkit.trainer.metrics import TensorBoardLog
+    from trainkit.trainer.models.model import Weight
     from trainkit.trainer.progress import Progress
 
 
@@ -163,6 +164,15 @@ class RankObserver:
         validation.
         """
         return ()
+
+
+class TrainedModel(NamedTuple):
+    """A rank's part of the model in the built-in trainer, as described to a `TrainerHook`."""
+
+    weights: Sequence[Weight]
+    world: World
+    weights_changed: Callable[[], None]
+    """Discards everything that was derived from the weights; call this after changing weights."""
 
 
 class TrainerHook:

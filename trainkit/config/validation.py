@@ -234,7 +234,8 @@ def _best_metric(config: RunConfig, added: Collection[str]) -> Iterator[KeyProbl
     if metric is None or metric in known:
         return
     if not config.has_user_task:
-        message = f"is {metric}, but task is {config.task}, which has the metrics {' and '.join(known)}"
+        shown = f"{', '.join(known[:-1])} and {known[-1]}"
+        message = f"is {metric}, but task is {config.task}, which has the metrics {shown}"
         yield key, message, f"use {', '.join(known)} or null"
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from trainkit.capability import NewEvent, TrainerHook
+from trainkit.capability import NewEvent, TrainedModel, TrainerHook
 from trainkit.plan.launch import LaunchPlan
 from trainkit.shipped import load
+from trainkit.trainer.build import BuiltModel
 from trainkit.trainer.checkpoint.state import state_prefix
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models.model import Weight
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """This rank's part of the model, as described to a `TrainerHook`."""
+def trained_model(built: BuiltModel, world: World) -> TrainedModel:
+    """Describe a model to the hooks of capabilities."""
 
-    model_parts: Sequence[nn.Module]
-    weights: Sequence[Weight]
-    world: World
-    update_scales: Callable[[], None]
-    """Updates values derived from the weights; see `BuiltModel.update_scales`."""
-
-    def weights_changed(self) -> None:
-        """Discard everything derived from the weights; call this after changing weights outside a step.
-
-        FSDP would otherwise reuse gathered copies of the weights that a forward pass left behind.
-        """
-        for part in self.model_parts:
+    def weights_changed() -> None:
+        # FSDP would otherwise reuse the gathered copies of weights that a forward pass left behind.
+        for part in built.model_parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        self.update_scales()
+        built.update_scales()
+
+    return TrainedModel(built.weights, world, weights_changed)
 
 
 class TrainerHooks:

@@ -30,7 +30,7 @@ from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, record_event
-from trainkit.trainer.hooks import TrainedModel, TrainerHooks
+from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
 from trainkit.trainer.optimizer import ShardedAdamW, ShardedOptimizer
 from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
@@ -168,8 +168,7 @@ class Trainer:
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
         )
-        model = TrainedModel(self.built.model_parts, self.built.weights, world, self.built.update_scales)
-        self._hooks = TrainerHooks(plan, model)
+        self._hooks = TrainerHooks(plan, trained_model(self.built, world))
         added = self._hooks.state_tensors()
         tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers, added)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)

@@ -9,8 +9,9 @@ import torch
 
 from tests.support.ranks import wait_for_all
 from tests.support.runs import TIMEOUT_S, events, fork_workers, log_text, make_attempt
-from trainkit.capabilities.replicas import Replicas, ReplicasPlan
+from trainkit.capabilities.replicas import Replicas
 from trainkit.capabilities.replicas.compare import differing
+from trainkit.capabilities.replicas.replicas_plan import ReplicasPlan
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.run.events import read_events

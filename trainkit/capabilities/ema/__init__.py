@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainkit.capability import Capability, Part, Planned
+from trainkit.capabilities.ema.ema_plan import BYTES, SUFFIX, EmaPlan
+from trainkit.capability import Capability, Planned
 from trainkit.formats import plural
 
 if TYPE_CHECKING:
-    from trainkit.capability import TrainerHook
+    from trainkit.capability import TrainedModel, TrainerHook
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.trainer.hooks import TrainedModel
-
-SUFFIX = "_ema"
-"""Suffix of the names of validation metrics that are computed with the average, such as ``val_loss_ema``."""
-BYTES = 4
-"""Bytes per parameter of the average, which is in float32."""
-
-
-@dataclass(frozen=True)
-class EmaPlan(Part):
-    """Part of the launch plan with the keys of the config section `ema`."""
-
-    CAPABILITY = "ema"
-    decay: float
-    every: int
 
 
 class Ema(Capability):

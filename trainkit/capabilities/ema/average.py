@@ -9,9 +9,8 @@ from logging import getLogger
 import torch
 from torch import Tensor
 
-from trainkit.capabilities.ema import SUFFIX, EmaPlan
-from trainkit.capability import NewEvent, TrainerHook
-from trainkit.trainer.hooks import TrainedModel
+from trainkit.capabilities.ema.ema_plan import SUFFIX, EmaPlan
+from trainkit.capability import NewEvent, TrainedModel, TrainerHook
 from trainkit.trainer.models.model import as_shard_of, local_tensor
 from trainkit.trainer.optimizer import PIECE_ELEMENTS
 from trainkit.trainer.split_master import SplitMaster, master_of, row_pieces

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainkit.adapters import merge_adapters
-from trainkit.capabilities.ema import EmaPlan
+from trainkit.capabilities.ema.ema_plan import EmaPlan
 from trainkit.capabilities.transformers.task import HFCausalLM, save_pretrained
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME

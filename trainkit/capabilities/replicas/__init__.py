@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainkit.capability import Capability, Notice, Part, Planned
+from trainkit.capabilities.replicas.replicas_plan import DIFFERS, ReplicasPlan
+from trainkit.capability import Capability, Notice, Planned
 
 if TYPE_CHECKING:
-    from trainkit.capability import Reading, TrainerHook
+    from trainkit.capability import Reading, TrainedModel, TrainerHook
     from trainkit.config.loaded import LoadedConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.events import Event
-    from trainkit.trainer.hooks import TrainedModel
-
-DIFFERS = "replica_differs"
-"""Name of the event that reports a rank with different weights."""
-
-
-@dataclass(frozen=True)
-class ReplicasPlan(Part):
-    """Part of the launch plan with the keys of the config section `replicas`."""
-
-    CAPABILITY = "replicas"
-    compare_every: int
-    on_difference: str
 
 
 class Replicas(Capability):

@@ -11,13 +11,12 @@ from logging import getLogger
 
 import torch
 
-from trainkit.capabilities.replicas import DIFFERS, ReplicasPlan
-from trainkit.capability import NewEvent, TrainerHook
+from trainkit.capabilities.replicas.replicas_plan import DIFFERS, ReplicasPlan
+from trainkit.capability import NewEvent, TrainedModel, TrainerHook
 from trainkit.errors import FatalError
 from trainkit.plan.launch import Layout
 from trainkit.run.process import own_host
 from trainkit.trainer.distributed import gather_from_all
-from trainkit.trainer.hooks import TrainedModel
 from trainkit.trainer.metrics import bit_sums
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.step_sync import all_reduce_sum

@@ -27,7 +27,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
-from trainkit.trainer.hooks import TrainedModel, TrainerHooks
+from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.models.model import Model, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
@@ -94,8 +94,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
             tracker, collectives = memory_tracker(), _CountCollectives()
             masters = [weight.param for weight in built.weights if weight.cast is not None]
             lowers = [weight.lower for weight in built.weights if weight.lower is not None]
-            trained = TrainedModel(built.model_parts, built.weights, world, built.update_scales)
-            added = TrainerHooks(plan, trained).state_tensors()
+            added = TrainerHooks(plan, trained_model(built, world)).state_tensors()
             state = [tensor for _, tensor in (*optimizer.state_tensors(), *added)]
             tracker.track_external(*built.model_parts, *masters, *lowers, *state)
             with tracker:
