@@ -131,7 +131,8 @@ ABOVE = {
     ),
     "capabilities.drill": "backend backends control job launch observe scheduler slurm",
     "capabilities.export": (
-        "adapters capabilities.transformers data job.processes plan.model_shape safetensors trainer"
+        "adapters capabilities.ema capabilities.transformers data job.processes plan.model_shape safetensors "
+        "trainer"
     ),
     "capabilities.generate": (
         "capabilities.export capabilities.texts data job.processes plan.model_shape trainer"
@@ -145,6 +146,9 @@ ABOVE = {
     ),
     "capabilities.task_check": "data.dataset_file plan.launch run.manifest task trainer",
     "capabilities.texts": "data launch.trainer_process",
+    "capabilities.ema": "trainer",
+    "capabilities.replicas": "trainer",
+    "capabilities.average": "capabilities.export job.processes trainer",
     "capabilities.replay": "capabilities.texts cluster control data job launch trainer",
     "capabilities.init": "cluster",
     "capabilities.shell": "backend cluster launch scheduler slurm",
@@ -292,7 +296,9 @@ def test_no_imports_lead_in_a_circle() -> None:
 WORKERS = {
     PACKAGE / "capabilities" / name
     for name in (
+        "average/worker.py",
         "doctor/bandwidth.py",
+        "ema/average.py",
         "export/worker.py",
         "generate/worker.py",
         "media/recorder.py",
@@ -300,6 +306,7 @@ WORKERS = {
         "multimodal/task.py",
         "replay/worker.py",
         "replay/items.py",
+        "replicas/compare.py",
         "simulation/worker.py",
         "task_check/two_ranks.py",
         "task_check/worker.py",
@@ -357,6 +364,8 @@ SPREAD = {
     r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 1,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
+    r"\bema\b|EmaConfig|EmaPlan": 4,
+    r"replica_differs|ReplicasConfig|ReplicasPlan|ReplicaComparison": 3,
     # A process that is stopped "by a debugger" may be in any debugger, such as gdb.
     "(?<!by a )debugger|debugged|rank_debug|DebugPlan|post.mortem": 2,
 }

@@ -87,7 +87,7 @@ CONFIG_USE = """\
 - The built-in task, `causal_lm`, uses all keys except `task_args`.
 - [Your own task](own-task.md) can read all keys in `self.config`.
   trainkit itself uses all sections except `model` and `data`, and the keys `model.init_from`, \
-`model.init_include`, `data.num_workers` and `data.shuffle`.
+`model.init_include`, `model.init_weights`, `data.num_workers` and `data.shuffle`.
   `add_adapters` uses `model.lora`, and `TokenSamples` uses all other keys of `data`.
   trainkit refuses `parallel.pp`, `parallel.cp` and `precision.float8`.
 - [Your own script](own-script.md) (a COMMAND) uses `name`, `device`, `resources`, `launch`, `requeue`, \

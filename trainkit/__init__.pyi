@@ -35,7 +35,8 @@ def submit(
     parallel: Mapping[str, Any] = ..., checkpoint: Mapping[str, Any] = ...,
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
-    nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
+    ema: Mapping[str, Any] = ..., replicas: Mapping[str, Any] = ..., nodes: int | str = ...,
+    gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
     time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
     clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
     constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
@@ -64,12 +65,12 @@ def sweep(
     precision: Mapping[str, Any] = ..., parallel: Mapping[str, Any] = ...,
     checkpoint: Mapping[str, Any] = ..., resources: Mapping[str, Any] = ...,
     launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ..., logging: Mapping[str, Any] = ...,
-    notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ..., nodes: int | str = ...,
-    gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
-    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
-    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
-    backend: str = ...
+    notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ..., ema: Mapping[str, Any] = ...,
+    replicas: Mapping[str, Any] = ..., nodes: int | str = ..., gpus_per_node: int | str = ...,
+    time: str | None = ..., slice: str | None = ..., time_min: str | None = ...,
+    max_gpu_hours: float | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
+    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
+    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
@@ -88,7 +89,8 @@ def map_array(
     parallel: Mapping[str, Any] = ..., checkpoint: Mapping[str, Any] = ...,
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
-    nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
+    ema: Mapping[str, Any] = ..., replicas: Mapping[str, Any] = ..., nodes: int | str = ...,
+    gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
     time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
     clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
     constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,

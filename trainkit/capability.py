@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
     from contextlib import AbstractContextManager
     from datetime import datetime
 
+    from torch import Tensor
+
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
@@ -31,7 +33,9 @@ if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
     from trainkit.run.events import Event
     from trainkit.run.history import PlanRecord, RunHistory
     from trainkit.run.rundir import AttemptDir, RunDir
+    from trainkit.trainer.distributed import World
     from trainkit.trainer.metrics import TensorBoardLog
+    from trainkit.trainer.models.model import Weight
     from trainkit.trainer.progress import Progress
 
 
@@ -160,6 +164,51 @@ class RankObserver:
         validation.
         """
         return ()
+
+
+class TrainedModel(NamedTuple):
+    """A rank's part of the model in the built-in trainer, as described to a `TrainerHook`."""
+
+    weights: Sequence[Weight]
+    world: World
+    weights_changed: Callable[[], None]
+    """Discards everything that was derived from the weights; call this after changing weights."""
+
+
+class TrainerHook:
+    """Code of a capability that every rank of the built-in trainer runs at fixed points of the training loop.
+
+    All ranks call each method at the same step, so the methods may run collectives. An error in a hook ends
+    the attempt, because the state of the ranks could otherwise differ.
+    """
+
+    def state_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the name and tensor of each state; checkpoints are loaded into these tensors in place.
+
+        The tensors are sharded like the weights, and have layout-independent names.
+        """
+        return ()
+
+    def begin(self, step: int, *, is_loaded: bool) -> None:
+        """Start with the weights of `step`; `is_loaded` is True if a checkpoint contained the state tensors.
+
+        If `is_loaded` is False, the hook initializes its state tensors.
+        """
+
+    def after_step(self, step: int, *, has_updated: bool) -> Iterable[NewEvent]:
+        """Process a step, and return events for rank 0 to record; called before validation and saving.
+
+        `has_updated` is False if the step was skipped because its loss or gradient was not finite. To end the
+        run without saving the step's state, raise FatalError on all ranks.
+        """
+        return ()
+
+    def other_weights(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """Map suffixes to context managers within which the model computes with other weights.
+
+        Validation is repeated within each context, and the suffix is appended to the names of its metrics.
+        """
+        return {}
 
 
 class Reading(NamedTuple):
@@ -331,6 +380,25 @@ class Capability:
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         """Start the companion of an agent's ranks, or return None if the plan lacks the capability's part."""
+        return None
+
+    def bytes_per_param(self, config: RunConfig) -> float:
+        """Return the bytes of state per parameter that the capability's `TrainerHook` adds to a run.
+
+        The state is sharded like the weights, stays on the device of the weights, and is saved in
+        checkpoints.
+        """
+        return 0
+
+    def metrics(self, config: RunConfig) -> Collection[str]:
+        """Return the names of metrics that the capability's `TrainerHook` adds to the task causal_lm."""
+        return ()
+
+    def trainer_hook(self, plan: LaunchPlan, model: TrainedModel) -> TrainerHook | None:
+        """Return the hook of a rank of the trainer, or None if the plan lacks the capability's part.
+
+        This method runs in every rank, before the weights have their values.
+        """
         return None
 
     def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver | None:

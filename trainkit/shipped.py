@@ -130,6 +130,7 @@ SHIPPED = {
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
     "export": Shipped(commands={"ckpt export": "command:command"}),
+    "average": Shipped(commands={"ckpt average": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
     "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(
@@ -173,6 +174,8 @@ SHIPPED = {
         shown={"status": {"growth": "gpu_type"}, "rows": {"growth": "used"}},
     ),
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
+    "ema": Shipped("requeue", {"ema": WHOLE}),
+    "replicas": Shipped("requeue", {"replicas": WHOLE}, events={"replica_differs": True}),
     "curves": Shipped(
         "trackers", {"log_pattern": ("pattern", None)}
     ),  # listed before trackers, which send the metrics that curves writes when it stops

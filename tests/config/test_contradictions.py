@@ -82,6 +82,9 @@ optimizer.name=muon parallel.offload=true
 optimizer.name=muon optimizer.state_dtype=bf16
 optimizer.name=muon optimizer.ns_precision=tf32x3 device=cpu
 checkpoint.best_metric=val_accuracy
+checkpoint.best_metric=val_loss_ema
+checkpoint.best_metric=val_accuracy ema.decay=0.9
+model.init_weights=ema
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
 notify.mail=me@x.org resources.mail_user=you@x.org
 notify.mail=me@x.org resources.mail_type=ALL

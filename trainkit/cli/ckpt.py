@@ -1,4 +1,4 @@
-"""Implements `trainkit ckpt`, which lists, verifies, prunes and exports a run's checkpoints."""
+"""Implements `trainkit ckpt`, which lists, verifies, prunes, averages and exports a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PrunedJson(TypedDict):
     "trainkit ckpt export last --out exported",
 )
 def command() -> None:
-    """List, verify, prune and export the checkpoints of a run."""
+    """List, verify, prune, average and export the checkpoints of a run."""
 
 
 @command.command(epilog=examples("trainkit ckpt ls last", "trainkit ckpt ls last --json"))

@@ -120,10 +120,9 @@ class CheckpointConfig(Section):
     )
     best_metric: MetricName | None = key(
         "val_loss",
-        "Metric that selects the best checkpoint: val_loss, loss, or a metric of your own task. With the "
-        "prefix val_, the value from validation is used; without the prefix, the training value of the "
-        "checkpoint's step. "
-        "If null, no best checkpoint is kept.",
+        "Metric that selects the best checkpoint: val_loss, loss, val_loss_ema (with `ema.decay`), or a "
+        "metric of your own task. With the prefix val_, the value from validation is used; without the "
+        "prefix, the training value of the checkpoint's step. If null, no best checkpoint is kept.",
         allowed="the name of a metric, or null",
     )
     best_mode: Literal["min", "max"] = key(
@@ -449,3 +448,30 @@ class ProfilerConfig(Section):
         False, "Also record every GPU memory allocation with its stack trace, for PyTorch's memory_viz."
     )
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = key((0,), "Ranks to profile.")
+
+
+class EmaConfig(Section):
+    """Settings for the exponential moving average of the weights."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = key(
+        None,
+        "Average the float32 weights during training: an update multiplies the average by decay, and adds "
+        "1 - decay times the weights. null computes no average.",
+        allowed="a number above 0 and below 1, or null",
+    )
+    every: AtLeastOne = key(1, "Number of steps between updates of the average.")
+
+
+class ReplicasConfig(Section):
+    """Settings for comparing the replicas of the model."""
+
+    compare_every: AtLeastOne | None = key(
+        1000,
+        "Number of steps between comparisons of the weights across the ranks of dp_replicate, which must be "
+        "bit-identical; null disables the comparison.",
+    )
+    on_difference: Literal["warn", "stop"] = key(
+        "warn",
+        "What to do if the weights of a rank differ from its replicas: warn continues the run, and stop ends "
+        "the run with exit code 78, without saving a checkpoint.",
+    )

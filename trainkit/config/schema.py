@@ -75,6 +75,8 @@ class RunConfig(Section):
     logging: running.LoggingConfig = section("Where metrics are logged.")
     notify: running.NotifyConfig = section("Events that are reported to a webhook and by email.")
     profiler: running.ProfilerConfig = section("Steps to profile.")
+    ema: running.EmaConfig = section("Exponential moving average of the weights.")
+    replicas: running.ReplicasConfig = section("Comparison of the replicas of the model.")
 
     @property
     def has_user_task(self) -> bool:

@@ -88,6 +88,9 @@ class ModelConfig(Section):
     init_include: tuple[str, ...] = key(
         (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all parameters."
     )
+    init_weights: Literal["ema"] | None = key(
+        None, "Load the average of the weights from init_from (see `ema.decay`) instead of the weights."
+    )
 
 
 class DataConfig(Section):

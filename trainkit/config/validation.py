@@ -65,7 +65,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _stages(config),
         _document_mask(config),
         _pattern(config),
-        _best_metric(config),
+        _best_metric(config, [name for capability in used for name in capability.metrics(config)]),
         *(capability.contradictions(config) for capability in used),
         _hf(config),
     )
@@ -131,6 +131,9 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
     if model.init_include and model.init_from is None:
         message = "is set, but model.init_from is null"
         yield "model.init_include", message, "set model.init_from to a run folder"
+    if model.init_weights is not None and model.init_from is None:
+        message = f"is {model.init_weights}, but model.init_from is null"
+        yield "model.init_weights", message, "set model.init_from to a run folder"
     uses = {
         "model.from_scratch": model.from_scratch,
         "model.quantize": model.quantize is not None,
@@ -226,13 +229,15 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
 LOSSES = ("val_loss", "loss")
 
 
-def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
-    key, metric = "checkpoint.best_metric", config.checkpoint.best_metric
-    if metric is None or metric in LOSSES:
+def _best_metric(config: RunConfig, added: Collection[str]) -> Iterator[KeyProblem]:
+    """Yield a problem if there is no such metric; `added` contains the metrics of capabilities."""
+    key, metric, known = "checkpoint.best_metric", config.checkpoint.best_metric, (*LOSSES, *added)
+    if metric is None or metric in known:
         return
     if not config.has_user_task:
-        message = f"is {metric}, but task is {config.task}, which has the metrics {' and '.join(LOSSES)}"
-        yield key, message, "use val_loss, loss or null"
+        shown = f"{', '.join(known[:-1])} and {known[-1]}"
+        message = f"is {metric}, but task is {config.task}, which has the metrics {shown}"
+        yield key, message, f"use {', '.join(known)} or null"
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (
             key,

@@ -289,7 +289,7 @@ def _optimizer_bytes(work: StepWork, num_params: int, num_layers: int, tp: int |
 
     Tensor parallelism of degree `tp`, or by default of the layout's degree, has split the parameters.
     """
-    found = work.optimizer_bytes * num_params
+    found = (work.optimizer_bytes + work.added_bytes) * num_params
     if work.muon is not None:
         matrices = num_elements(block_matrices(work.shape)) * num_layers // (tp or work.layout.tp)
         found -= (work.optimizer_bytes - STATE_BYTES) * matrices

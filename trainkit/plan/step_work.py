@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from trainkit.config.optimizers import is_own
 from trainkit.config.running import ParallelConfig, PipelineSchedule
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import NewtonSchulzPrecision
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.optimizer_state import optimizer_bytes
+from trainkit.shipped import load
 
 STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "gpipe": 1,
@@ -109,6 +110,8 @@ class StepWork:
     """True for a user's optimizer, which needs whole float32 weights."""
     muon: NewtonSchulzPrecision | None = None
     """The precision in which Muon orthogonalizes the matrices of blocks; None with another optimizer."""
+    added_bytes: float = 0
+    """Bytes per parameter of the state that capabilities add."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -235,6 +238,7 @@ def work_of(
 ) -> StepWork:
     """Return the work of a step with the given config and layout; `batch` sets the number of microbatches."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
+    added_bytes = sum(load(name).bytes_per_param(config) for name in capabilities_of(config))
     return StepWork(
         shape=shape,
         layout=layout,
@@ -246,6 +250,7 @@ def work_of(
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
         has_own_optimizer=is_own(config.optimizer.name),
         muon=config.optimizer.ns_precision if config.optimizer.name == "muon" else None,
+        added_bytes=added_bytes,
         device=device,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",

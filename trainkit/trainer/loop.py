@@ -32,6 +32,7 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, gather_from_all, record_event
 from trainkit.trainer.file_optimizer import make_own_optimizers
+from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
 from trainkit.trainer.optimizers import make_optimizer
 from trainkit.trainer.optimizers.interface import ShardedOptimizer, refuse_unused_groups
@@ -54,6 +55,7 @@ from trainkit.trainer.step_sync import (
     any_rank,
     join_turns,
     pack_report,
+    with_metrics,
 )
 from trainkit.trainer.user_task import UserTask
 
@@ -171,12 +173,14 @@ class Trainer:
         self.optimizer: ShardedOptimizer = own or make_optimizer(
             self.built.weights, config.optimizer, world, compiled=compiled
         )
-        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
+        self._hooks = TrainerHooks(plan, trained_model(self.built, world))
+        added = self._hooks.state_tensors()
+        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers, added)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)
         self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
         self.loss_scale = LossScale(config.precision, world.device)
         progress.enter("load")
-        self.state = resume(chosen, attempt, world, task, self.built, tensors, self._own)
+        self.state = resume(chosen, attempt, world, task, self.built, tensors, self._own, self._hooks)
         self.built.forward_backward.begin_step(self.state.step)
         self.built.update_scales()
         self.loss_scale.load(self.state.loss_scale)
@@ -280,6 +284,7 @@ class Trainer:
         self.optimizer.end_step()
         report = join_turns(reports)
         self._update_state(batch, report)
+        self._call_hooks(report)
         self.progress.end_step()
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
@@ -362,6 +367,17 @@ class Trainer:
         counted = number + 1 if turn else 0  # without turns, a step has a single record, numbered 0
         self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own, counted, turn)
         return report
+
+    def _call_hooks(self, report: StepReport) -> None:
+        """Let capabilities process the step; if one ends the run, finish the save in progress first."""
+        try:
+            for event, values in self._hooks.after_step(self.state.step, has_updated=report.finite):
+                if self.world.is_main:
+                    record_event(self.attempt, event, **values)
+        except FatalError:
+            self.progress.enter("end")
+            self._await_save()
+            raise
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.train.log_every == 0 or step in (1, self.total_steps)
@@ -454,6 +470,12 @@ class Trainer:
         assert self.evaluator is not None
         started = time.monotonic()
         found = self.evaluator.run(self.built, self.stop, self.progress)
+        for suffix, use in self._hooks.other_weights().items():
+            if found is None:
+                break
+            with use():
+                other = self.evaluator.run(self.built, self.stop, self.progress)
+            found = None if other is None else with_metrics(found, other, suffix)
         self.metrics.exclude(time.monotonic() - started)
         if found is None:
             return False, None

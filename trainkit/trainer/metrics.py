@@ -14,7 +14,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from logging import getLogger
@@ -347,7 +347,17 @@ SPIKE_RATIO = 3.0
 crash follows."""
 CHECKSUM_BITS = 52
 """Number of bits in the checksum; a float64 represents integers of this size exactly."""
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sum of each tensor's bit patterns (0-dim, int64), which any single changed bit changes."""
+    return [
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        .view(_WORDS[tensor.element_size() // (2 if tensor.is_complex() else 1)])
+        .sum(dtype=torch.int64)
+        for tensor in tensors
+    ]
 
 
 class LocalGradient:
@@ -366,9 +376,7 @@ class LocalGradient:
     def add(self, grads: Sequence[Tensor]) -> None:
         """Update the checksum with gradients that are about to be reduced."""
         if self.is_due:
-            self._sums += [
-                grad.detach().view(_WORDS[grad.element_size()]).sum(dtype=torch.int64) for grad in grads
-            ]
+            self._sums += bit_sums(grad.detach() for grad in grads)
 
     def take(self, device: torch.device) -> Tensor:
         """Return the step's checksum (0-dim, float64), or NaN if `add` received no gradients."""

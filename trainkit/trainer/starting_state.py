@@ -26,6 +26,7 @@ from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensor
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, record_event
+from trainkit.trainer.hooks import TrainerHooks
 from trainkit.trainer.own_optimizers import OwnState, refuse_other_optimizers
 from trainkit.trainer.stream import WHOLE_HINT, StreamData
 from trainkit.trainer.user_task import UserTask
@@ -76,6 +77,7 @@ def resume(
     built: BuiltModel,
     tensors: StateTensors,
     own: OwnState | None,
+    hooks: TrainerHooks,
 ) -> TrainingState:
     """Load the chosen checkpoint, if any, and return the training state to start from."""
     config, best_metric = task.config, None
@@ -88,15 +90,17 @@ def resume(
             base = task.data_identity().get(BASE_FINGERPRINT)
             load_initial_weights(tensors.tensors, config.model, world, base)
         tensors.copy_duplicates()
+        hooks.begin(0, loaded=())
         return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen
     refuse_other_optimizers(manifest, own, checkpoint.path.name)
     wanted = {} if own is None else own.wanted(manifest, SafeReader(checkpoint.path))
-    load_tensors(checkpoint, {**tensors.tensors, **wanted}, world)
+    loaded = load_tensors(checkpoint, {**tensors.tensors, **wanted}, world)
     tensors.copy_duplicates()
     if own is not None:
         own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
+    hooks.begin(state.step, loaded)
     if manifest.val_fingerprint != val_fingerprint(task):
         log.warning("the validation data has changed: validation losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None

@@ -64,6 +64,15 @@ def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
     )
 
 
+def with_metrics(report: StepReport, other: StepReport, suffix: str) -> StepReport:
+    """Return a validation report to which the loss and metrics of another validation are added as metrics.
+
+    The suffix is appended to the names of the added metrics.
+    """
+    added = {f"{name}{suffix}": value for name, value in {"loss": other.loss, **other.metrics}.items()}
+    return replace(report, metrics={**report.metrics, **added})
+
+
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
     """Sum a tensor across all ranks in place."""
     if world.distributed:

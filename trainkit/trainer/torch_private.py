@@ -215,6 +215,11 @@ copy_each = torch._foreach_copy_
 
 If torch removes the function, use `Tensor.copy_`, which launches one kernel per tensor.
 """
+lerp_each = torch._foreach_lerp_
+"""Moves each tensor by a fraction of its distance to a second tensor, using one kernel for many tensors.
+
+If torch removes the function, use `Tensor.lerp_`, which launches one kernel per tensor.
+"""
 
 
 def any_length(tensor: Tensor) -> Tensor:

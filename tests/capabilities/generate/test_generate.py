@@ -78,7 +78,7 @@ def test_characters_are_shown_once_they_are_complete(tmp_path, monkeypatch, is_t
 
 VALUES: dict[str, Any] = {
     **{"checkpoint": "", "prompt": "def ", "max_tokens": 8, "temperature": 0.0, "top_k": None, "top_p": None},
-    **{"seed": 0, "device": "cpu", "dtype": None, "tokenizer": None, "as_json": False},
+    **{"seed": 0, "device": "cpu", "dtype": None, "tokenizer": None, "as_json": False, "ema": False},
 }
 
 

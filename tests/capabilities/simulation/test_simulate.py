@@ -52,6 +52,7 @@ def simulate_apart(_: int, attempt: AttemptDir, rank: int, file: Path) -> None:
 
 def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> Simulation:
     batch = ("train.global_batch_size=null", "data.num_workers=0")
+    tmp_path.mkdir(exist_ok=True)
     return simulate(make_attempt(tmp_path / "run", [*batch, *options], num_procs), rank)
 
 
@@ -98,6 +99,15 @@ def test_muon_gathers_a_round_of_matrices(
     found = found_for(tmp_path, num_procs, *options)
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.005)
     assert {kind: found.collectives.get(kind) for kind in collectives} == collectives
+
+
+@pytest.mark.parametrize("options", [["parallel.dp_shard=2"], ["parallel.tp=2"]])
+def test_an_average_of_the_weights(tmp_path: Path, options: list[str]) -> None:
+    """The average takes 4 bytes per parameter of a rank, in the estimate and on the rank."""
+    without = found_for(tmp_path / "without", 2, *WIDE, *options)
+    found = found_for(tmp_path, 2, *WIDE, *options, "ema.decay=0.999")
+    assert found.peak_bytes["total"] - without.peak_bytes["total"] == 4 * found.num_params
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
 
 
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:

@@ -17,11 +17,20 @@ from trainkit.cli.options import INDEX, PATH, json_option, refuse_untrusted, run
 from trainkit.cli.output import echo_result
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
+from trainkit.formats import JsonObject
 from trainkit.job.processes import module_argv
 from trainkit.run import manifest
 from trainkit.run.own_folders import own_environ
 from trainkit.run.registry import find_run
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import MANIFEST_NAME, RunDir
+
+checkpoint_option = option(
+    "--checkpoint DIR",
+    "Use the checkpoint in this folder, such as a folder that `trainkit ckpt average` wrote.",
+    name="folder",
+    type=PATH,
+)
+ema_option = option("--ema", "Use the average of the weights, which runs with ema.decay save.")
 
 
 class ExportedJson(TypedDict):
@@ -35,11 +44,15 @@ class ExportedJson(TypedDict):
 
 
 @as_command(
-    "trainkit ckpt export last --out exported", "trainkit ckpt export last --out exported --dtype bf16"
+    "trainkit ckpt export last --out exported",
+    "trainkit ckpt export last --out exported --dtype bf16",
+    "trainkit ckpt export last --out exported --ema",
 )
 @run_argument
 @option("--out", "Folder to create.", name="out_name", type=PATH, required=True)
 @option("--step N", "Export the checkpoint of this step.", type=INDEX)
+@checkpoint_option
+@ema_option
 @option(
     "--format",
     "Output format: hf writes files that transformers can load. If you use your own "
@@ -60,7 +73,15 @@ class ExportedJson(TypedDict):
 @trust_option
 @json_option("trainkit.capabilities.export.command:ExportedJson")
 def command(
-    run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
+    run_name: str,
+    out_name: Path,
+    step: int | None,
+    folder: Path | None,
+    format_name: str,
+    dtype: str,
+    merge: bool,
+    ema: bool,
+    as_json: bool,
 ) -> int:
     """Export the model from the best checkpoint of RUN, or else the newest, for use in other programs.
 
@@ -69,32 +90,50 @@ def command(
     """
     run = find_run(run_name)
     refuse_untrusted(run.path)
-    checkpoint = chosen_checkpoint(run, step)
-    if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
-        raise UsageError(f"--out {out_name} exists already", hint="choose a new or empty folder")
-    partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
-    request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
-    try:
-        partial.mkdir(parents=True)
-        # Export in another process, because trainkit commands must not import torch.
-        argv = module_argv("trainkit.capabilities.export.worker")
-        code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
-        if code:
-            return code if code > 0 else EXIT_FAILED
-        partial.rename(out_name)
-    except OSError as error:
-        message = f"--out {out_name} cannot be written: {error.strerror}"
-        raise UsageError(message, hint="choose a new folder in a writable location") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    checkpoint = chosen_checkpoint(run, step, folder)
+    request = {**places_of(run, checkpoint), "dtype": dtype, "merge": merge, "ema": ema}
+    code = write_folder("trainkit.capabilities.export.worker", request, out_name)
+    if code:
+        return code
     files = sorted(item.name for item in out_name.iterdir())
     value: ExportedJson = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
     echo_result(value, f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}", as_json)
     return EXIT_OK
 
 
-def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """Return the checkpoint at `step` or, without `step`, the best or else the newest intact checkpoint."""
+def write_folder(module: str, request: JsonObject, out: Path) -> int:
+    """Run a module that writes the folder `out`; return the exit code, or 0 once the folder is complete.
+
+    The module receives the request as JSON on stdin, with a temporary folder as `out`.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"--out {out} exists already", hint="choose a new or empty folder")
+    partial = out.absolute().with_name(f".{out.name}.partial-{os.getpid()}")
+    text = json.dumps({**request, "out": str(partial)})
+    try:
+        partial.mkdir(parents=True)
+        # Use another process, because trainkit commands must not import torch.
+        code = subprocess.run(module_argv(module), input=text, text=True, env=own_environ()).returncode
+        if code:
+            return code if code > 0 else EXIT_FAILED
+        partial.rename(out)
+    except OSError as error:
+        message = f"--out {out} cannot be written: {error.strerror}"
+        raise UsageError(message, hint="choose a new folder in a writable location") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return EXIT_OK
+
+
+def chosen_checkpoint(run: RunDir, step: int | None, folder: Path | None = None) -> manifest.Checkpoint:
+    """Return the checkpoint in `folder`, or the run's checkpoint at `step`.
+
+    Without `folder` and `step`, return the best or else the newest intact checkpoint.
+    """
+    if folder is not None:
+        if step is not None:
+            raise UsageError("--step and --checkpoint both choose a checkpoint", hint="remove one of them")
+        return _checkpoint_in(folder)
     there = checkpoints_of(run, step)
     best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
     chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
@@ -107,6 +146,18 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
         hint = "export the model with your own code"
         raise UsageError(f"{shown_path(chosen.path)} was saved by your own training loop", hint=hint)
     return chosen
+
+
+def _checkpoint_in(folder: Path) -> manifest.Checkpoint:
+    try:
+        found = manifest.Checkpoint(folder, manifest.Checkpoint(folder, 0).manifest().step)
+        damage = manifest.find_damage(found)
+    except (OSError, ValueError):
+        damage = f"it contains no {MANIFEST_NAME}, or a damaged one"
+    if damage:
+        message = f"--checkpoint {folder} is not an intact checkpoint: {damage}"
+        raise UsageError(message, hint="name a folder that `trainkit ckpt average` wrote, or use --step")
+    return found
 
 
 def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:

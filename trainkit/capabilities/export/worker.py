@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainkit.adapters import merge_adapters
+from trainkit.capabilities.ema.ema_plan import EmaPlan
 from trainkit.capabilities.transformers.task import HFCausalLM, save_pretrained
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
@@ -27,10 +28,12 @@ from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.folders import shown_path
 from trainkit.plan.model_shape import ROPE_SCALINGS, ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
+from trainkit.trainer.checkpoint.loader import other_weights
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.decoder import llama_name
@@ -63,14 +66,17 @@ class ExportRequest:
     out: str
     dtype: str
     merge: bool
+    ema: bool = False
+    """True to export the average of the weights."""
 
 
 def export(request: ExportRequest) -> list[str]:
     """Write a model's files into the empty folder `out`, and return remarks for the user."""
     config, out = read_effective(request.config_file), Path(request.out)
     reader = SafeReader(request.checkpoint)
+    replaced = averages_in(reader) if request.ema else {}
     if not config.has_decoder:
-        return _export_task(config, RunDir(Path(request.run)), reader, out, request)
+        return _export_task(config, RunDir(Path(request.run)), reader, out, request, replaced)
     if config.model.architecture != DECODER:
         raise UsageError(
             f"model.architecture is {config.model.architecture}, which cannot be exported to the "
@@ -84,7 +90,7 @@ def export(request: ExportRequest) -> list[str]:
         )
     if request.merge:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
-    _export_decoder(config, reader, out, DTYPES[request.dtype])
+    _export_decoder(config, reader, out, DTYPES[request.dtype], replaced)
     return _export_tokenizer(config, out)
 
 
@@ -95,12 +101,31 @@ def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMet
     return {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
 
 
-def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
-    """Read checkpoint values into the tensors with the same names, converting them to the tensors' dtypes."""
-    state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+def averages_in(reader: SafeReader) -> dict[str, str]:
+    """Map the names of weights to the names of their averages in a checkpoint."""
+    found = other_weights(reader.read_metadata().state_dict_metadata, EmaPlan.CAPABILITY)
+    if not found:
+        message = f"{shown_path(Path(reader.path))} contains no average of the weights"
+        hint = "remove --ema; runs with ema.decay save an average in each checkpoint"
+        raise UsageError(message, hint=hint)
+    return found
 
 
-def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype) -> None:
+def load_tensors(
+    reader: SafeReader, tensors: Mapping[str, Tensor], replaced: Mapping[str, str] | None = None
+) -> None:
+    """Read checkpoint values into the tensors with the same names, converting them to the tensors' dtypes.
+
+    `replaced` maps the names of tensors to the names in the checkpoint, where they differ.
+    """
+    names = replaced or {}
+    found = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    state_dict_loader.load(found, storage_reader=reader, no_dist=True)
+
+
+def _export_decoder(
+    config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype, replaced: Mapping[str, str]
+) -> None:
     """Write trainkit's decoder as a Llama, Qwen2 or Qwen3 model for transformers, a few tensors at a time."""
     saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
@@ -116,7 +141,7 @@ def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: tor
     for number, sizes in enumerate(files, 1):
         file = FILE_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         theirs = {llama_name(name): (dtype, tuple(size)) for name, size in sizes.items()}
-        write_safetensors(out / file, theirs, _values(sizes, reader))
+        write_safetensors(out / file, theirs, _values(sizes, reader, replaced))
         index |= dict.fromkeys(theirs, file)
     if len(files) > 1:
         total = _num_bytes([item.size for item in saved.values()], dtype)
@@ -128,13 +153,15 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
     return sum(size.numel() for size in sizes) * dtype.itemsize
 
 
-def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
+def _values(
+    sizes: Mapping[str, torch.Size], reader: SafeReader, replaced: Mapping[str, str]
+) -> Iterator[Tensor]:
     """Yield the decoder's parameters; read about 1 GiB at a time to limit the number of load plans."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
         if index == len(sizes) or sum(value.nbytes for value in group.values()) >= 1 << 30:
-            load_tensors(reader, group)
+            load_tensors(reader, group, replaced)
             yield from group.values()
             group = {}
 
@@ -242,11 +269,16 @@ def _write_byte_tokenizer(out: Path) -> None:
 
 
 def _export_task(
-    config: RunConfig, run: RunDir, reader: SafeReader, out: Path, request: ExportRequest
+    config: RunConfig,
+    run: RunDir,
+    reader: SafeReader,
+    out: Path,
+    request: ExportRequest,
+    replaced: Mapping[str, str],
 ) -> list[str]:
     """Load a checkpoint's weights on the CPU, and let the task write its model."""
     adapters_only = config.uses_transformers and config.model.lora is not None and not request.merge
-    task, model = load_task_model(config, run, reader, adapters_only=adapters_only)
+    task, model = load_task_model(config, run, reader, replaced, adapters_only=adapters_only)
     if config.uses_transformers:
         save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
         return _export_tokenizer(config, out)
@@ -259,12 +291,18 @@ def _export_task(
 
 
 def load_task_model(
-    config: RunConfig, run: RunDir, reader: SafeReader, *, adapters_only: bool = False
+    config: RunConfig,
+    run: RunDir,
+    reader: SafeReader,
+    replaced: Mapping[str, str] | None = None,
+    *,
+    adapters_only: bool = False,
 ) -> tuple[UserTask, nn.Module]:
     """Return a task and its model, with the weights of a checkpoint loaded on the CPU.
 
-    With `adapters_only`, memory is allocated only for the tensors that peft saves. Raises UsageError if the
-    checkpoint belongs to a different model, or if the files of the base model have changed.
+    For `replaced`, see `load_tensors`. With `adapters_only`, memory is allocated only for the tensors that
+    peft saves. Raises UsageError if the checkpoint belongs to a different model, or if the files of the base
+    model have changed.
     """
     task = UserTask(config, run, opens_data=False)
     before = Checkpoint(Path(reader.path), 0).manifest().data.get(BASE_FINGERPRINT)
@@ -285,7 +323,7 @@ def load_task_model(
         raise UsageError(f"{reader.path} contains no {absent[0]}", hint=hint)
     tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
     tensors |= {f"buffer.{name}": buffer for name, buffer in StateBuffers(model).tensors.items()}
-    load_tensors(reader, tensors)
+    load_tensors(reader, tensors, replaced)
     model.eval()
     return task, model
 

@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 
 import click
 
-from trainkit.capabilities.export.command import chosen_checkpoint, places_of
+from trainkit.capabilities.export.command import checkpoint_option, chosen_checkpoint, ema_option, places_of
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED
@@ -39,6 +39,8 @@ class GeneratedJson(TypedDict):
 @run_argument
 @click.argument("prompt")
 @option("--step N", "Use the checkpoint of this step.", type=click.IntRange(min=0))
+@checkpoint_option
+@ema_option
 @option("--max-tokens N", "Maximum number of new tokens.", type=click.IntRange(1), default=200)
 @option(
     "--temperature T",
@@ -64,6 +66,7 @@ def command(
     run_name: str,
     prompt: str,
     step: int | None,
+    folder: Path | None,
     tokenizer: str | None,
     as_json: bool,
     **options: object,
@@ -80,7 +83,7 @@ def command(
 
     run = find_run(run_name)
     refuse_untrusted(run.path)
-    checkpoint = chosen_checkpoint(run, step)
+    checkpoint = chosen_checkpoint(run, step, folder)
     request = {
         **places_of(run, checkpoint),
         "prompt": sys.stdin.read() if prompt == "-" else prompt,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainkit.capabilities.export.worker import (
     GENERATION_NAME,
+    averages_in,
     load_task_model,
     load_tensors,
     saved_tensors,
@@ -139,8 +140,9 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
     """Return the model with the weights of a checkpoint loaded."""
     run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
     dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
+    replaced = averages_in(reader) if request["ema"] else {}
     if config.uses_transformers:
-        return load_task_model(config, run, reader)[1].to(device=device, dtype=dtype)
+        return load_task_model(config, run, reader, replaced)[1].to(device=device, dtype=dtype)
     saved = saved_tensors(reader, "model.")
     if "embedding.weight" in saved:
         vocab_size = saved["embedding.weight"].size[0]
@@ -153,7 +155,8 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
         param.data = param.data.to(dtype)
     model.to_empty(device=device)
     model.rebuild_buffers()
-    load_tensors(reader, {f"model.{name}": param.detach() for name, param in model.named_parameters()})
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    load_tensors(reader, tensors, replaced)
     return model.eval()
 
 

@@ -27,6 +27,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
+from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.models.model import Model, local_tensor
 from trainkit.trainer.optimizers import make_optimizer
 from trainkit.trainer.optimizers.interface import ShardedOptimizer
@@ -94,7 +95,8 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
             tracker, collectives = memory_tracker(), _CountCollectives()
             masters = [weight.param for weight in built.weights if weight.cast is not None]
             lowers = [weight.lower for weight in built.weights if weight.lower is not None]
-            state = [tensor for _, tensor in optimizer.state_tensors()]
+            added = TrainerHooks(plan, trained_model(built, world)).state_tensors()
+            state = [tensor for _, tensor in (*optimizer.state_tensors(), *added)]
             tracker.track_external(*built.model_parts, *masters, *lowers, *state)
             with tracker:
                 step()  # the first step allocates tensors that later steps reuse, such as pipeline buffers

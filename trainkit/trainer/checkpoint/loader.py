@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from logging import getLogger
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,12 +36,14 @@ from trainkit.run.manifest import (
     unreadable,
 )
 from trainkit.run.rundir import MANIFEST_NAME, AttemptDir, RunDir
+from trainkit.trainer.checkpoint.state import owner_prefix, state_prefix
 from trainkit.trainer.checkpoint.storage import SafeReader, SplittingLoadPlanner
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
 from trainkit.trainer.split_master import SplitMaster, master_of
 from trainkit.trainer.user_code import listed
 
+T = TypeVar("T")
 log = getLogger(__name__)
 SETTLE_S = 65.0
 """How long a host may see a stale listing of a folder on a network filesystem, in seconds."""
@@ -201,19 +204,30 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
         return "", "", unreadable(error)
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor | SplitMaster], world: World) -> None:
+def load_tensors(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor | SplitMaster], world: World
+) -> set[str]:
     """Fill the tensors in place from a checkpoint, which may have been saved with a different layout.
 
-    Raises FatalError if the names or shapes of the tensors do not match the checkpoint.
+    The state of a capability is loaded if both the checkpoint and the run have it. Returns the prefixes of
+    the loaded states (see `state_prefix`). Raises FatalError if the names or shapes of the tensors do not
+    match the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
-    problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
+    own, saved = _shapes_on_all_ranks(tensors, world), _saved_shapes(reader)
+    loaded = {*map(owner_prefix, own)} & {*map(owner_prefix, saved)}
+
+    def used(found: Mapping[str, T]) -> dict[str, T]:
+        return {name: value for name, value in found.items() if owner_prefix(name) in (None, *loaded)}
+
+    problem = _problem(used(own), used(saved))
     if problem:
         raise FatalError(
             f"checkpoint {checkpoint.path} belongs to another model ({problem})",
             hint="resume with the model section that the run was trained with, or start a new run",
         )
-    _load(tensors, reader, world)
+    _load(used(tensors), reader, world)
+    return {prefix for prefix in loaded if prefix is not None}
 
 
 def _load(tensors: Mapping[str, Tensor | SplitMaster], reader: SafeReader, world: World) -> None:
@@ -272,7 +286,15 @@ def load_initial_weights(
     if damage:
         raise FatalError(f"model.init_from: {checkpoint.path} is damaged: {damage}", hint="name another one")
     reader = SafeReader(checkpoint.path)
-    shapes = {name: shape for name, shape in _saved_shapes(reader).items() if _matches(name, config)}
+    saved = _saved_shapes(reader)
+    replaced = {} if config.init_weights is None else other_weights(saved, config.init_weights)
+    if config.init_weights is not None and not replaced:
+        raise FatalError(
+            f"model.init_weights is {config.init_weights}, which {checkpoint.path} does not contain",
+            hint="remove model.init_weights, or choose a checkpoint that contains these weights",
+        )
+    saved |= {name: saved[other] for name, other in replaced.items()}
+    shapes = {name: shape for name, shape in saved.items() if _matches(name, config)}
     own = {name: tensor for name, tensor in tensors.items() if _matches(name, config)}
     everywhere = _shapes_on_all_ranks(own, world)
     if base is not None and checkpoint.manifest().data.get(BASE_FINGERPRINT) == base:
@@ -286,11 +308,17 @@ def load_initial_weights(
             f"the weights of {checkpoint.path} do not fit the model: {problem}",
             hint="set model.init_include to load only matching parameters, such as ['encoder.*']",
         )
-    _load(own, reader, world)
+    _load({replaced.get(name, name): tensor for name, tensor in own.items()}, reader, world)
     names = {name for name in tensors if name.startswith(PARTS)}
     total = len(set().union(*gather_from_all(sorted(names), world)))
     if world.is_main:
         log.info(f"initialized from {checkpoint.path}: {len(everywhere)} of {total} weights and buffers")
+
+
+def other_weights(saved: Iterable[str], capability: str) -> dict[str, str]:
+    """Map the names of weights to the names of the values that a capability saved for these weights."""
+    prefix = state_prefix(capability)
+    return {f"{PARTS[0]}{name.removeprefix(prefix)}": name for name in saved if name.startswith(prefix)}
 
 
 def _find(path: Path) -> tuple[str, int] | None:

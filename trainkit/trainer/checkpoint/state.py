@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,13 +16,31 @@ from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.split_master import SplitMaster, master_of
 from trainkit.trainer.step_sync import copy_from_main
 
+OF_CAPABILITIES = "capability/"
+"""Prefix of the names of tensors that capabilities add to checkpoints."""
+
+
+def state_prefix(capability: str) -> str:
+    """Return the prefix of the names of a capability's tensors in checkpoints."""
+    return f"{OF_CAPABILITIES}{capability}/"
+
+
+def owner_prefix(name: str) -> str | None:
+    """Return the prefix of a tensor's name if a capability added the tensor, otherwise None."""
+    return state_prefix(name.split("/")[1]) if name.startswith(OF_CAPABILITIES) else None
+
 
 class StateTensors:
-    """This rank's shards of the weights and of the optimizer state."""
+    """This rank's shards of the weights, of the optimizer state and of the state of capabilities."""
 
     def __init__(
-        self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
+        self,
+        weights: Sequence[Weight],
+        optimizer: ShardedOptimizer,
+        buffers: StateBuffers | None = None,
+        added: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
+        """`added` contains the names and tensors of the state of capabilities."""
         self.tensors: dict[str, Tensor | SplitMaster] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
         """Pairs of tensors with equal values; a checkpoint contains only the first tensor of each pair.
@@ -39,6 +57,8 @@ class StateTensors:
                 self.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():
             self._add(f"optimizer.{name}", tensor)
+        for name, tensor in added:
+            self._add(name, tensor)
 
     def _add(self, name: str, tensor: Tensor | SplitMaster) -> None:
         if name in self.tensors:

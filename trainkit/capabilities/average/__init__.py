@@ -1,0 +1,1 @@
+"""Implements `trainkit ckpt average`, which averages the weights of several checkpoints of a run."""
