@@ -180,7 +180,9 @@ class RoutedExperts(FeedForwardKind):
         return 2 * self.moe.top_k * self.moe.ffn_dim + self.moe.shared_dim
 
     def gradients(self, dim: int) -> int:
-        return 3 * self.hidden + 2 * self.moe.top_k * dim
+        # The backward passes of the shared and of the other experts follow each other.
+        hidden = max(self.moe.top_k * self.moe.ffn_dim, self.moe.shared_dim)
+        return 3 * hidden + 2 * self.moe.top_k * dim
 
     def output_gradients(self, dim: int) -> int:
         return 2 * self.hidden + self.moe.top_k * dim

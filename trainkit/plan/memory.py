@@ -63,6 +63,13 @@ class RankParams(NamedTuple):
     def num_layers(self) -> int:
         return sum(self.layers)
 
+    def of_first(self, count: int) -> int:
+        """Return the number of parameters of the rank's first blocks; blocks of one kind are equal."""
+        num_dense = min(count, self.num_dense)
+        of_others = self.block * (self.num_layers - self.num_dense)
+        dense = (self.blocks - of_others) // max(1, self.num_dense)
+        return dense * num_dense + self.block * (count - num_dense)
+
     @property
     def whole(self) -> int:
         return self.blocks + self.embedding + self.head
@@ -323,7 +330,6 @@ Phase = tuple[str, int, int, int, int]
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     """Yield the phases of a step without a pipeline, where gradients are reduced once they are ready."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
-    mean_block = params.blocks / max(1, blocks)
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
@@ -340,31 +346,39 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     # True if the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
-    kept, in_block = _mean_of_blocks(work, params, kept_bytes), _in_a_block(work, params)
+    kinds = work.shape.feed_forward(0), work.shape.feed_forward(work.shape.num_layers - 1)
+    kept_by_dense, kept = (kept_bytes(work, kind) for kind in kinds)
+    in_block = _in_a_block(work, params)
+
+    def kept_by_first(count: int) -> int:
+        num_dense = min(count, params.num_dense)
+        return kept_by_dense * num_dense + kept * (count - num_dense)
+
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
-    kept_in_all = round(kept * blocks)
-    yield "loss", waiting, kept_in_all + _head_bytes(work), loss_bytes(work), gathered
+    yield "loss", waiting, kept_by_first(blocks) + _head_bytes(work), loss_bytes(work), gathered
     # Activations are freed and gradients created at constant rates, so the peak is near the start or end of
     # the backward pass.
-    recomputed = max(0, block_bytes(work) - kept_bytes(work))
+    recomputed = [max(0, block_bytes(work, kind) - kept_bytes(work, kind)) for kind in kinds]
     # Tied embeddings stay gathered, and the head's gradient is kept until the embedding's gradient is ready.
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
-        made = 0 if own == 0 else round(FLOAT32 * (mean_block * done + head - both_ends) / work.shards)
+        left = params.of_first(blocks - done)
+        made = 0 if own == 0 else FLOAT32 * (params.blocks - left + head - both_ends) // work.shards
+        again = recomputed[blocks - done > params.num_dense]
         buffers = in_block
         if is_wrapped:
-            rest = round(work.block_itemsize * mean_block * (blocks - done)) + item * params.embedding
+            rest = work.block_itemsize * left + item * params.embedding
             following = min(2 * a_block, rest) if work.shards > 1 else a_block
             buffers += whole if stays else rest if work.keeps_gathered else following
             buffers += item * both_ends + FLOAT32 * (block if done else head - both_ends)
         gradients = (waiting or made) + made_bytes * both_ends
-        yield "backward", gradients, round(kept * (blocks - done)) + recomputed, 0, buffers
+        yield "backward", gradients, kept_by_first(blocks - done) + again, 0, buffers
     if is_wrapped:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + made_bytes * end, 0, 0, buffers
         if not is_tied:  # The head's gradient is reduced before the gradients of the blocks.
-            yield "reduce", waiting + made_bytes * head, kept_in_all, 0, gathered + FLOAT32 * head
+            yield "reduce", waiting + made_bytes * head, kept_by_first(blocks), 0, gathered + FLOAT32 * head
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
