@@ -61,6 +61,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _variables(config),
         _secrets(config),
         _precision(config),
+        _experts(config),
         _optimizer(loaded),
         _stages(config),
         _document_mask(config),
@@ -294,6 +295,18 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
         yield key, "is gather, but parallel.offload is true", hint
 
 
+def _experts(config: RunConfig) -> Iterator[KeyProblem]:
+    if config.model.moe is None:
+        return
+    source, name = config.model_source
+    if name != DECODER:
+        hint = "remove model.moe, because only trainkit's own decoder has experts"
+        yield "model.moe", f"is set, but {source} is {name}", hint
+    if config.precision.float8:
+        hint = "remove precision.float8, because the products of experts do not support float8 yet"
+        yield "precision.float8", f"is {str(config.precision.float8).lower()}, but model.moe is set", hint
+
+
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:
     """Yield a problem for each parallel degree that is set but supported only by a trainkit `Model`."""
     does = {"pp": "be split into pipeline stages", "cp": "split a sequence over ranks"}
@@ -382,6 +395,9 @@ def _muon(config: RunConfig) -> Iterator[KeyProblem]:
         if config.has_user_task:
             hint = "remove optimizer.name, and return torch.optim.Muon from the method optimizers of the task"
         yield key, f"is muon, but {' is '.join(config.model_source)}", hint
+    if config.model.moe is not None:
+        message = "is muon, which does not support experts, but model.moe is set"
+        yield key, message, "set optimizer.name to adamw"
     if config.parallel.offload:
         message = "is muon, but parallel.offload is true, which keeps the matrices on the host"
         yield key, message, "use parallel.dp_shard to save memory, or set optimizer.name to adamw"

@@ -63,14 +63,14 @@ def bytes_per_element(dtype: StateDtype, row_size: int) -> float:
 def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
     """Return the number of bytes of optimizer state per parameter.
 
-    The matrices of blocks have rows of two sizes, and the larger result is returned. Vectors are ignored,
+    The matrices of blocks have rows of several sizes, and the largest result is returned. Vectors are ignored,
     although their state is never stored with 8 bits. For a user's optimizer, the result is an assumption.
     """
     if is_own(optimizer.name):
         return OWN_BYTES
     return max(
         sum(bytes_per_element(dtype, row) for dtype in state_of(optimizer, (shape.dim, row)).values())
-        for row in (shape.dim, shape.ffn_dim)
+        for row in {shape.dim, shape.ffn_dim, shape.moe.ffn_dim if shape.moe else shape.dim}
     )
 
 

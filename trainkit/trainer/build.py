@@ -40,6 +40,7 @@ from trainkit.trainer.forward_backward import (
     SequentialForwardBackward,
     TaskForwardBackward,
 )
+from trainkit.trainer.load_balance import LoadBalance
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import (
@@ -75,6 +76,7 @@ from trainkit.trainer.stateless_random import fill_normal_, stable_key
 from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import (
     ATTENTION_OPS,
+    GROUPED_OPS,
     PRODUCT_OPS,
     REDUCTION_OPS,
     compiled_anew,
@@ -217,7 +219,7 @@ def _half_of_products_saved() -> Any:
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPS or op in REDUCTION_OPS:
             return CheckpointPolicy.MUST_SAVE
-        if op is torch.ops.aten.mm.default:
+        if op is torch.ops.aten.mm.default or op in GROUPED_OPS:
             counts[context.is_recompute] += 1
             if counts[context.is_recompute] % 2 and not _is_partial(args):
                 return CheckpointPolicy.MUST_SAVE
@@ -241,13 +243,15 @@ class BuiltModel:
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None
-    """Buffers to save in checkpoints; None for a `Model`, whose buffers are computed from its
-    configuration."""
+    """Buffers that a forward pass may change; None for a `Model`, whose buffers are computed from its
+    configuration, except those of its `load_balance`."""
     read_weight: ReadWeight | None = None
     """Reads the initial value of a weight whose `is_read` is set."""
     sum_tied_gradients: Callable[[], None] = lambda: None
     """Sums the gradients of an embedding and a head that share weights but are in different pipeline
     stages."""
+    load_balance: LoadBalance | None = None
+    """Balances the load of the experts; None for a model without experts."""
     update_scales: Callable[[], None] = lambda: None
     """Updates the scales of weights that are gathered in float8; to be called whenever the weights have
     changed."""
@@ -255,6 +259,13 @@ class BuiltModel:
     """Calls `Task.after_step` if the task defines this method."""
     unsplit_reason: str = ""
     """Why the bf16 weights are not the upper halves of float32 master weights, if they could be."""
+
+    @property
+    def saved_buffers(self) -> Mapping[str, Tensor]:
+        """Map names to the buffers that a checkpoint contains."""
+        if self.load_balance is not None:
+            return self.load_balance.biases
+        return {} if self.buffers is None else self.buffers.tensors
 
 
 def build(
@@ -312,6 +323,7 @@ def assemble(
         positions=positions.to(world.device) if layout.cp > 1 else None,
     )
     update_scales = _gather_in_float8(task, layout, world, model_parts)
+    load_balance = None if task.shape.moe is None else LoadBalance(model_parts, task.shape, world.device)
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model_parts[0], FSDPModule)
     sums = sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8))
@@ -329,10 +341,14 @@ def assemble(
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
         pipeline = PipelineForwardBackward(model_parts, context, progress, parallel, plan.batch)
+        if load_balance is not None:
+            pipeline.set_shapes(dtype)  # A pass that determines shapes would be counted as a load.
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         sum_tied = partial(sum_tied_gradients, tied, world)
         read_weight = task.read_weight
-        return BuiltModel(model_parts, weights, pipeline, None, read_weight, sum_tied, update_scales)
+        return BuiltModel(
+            model_parts, weights, pipeline, None, read_weight, sum_tied, load_balance, update_scales
+        )
     [model] = model_parts
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
@@ -343,8 +359,8 @@ def assemble(
         model_parts,
         weights,
         forward_backward,
-        None,
-        task.read_weight,
+        read_weight=task.read_weight,
+        load_balance=load_balance,
         update_scales=update_scales,
         unsplit_reason=reason,
     )

@@ -10,15 +10,14 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from trainkit.capabilities.simulation import Simulation
 from trainkit.config import read_effective
@@ -28,7 +27,7 @@ from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, buil
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
 from trainkit.trainer.hooks import TrainerHooks, trained_model
-from trainkit.trainer.models.model import Model, local_tensor
+from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.optimizers import make_optimizer
 from trainkit.trainer.optimizers.interface import ShardedOptimizer
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
@@ -40,7 +39,6 @@ from trainkit.trainer.torch_private import (
     collective_kind,
     join_fake_world,
     memory_tracker,
-    set_stage_shapes,
     shapes_untracked,
 )
 
@@ -131,13 +129,7 @@ def training_step(
     device = micro.tokens.device
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
     if isinstance(built.forward_backward, PipelineForwardBackward):
-        dtype = DTYPES[config.precision.dtype]
-
-        def stream_of(model: nn.Module, kwargs: Mapping[str, Tensor]) -> Tensor:
-            size = (len(kwargs["sample_keys"]), *cast(Model, model).stream_shape)
-            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-
-        set_stage_shapes(built.forward_backward.schedule, stream_of)
+        built.forward_backward.set_shapes(DTYPES[config.precision.dtype])
 
     def step() -> None:
         built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)

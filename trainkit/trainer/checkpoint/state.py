@@ -37,7 +37,7 @@ class StateTensors:
         self,
         weights: Sequence[Weight],
         optimizer: ShardedOptimizer,
-        buffers: StateBuffers | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
         added: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         """`added` contains the names and tensors of the state of capabilities."""
@@ -48,7 +48,7 @@ class StateTensors:
         Each pair is either a weight and its cast to the compute dtype, or two tied weights on a rank that has
         both the first and the last pipeline stage.
         """
-        for name, buffer in ({} if buffers is None else buffers.tensors).items():
+        for name, buffer in (buffers or {}).items():
             self._add(f"buffer.{name}", buffer)
         for weight in weights:
             if weight.is_saved:
