@@ -30,7 +30,7 @@ def test_zero_3_sends_half_as_much_again_as_copies():
     2 x 2.
     """
     copies = sent(traffic(step_work(layout=Layout(dp_replicate=64))))
-    assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "pp": 0}
+    assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "ep": 0, "pp": 0}
     zero_2 = sent(traffic(step_work(layout=Layout(dp_shard=64), zero=2)))
     assert zero_2["dp"] == pytest.approx(6 * PARAMS, rel=0.02)
     zero_3 = sent(traffic(step_work(layout=Layout(dp_shard=64))))

@@ -140,7 +140,11 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
             f"but there {'is' if world_size == 1 else 'are'} {_processes(world_size, model)}"
         )
         raise _problem("dp_shard", message, "use -1 to derive the degree from the number of processes")
-    layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
+    layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+    if layout.shards % layout.ep:
+        of = f"parallel.dp_shard {shard}" + (f" x parallel.cp {layout.cp}" if layout.cp > 1 else "")
+        message = f"is {layout.ep}, which does not divide {of}"
+        raise _problem("ep", message, f"set parallel.ep to {divisors(layout.shards)}")
     return layout, describe_layout(layout) + note
 
 
@@ -167,7 +171,8 @@ def describe_layout(layout: Layout) -> str:
         for degree, kind in ((layout.pp, "pipeline"), (layout.tp, "tensor"), (layout.cp, "context"))
         if degree > 1
     ]
-    return text + (f" ({' x '.join(inside)})" if inside else "")
+    text += f" ({' x '.join(inside)})" if inside else ""
+    return text + (f", with experts divided over {layout.ep} ranks" if layout.ep > 1 else "")
 
 
 def _processes(world_size: int, model: int) -> str:
@@ -175,7 +180,7 @@ def _processes(world_size: int, model: int) -> str:
     return text if model == 1 else f"{text} / {model} (tp x pp x cp)"
 
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 def parse_layout(text: str) -> dict[str, object]:

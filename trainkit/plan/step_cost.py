@@ -15,8 +15,10 @@ from trainkit.plan.gpus import Gpu
 from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
 from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, compiles
 
-Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
+Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "ep", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
+INSIDE: tuple[Kind, ...] = ("tp", "cp", "ep", "pp")
+"""Kinds of communication on which the computation of a pass waits."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Flow:
 
     kind: Kind
     """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients across shards,
-    and ``reduce`` the all-reduce of gradients across replicas. For ``tp``, ``cp`` and ``pp``, the GPU sends
-    activations and their gradients."""
+    and ``reduce`` the all-reduce of gradients across replicas. For all other kinds, the GPU sends activations
+    and their gradients."""
     num_bytes: int
     calls: int
     """Number of collective calls per step."""
@@ -128,13 +130,13 @@ class Cost:
     def step_s(self) -> float:
         """Return the seconds per optimizer step."""
         inside = self.compute_s + self.recompute_s
-        inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
+        inside += sum(self.exposed_s[kind] for kind in INSIDE)
         return inside / (1 - self.bubble) + self.exposed_s["dp"]
 
     @property
     def sent(self) -> dict[str, int]:
         """Return the bytes that a GPU sends per step, keyed by kind of parallelism."""
-        sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
+        sums = dict.fromkeys(("dp", *INSIDE), 0)
         for flow in self.flows:
             sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
         return sums
@@ -143,7 +145,7 @@ class Cost:
         """Return the kinds of parallelism that communicate across nodes."""
         kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
         found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
-        return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
+        return tuple(kind for kind in ("dp", *INSIDE) if kind in found)
 
 
 def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
@@ -151,10 +153,10 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)
-    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, "tp", "cp", "pp"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, *INSIDE), 0.0)
     for flow in flows:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
-    exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
+    exposed = {kind: seconds[kind] for kind in INSIDE}
     if work.layout.pp > 1:
         # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
         # the schedule finishes.

@@ -142,7 +142,7 @@ class StepWork:
     @property
     def shards(self) -> int:
         """Return the number of ranks over which parameters, gradients and optimizer state are sharded."""
-        return self.layout.dp_shard * self.layout.cp
+        return self.layout.shards
 
     @property
     def is_wrapped(self) -> bool:

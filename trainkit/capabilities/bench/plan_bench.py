@@ -313,7 +313,7 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 
     Layouts with fewer kinds of parallelism come first and, among these, layouts with more common kinds.
     """
-    degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
+    degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
 
