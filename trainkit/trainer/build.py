@@ -1,7 +1,7 @@
 """Build the model of a task, applying all transformations in the only order that works for every layout.
 
-The order is: pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
-data parallelism. Parameters are allocated and initialized last, so that no rank allocates more than its own
+The order is: pipeline split, tensor parallelism, expert parallelism, context parallelism, activation
+checkpointing, compilation, data parallelism. Parameters are allocated and initialized last, so that no rank allocates more than its own
 shard.
 """
 
@@ -65,6 +65,7 @@ from trainkit.trainer.parallel.data_parallel import (
     reduces_on_host,
     sum_in_float32,
 )
+from trainkit.trainer.parallel.expert import apply_expert_parallel
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
@@ -346,7 +347,7 @@ def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
     """Enable float8 gathering of sharded weights if configured; return a function that updates the scales."""
-    if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
+    if task.config.precision.float8 != "gather" or layout.shards == 1:
         return lambda: None
     assert world.mesh is not None
     return Float8Gather(model_parts, world.mesh["dp_shard"].get_group()).update
@@ -368,6 +369,8 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
         # Tie the parameters before sharding, because sharding would turn tied parameters into separate
         # tensors.
         model.tie()
+    if world.expert_mesh is not None:
+        apply_expert_parallel(model, world.expert_mesh, balanced=world.is_simulated)
     kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
     if world.cp_group is not None:
         to_last = attention_to_last(world.device, DTYPES[dtype], model.shape.head_dim)
@@ -387,6 +390,7 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
             DTYPES[config.precision.dtype],
             zero=parallel.zero,
             offload=parallel.offload,
+            expert_mesh=world.expert_mesh,
         )
     return model
 

@@ -253,6 +253,20 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+def exchange_rows(
+    rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sent[i]` rows to rank i of a group, and return `received[i]` rows from each rank, in rank order.
+
+    The operation has no gradient. Checkpointing by operation can save the result, because the operation
+    returns a new tensor, unlike `dist.all_to_all_single`. If torch removes the operation, define an operation
+    around `dist.all_to_all_single` with `torch.library`.
+    """
+    ops = torch.ops._c10d_functional
+    found: Tensor = ops.wait_tensor(ops.all_to_all_single(rows, [*received], [*sent], group.group_name))
+    return found
+
+
 def set_gather(
     param: nn.Parameter, before: Callable[[int], Tensor], after: Callable[[Tensor], Tensor]
 ) -> None:
