@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
@@ -62,6 +63,49 @@ If torch renames an operation, look up its new name in a profile. If this set la
 name, attention is recomputed in the backward pass, which is slow.
 """
 
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows [R, N] with weights [E, N, M]: group e of the rows, up to row ends[e], with weights[e].
+
+    `ends` is int32 [E]. Returns [R, M]. Rows and weights need strides of a multiple of 16 bytes.
+    `torch.nn.functional.grouped_mm` multiplies float32 and float16, too, but its meta kernel accepts only
+    bfloat16, so that neither torch.compile nor fake tensors can call it with other dtypes. Call torch's
+    function for all dtypes once its meta kernel accepts them.
+    """
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, weights, offs=ends)
+    product: Tensor = _grouped_mm(rows, weights, ends)
+    return product
+
+
+@torch.library.custom_op("trainkit::grouped_mm", mutates_args=())
+def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(left, right, offs=ends)
+
+
+@_grouped_mm.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    groups = [len(ends)] if right.dim() == 2 else []
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    left, right, ends = ctx.saved_tensors
+    grad, (for_left, for_right, _) = grad.contiguous(), ctx.needs_input_grad
+    return (
+        _grouped_mm(grad, right.transpose(1, 2), ends) if for_left else None,
+        # As in torch's own gradient, the result has the layout of a transposed weight.
+        _grouped_mm(grad.t(), left, ends).transpose(1, 2) if for_right else None,
+        None,
+    )
+
+
+_grouped_mm.register_autograd(_grouped_mm_gradients, setup_context=_keep_factors)
+
 PRODUCT_OPS = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -70,12 +114,12 @@ PRODUCT_OPS = frozenset(
         torch.ops.aten.baddbmm.default,
         torch.ops.aten.convolution.default,
         torch.ops.aten._grouped_mm.default,
+        torch.ops.trainkit.grouped_mm.default,
     }
 )
 """Matrix products; `pointwise` checkpointing saves their results instead of recomputing them.
 
-`torch._grouped_mm` multiplies the tokens of each expert with a different matrix. If torch renames an
-operation, its results are recomputed in the backward pass, which is slow.
+If torch renames an operation, its results are recomputed in the backward pass, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
