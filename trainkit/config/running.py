@@ -75,8 +75,8 @@ class ParallelConfig(Section):
     cp: AtLeastOne = key(1, "Context-parallel degree.")
     ep: AtLeastOne = key(
         1,
-        "Expert-parallel degree: the number of ranks over which the experts of each layer are divided. It must "
-        "divide dp_shard x cp, because the same ranks also process different samples.",
+        "Number of ranks over which the experts of a layer are divided (expert parallelism); must divide "
+        "dp_shard x cp.",
     )
     sequence_parallel: bool = key(
         True, "Shard the norms and the residual stream along the sequence if tp > 1."

@@ -136,7 +136,7 @@ class Cost:
     @property
     def sent(self) -> dict[str, int]:
         """Return the bytes that a GPU sends per step, keyed by kind of parallelism."""
-        sums = dict.fromkeys(("dp", *INSIDE), 0)
+        sums: dict[str, int] = dict.fromkeys(("dp", *INSIDE), 0)
         for flow in self.flows:
             sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
         return sums
@@ -156,7 +156,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, *INSIDE), 0.0)
     for flow in flows:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
-    exposed = {kind: seconds[kind] for kind in INSIDE}
+    exposed: dict[str, float] = {kind: seconds[kind] for kind in INSIDE}
     if work.layout.pp > 1:
         # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
         # the schedule finishes.

@@ -1,8 +1,8 @@
 """Build the model of a task, applying all transformations in the only order that works for every layout.
 
 The order is: pipeline split, tensor parallelism, expert parallelism, context parallelism, activation
-checkpointing, compilation, data parallelism. Parameters are allocated and initialized last, so that no rank allocates more than its own
-shard.
+checkpointing, compilation, data parallelism. Parameters are allocated and initialized last, so that no rank
+allocates more than its own shard.
 """
 
 from __future__ import annotations

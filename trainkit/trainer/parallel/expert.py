@@ -1,9 +1,9 @@
 """Expert parallelism: each rank has some of a layer's experts, and applies them to the rows of all ranks.
 
-A rank sends each row to the rank that has the row's expert, and gets the row's output back. The exchange is an
-all-to-all whose sizes differ between ranks and passes, so the ranks exchange the sizes first. A rank orders
-the received rows by expert, then by sending rank, then as the sending rank ordered them, so results do not
-depend on timing.
+A rank sends each row to the rank that has the row's expert, and gets the row's output back. The exchange is
+an all-to-all whose sizes differ between ranks and passes, so the ranks exchange the sizes first. A rank
+orders the received rows by expert, then by sending rank, then as the sending rank ordered them, so results do
+not depend on timing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainkit.plan.launch import Layout
-from trainkit.trainer.models.experts import Compute, Experts, _Permute
+from trainkit.trainer.models.experts import Compute, Experts, permute
 from trainkit.trainer.torch_private import exchange_rows
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -> None:
-    """Divide the experts of each layer over the dimension ``ep`` of the mesh, and exchange rows between ranks.
+    """Divide the experts of each layer over the mesh dimension ``ep``, and exchange rows between these ranks.
 
     If `balanced`, ranks are assumed to exchange equal numbers of rows, as simulated ranks must, whose tensors
     have no values.
     """
-    experts_mesh = mesh["ep"]
-    dispatch = AllToAll(experts_mesh.get_group(), balanced=balanced)
+    dispatch = AllToAll(mesh["ep"].get_group(), balanced=balanced)
     for module in experts_of(model):
         for name, param in list(module.named_parameters(recurse=False)):
-            divided = distribute_tensor(param.data, experts_mesh, [Shard(0)])
+            divided = distribute_tensor(param.data, mesh["ep"], [Shard(0)])
             module.register_parameter(name, nn.Parameter(divided))
         module.dispatch = dispatch
 
@@ -60,8 +59,8 @@ class AllToAll:
         sent_sizes, received_sizes = self._sizes(len(rows), counts.view(ranks, -1), received)
         rows = _exchange(rows, received_sizes, sent_sizes, group)
         order, inverse = order_by_expert(received, len(rows))
-        out = compute(_permute(rows, order, inverse), received.sum(0))
-        return _exchange(_permute(out, inverse, order), sent_sizes, received_sizes, group)
+        out = compute(permute(rows, order, inverse), received.sum(0))
+        return _exchange(permute(out, inverse, order), sent_sizes, received_sizes, group)
 
     def _sizes(self, num_rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that this rank sends to, and receives from, each rank."""
@@ -99,12 +98,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange_rows(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None
-
-
-def _permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    out: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
-    return out
+        received, sent = ctx.sizes
+        return exchange_rows(grad.contiguous(), received, sent, ctx.group), None, None, None
 
 
 def _exchange(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
