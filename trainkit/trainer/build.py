@@ -76,7 +76,7 @@ from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import (
     ATTENTION_OPS,
     PRODUCT_OPS,
-    REDUCTION_OPS,
+    EXCHANGE_OPS,
     compiled_anew,
     copy_each,
 )
@@ -204,7 +204,7 @@ def _all_products_saved() -> Any:
     """Return checkpoint contexts that save matrix products, attention and reductions."""
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = op in ATTENTION_OPS or op in REDUCTION_OPS or (op in PRODUCT_OPS and not _is_partial(args))
+        saved = op in ATTENTION_OPS or op in EXCHANGE_OPS or (op in PRODUCT_OPS and not _is_partial(args))
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
@@ -215,7 +215,7 @@ def _half_of_products_saved() -> Any:
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS or op in REDUCTION_OPS:
+        if op in ATTENTION_OPS or op in EXCHANGE_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             counts[context.is_recompute] += 1

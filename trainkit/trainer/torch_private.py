@@ -122,13 +122,14 @@ PRODUCT_OPS = frozenset(
 If torch renames an operation, its results are recomputed in the backward pass, which is slow.
 """
 
-REDUCTION_OPS = frozenset(
+EXCHANGE_OPS = frozenset(
     {
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
     }
 )
-"""Collectives that DTensor uses to sum the partial results of tensor-parallel ranks.
+"""Collectives that DTensor uses to sum the partial results of tensor-parallel ranks, and `exchange_rows`.
 
 Checkpointing by operation saves the results of these collectives instead of repeating the collectives. If
 torch renames a collective, the backward pass repeats it, and the test that counts the collectives per step
