@@ -101,7 +101,7 @@ def count_block(*, casts: bool) -> CountKernels:
     shape = resolve_model_shape(ModelConfig(preset="8b"), 1)
     stream = torch.bfloat16 if casts else torch.float32
     with torch.device("meta"):
-        block = Block(shape)
+        block = Block(shape, 0)
     with FakeTensorMode():
         for module in block.modules():
             for name, param in module.named_parameters(recurse=False):
@@ -111,7 +111,7 @@ def count_block(*, casts: bool) -> CountKernels:
         x = torch.empty(1, TOKENS, shape.dim, dtype=stream, requires_grad=True)
         with CountKernels() as count:
             with nullcontext() if casts else torch.autocast("cpu", torch.bfloat16):
-                y = block(x, rope, positions, keys[:1], keys)
+                y, _ = block(x, rope, positions, keys[:1], keys)
             y.backward(torch.empty_like(y))
     return count
 

@@ -369,7 +369,7 @@ def measure_staging(
         for _ in range(WARM_UP):
             found.step()
         alone_s, _ = step_times(found.step, device, NUM_STEPS)
-        whole = StateTensors(found.built.weights, found.optimizer, found.built.buffers).tensors
+        whole = StateTensors(found.built.weights, found.optimizer, found.built.saved_buffers).tensors
         state = {name: local_tensor(tensor).detach() for name, tensor in whole.items()}
         size = sum(tensor.nbytes for tensor in state.values())
         free = shutil.disk_usage(folder).free

@@ -31,7 +31,7 @@ TOKENS = 64
 def test_a_compiled_block_keeps_what_the_plan_says(mode, dtype, float8, monkeypatch):
     """The partitioner of torch.compile chooses the kept tensors, also without generated code."""
     shape = nano_shape(dim=128, num_heads=4, num_kv_heads=4, ffn_dim=320)
-    block = Block(shape).to(DTYPES[dtype]).train()
+    block = Block(shape, 0).to(DTYPES[dtype]).train()
     if float8:
         pytest.importorskip("torchao")
         apply_float8([block], rowwise=float8 == "rowwise", emulate=True)
@@ -51,7 +51,7 @@ def test_a_compiled_block_keeps_what_the_plan_says(mode, dtype, float8, monkeypa
 
     x = torch.randn(1, TOKENS, shape.dim, dtype=DTYPES[dtype], requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = block.forward(x, rope, positions, keys[:1], keys)
+        out, _ = block.forward(x, rope, positions, keys[:1], keys)
     work = step_work(shape, layout=Layout(), seq_len=TOKENS, dtype=dtype, activation_checkpointing=mode)
     assert sum(sizes.values()) == kept_bytes(replace(work, float8=bool(float8)))
     assert out.requires_grad

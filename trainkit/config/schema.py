@@ -254,6 +254,15 @@ def field_schema(path: tuple[str, ...]) -> JsonObject:
     return found
 
 
+def entry_schemas(path: tuple[str, ...]) -> JsonObject:
+    """Return the JSON schemas of the entries of a key whose value is a mapping with fixed entries, or {}."""
+    for option in field_schema(path).get("anyOf", ()):
+        if "$ref" in option:
+            found: JsonObject = _schema()["$defs"][option["$ref"].rpartition("/")[2]]["properties"]
+            return found
+    return {}
+
+
 @cache
 def _schema() -> JsonObject:
     return _with_sections(tuple(sorted(_named))).model_json_schema()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from decimal import Decimal
 from shlex import quote
+from typing import Any
 from unicodedata import combining, normalize
 
 from pydantic import ValidationError
@@ -17,16 +18,18 @@ from trainkit.config.schema import (
     allowed_values,
     config_class,
     default_values,
+    entry_schemas,
     field_schema,
     is_known,
     meant,
+    schema_words,
     sections,
     show_value,
 )
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.errors import Problem
 from trainkit.folders import INTERPOLATION, NOT_EVALUATED
-from trainkit.formats import near, plural, time_limit_s, time_text
+from trainkit.formats import JsonObject, near, plural, time_limit_s, time_text
 from trainkit.shipped import load, shipped_classes
 
 WORDS = {
@@ -157,8 +160,24 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
         is_number = item["type"] == "string_type" and isinstance(value, int | float)
         shown = found.typed if is_number and found.typed else show_value(value)
         message = f"must be {allowed_values(path)}, not {shown}"
+        entry_name, entries = location[-1], entry_schemas(path)
+        if isinstance(value, dict) and entries and len(location) > len(path) and entry_name in value:
+            problems[path] = _entry_problem(path, entry_name, value[entry_name], entries, origin)
+            continue
         problems[path] = Problem(".".join(path), message, origin, value_hint(path, found, origin))
     return list(problems.values())
+
+
+def _entry_problem(path: tuple[str, ...], name: str, value: Any, schemas: JsonObject, origin: str) -> Problem:
+    """Return the problem with one entry of a key whose value is a mapping with fixed entries."""
+    if name in schemas:
+        message = f"has {show_value(value)} as {name}, which must be {schema_words(schemas[name])}"
+        return Problem(
+            ".".join(path), message, origin, f"the default is {show_value(schemas[name]['default'])}"
+        )
+    match = near(name, schemas)
+    hint = f"did you mean {match}?" if match else f"use {', '.join(schemas)}"
+    return Problem(".".join(path), f"has the unknown entry {name}", origin, hint)
 
 
 def _origin(found: Entry, rest: tuple[str, ...]) -> str:

@@ -21,7 +21,40 @@ RopeKey = Literal[
     "beta_slow",
     "attention_factor",
 ]
+Score = Literal["softmax", "sigmoid"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
+
+
+class MoeConfig(Section):
+    """Experts that replace the feed-forward network of decoder blocks."""
+
+    num_experts: int = key(8, "Number of experts in each block.", ge=2)
+    top_k: AtLeastOne = key(2, "Number of experts that process each token.")
+    expert_ffn_dim: AtLeastOne | None = key(
+        None, "Hidden size of each expert, a multiple of 8; null uses the value of ffn_dim."
+    )
+    num_shared: NotNegative = key(
+        0, "Number of additional experts that process every token, computed as one feed-forward network."
+    )
+    first_dense: NotNegative = key(
+        0, "Number of blocks, from the first one, that keep a feed-forward network of hidden size ffn_dim."
+    )
+    score: Score = key(
+        "softmax", "How the router turns logits into scores: softmax over all experts, or sigmoid of each."
+    )
+    norm_topk: bool = key(True, "Divide the scores of a token's chosen experts by their sum.")
+    scale: Positive = key(1.0, "Factor of the experts' outputs, not of the shared experts' output.")
+    bias_rate: float = key(
+        0.001,
+        "How much each step changes the bias of an expert, which balances the load without an auxiliary "
+        "loss; 0 disables the bias.",
+        ge=0,
+    )
+    aux_coef: float = key(
+        0.0,
+        "Coefficient of the auxiliary loss that balances the load of each microbatch; 0 disables the loss.",
+        ge=0,
+    )
 
 
 class ModelConfig(Section):
@@ -47,6 +80,13 @@ class ModelConfig(Section):
     num_kv_heads: AtLeastOne | None = key(None, "Number of key and value heads; must divide num_heads.")
     head_dim: AtLeastOne | None = key(None, "Size of each attention head; null uses dim / num_heads.")
     ffn_dim: AtLeastOne | None = key(None, "Hidden size of the feed-forward network.")
+    moe: MoeConfig | None = key(
+        None,
+        "Mixture of experts: `num_experts`, `top_k`, `expert_ffn_dim`, `num_shared`, `first_dense`, `score` "
+        "(softmax or sigmoid), `norm_topk`, `scale`, `bias_rate` and `aux_coef`. null trains a dense model.",
+        allowed="a mapping with num_experts, top_k, expert_ffn_dim, num_shared, first_dense, score, "
+        "norm_topk, scale, bias_rate and aux_coef,",
+    )
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
     rope_scaling: dict[RopeKey, Positive | RopeType] | None = key(

@@ -54,7 +54,8 @@ def _tensor_problems(work: StepWork) -> Iterator[Problem]:
     sizes = {
         "model.num_heads": shape.num_heads,
         "model.num_kv_heads": shape.num_kv_heads,
-        "model.ffn_dim": shape.ffn_dim,
+        **({"model.ffn_dim": shape.ffn_dim} if shape.dense_layers else {}),
+        **({"model.moe num_shared x expert_ffn_dim": shape.moe.shared_dim} if shape.moe else {}),
         "model.vocab_size": shape.vocab_size,
         "model.dim": shape.dim,
     }

@@ -13,7 +13,7 @@ effects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -21,9 +21,10 @@ from typing import NamedTuple
 from trainkit.config.running import PipelineSchedule
 from trainkit.errors import Problem
 from trainkit.formats import size
+from trainkit.plan.feed_forward import FeedForwardKind
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Layout
-from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
+from trainkit.plan.model_shape import ModelShape, num_params, num_params_of_block
 from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
     StepWork,
@@ -47,7 +48,11 @@ class RankParams(NamedTuple):
     layers: tuple[int, ...]
     """Number of layers in each of the rank's stages, in forward order."""
     block: int
-    """Number of parameters of one block."""
+    """Number of parameters of the largest block."""
+    blocks: int
+    """Number of parameters of all blocks."""
+    num_dense: int
+    """Number of blocks with a dense feed-forward network, in a model with experts."""
     embedding: int
     """Number of parameters of the embedding; 0 if the embedding is on another rank, or tied to a head on this
     rank."""
@@ -60,19 +65,42 @@ class RankParams(NamedTuple):
 
     @property
     def whole(self) -> int:
-        return self.block * self.num_layers + self.embedding + self.head
+        return self.blocks + self.embedding + self.head
 
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
     """Return the parameter counts of one rank; the first stage has the embedding, and the last the head."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
-    layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
-    block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
+    layers = [stage_layers(shape.num_layers, stages)[stage] for stage in mine]
+    blocks = [_block_params(shape, layer, layout.tp) for stage in layers for layer in stage]
+    num_dense = sum(layer < shape.dense_layers for stage in layers for layer in stage)
     matrix = shape.vocab_size * shape.dim // layout.tp
     has_head = stages - 1 in mine
     has_embedding = 0 in mine and not (has_head and shape.tie_embeddings)
-    return RankParams(layers, block, matrix * has_embedding, matrix * has_head)
+    sizes = max(blocks, default=0), sum(blocks), num_dense if shape.moe else 0
+    return RankParams(tuple(map(len, layers)), *sizes, matrix * has_embedding, matrix * has_head)
+
+
+def _block_params(shape: ModelShape, layer: int, tp: int) -> int:
+    """Return the number of parameters of a block, and of its share of the final norm, on one rank."""
+    unsplit = shape.feed_forward(layer).unsplit_params(shape.dim)
+    block = num_params_of_block(shape, layer) + shape.dim // shape.num_layers
+    return (block - unsplit) // tp + unsplit
+
+
+def _mean_of_blocks(
+    work: StepWork, params: RankParams, bytes_of: Callable[[StepWork, FeedForwardKind], int]
+) -> float:
+    """Return the mean bytes of a rank's blocks, which may have two kinds of feed-forward networks."""
+    kinds = work.shape.feed_forward(0), work.shape.feed_forward(work.shape.num_layers - 1)
+    share = params.num_dense / max(1, params.num_layers)
+    return share * bytes_of(work, kinds[0]) + (1 - share) * bytes_of(work, kinds[1])
+
+
+def _ranks_of(work: StepWork, kind: FeedForwardKind) -> int:
+    """Return the number of ranks that split the activations of a feed-forward network."""
+    return work.layout.tp if kind.is_split or work.parallel.sequence_parallel else 1
 
 
 def stream_bytes(work: StepWork) -> int:
@@ -85,8 +113,10 @@ def _norm_bytes(work: StepWork) -> int:
     return stream_bytes(work) * (2 * FLOAT32 // work.itemsize if work.device == "cpu" else 1)
 
 
-def block_bytes(work: StepWork) -> int:
+def block_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
     """Return the bytes of activations that one block saves per pass without recomputation.
+
+    `kind` is the block's feed-forward network; None means the feed-forward network of the last block.
 
     For each token, a block saves the inputs of both norms, of the qkv projection, and of the gate and up
     projections. Tensor parallelism splits the other tensors: queries, keys, values, the attention output,
@@ -95,6 +125,7 @@ def block_bytes(work: StepWork) -> int:
     norms and silu(gate) * up again, because casts to float8 follow.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
+    kind = kind or shape.feed_forward(shape.num_layers - 1)
     # GPUs have no flash attention for float32, so the keys and values are repeated for each query head.
     repeats_keys = work.device == "cuda" and work.dtype == "fp32"
     kv_dim = shape.query_dim if repeats_keys else shape.kv_dim
@@ -103,9 +134,10 @@ def block_bytes(work: StepWork) -> int:
     if shape.qk_norm:  # the inputs of the norms, which are float32 copies on CPUs
         attended += (shape.query_dim + shape.kv_dim) * (2 * FLOAT32 // item if work.device == "cpu" else 1)
     num_inner = 4 if not work.is_fused else 2 if work.float8 else 3
-    split = attended + num_inner * shape.ffn_dim
+    inner = kind.saved(shape.dim, num_inner) / _ranks_of(work, kind)
     normed = 0 if work.is_fused and work.float8 else 2 * shape.dim
-    a_token = 2 * _norm_bytes(work) + item * (normed + split / layout.tp)
+    a_token = 2 * _norm_bytes(work) + item * (normed + attended / layout.tp + inner)
+    a_token += kind.routing_bytes(shape.dim, item) / _ranks_of(work, kind)
     if work.is_fused:
         a_token += FLOAT32 * (2 + shape.num_heads)
     if shape.dropout:
@@ -117,39 +149,43 @@ def block_bytes(work: StepWork) -> int:
     return round(work.tokens_per_pass * a_token) + mask
 
 
-def kept_bytes(work: StepWork) -> int:
+def kept_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
     """Return the bytes of activations that one block keeps from its forward to its backward pass.
 
+    `kind` is the block's feed-forward network; None means the feed-forward network of the last block.
     The modes `pointwise` and `selective` keep the block's input, the results of attention, and the results of
     all or of every second matrix product. Tensor-parallel ranks keep reduced results instead of the products
     to be reduced. Fused kernels do not keep the last product, because no gradient depends on its values.
     """
     mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
+    kind = kind or shape.feed_forward(shape.num_layers - 1)
     if mode == "none":
-        return block_bytes(work)
+        return block_bytes(work, kind)
     a_token: float = stream_bytes(work)
     if mode != "full":
         is_pointwise = mode == "pointwise"
         # The products are wq, wk, wv, wo, gate, up and down; `selective` keeps wq, wv, gate and down.
-        split = shape.query_dim + (2 if is_pointwise else 1) * (shape.kv_dim + shape.ffn_dim)
+        split = shape.query_dim + (2 if is_pointwise else 1) * shape.kv_dim
         # On Hopper, context-parallel attention merges the results of two kernel calls.
         split += shape.query_dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
-        a_token += work.itemsize * split / tp
+        inner = work.itemsize * kind.products(shape.dim, all_of_them=is_pointwise) + kind.logit_bytes()
+        a_token += work.itemsize * split / tp + inner / _ranks_of(work, kind)
         if tp > 1:
-            a_token += 2 * stream_bytes(work)
+            a_token += (1 + kind.is_split) * stream_bytes(work)
         else:
-            a_token += stream_bytes(work) * (int(is_pointwise) + (not work.is_fused))
+            a_token += stream_bytes(work) * (is_pointwise + (kind.is_split and not work.is_fused))
         if work.is_fused:
             a_token += FLOAT32 * shape.num_heads
     return round(work.tokens_per_pass * a_token)
 
 
-def _split_gradient_bytes(work: StepWork) -> int:
+def _split_gradient_bytes(work: StepWork, kind: FeedForwardKind) -> int:
     """Return the bytes of output gradients that a block keeps per pass for deferred weight gradients."""
     shape = work.shape
-    split = shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn_dim
+    split = (shape.query_dim + 2 * shape.kv_dim) / work.layout.tp
+    split += kind.output_gradients(shape.dim) / _ranks_of(work, kind)
     norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
-    return round(work.tokens_per_pass * (norms + work.itemsize * (2 * shape.dim + split / work.layout.tp)))
+    return round(work.tokens_per_pass * (norms + work.itemsize * (2 * shape.dim + split)))
 
 
 def _logits(work: StepWork) -> float:
@@ -287,6 +323,7 @@ Phase = tuple[str, int, int, int, int]
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     """Yield the phases of a step without a pipeline, where gradients are reduced once they are ready."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
+    mean_block = params.blocks / max(1, blocks)
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
@@ -303,30 +340,31 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     # True if the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
-    kept, in_block = kept_bytes(work), _in_a_block(work, params)
+    kept, in_block = _mean_of_blocks(work, params, kept_bytes), _in_a_block(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
-    yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
+    kept_in_all = round(kept * blocks)
+    yield "loss", waiting, kept_in_all + _head_bytes(work), loss_bytes(work), gathered
     # Activations are freed and gradients created at constant rates, so the peak is near the start or end of
     # the backward pass.
-    recomputed = max(0, block_bytes(work) - kept)
+    recomputed = max(0, block_bytes(work) - kept_bytes(work))
     # Tied embeddings stay gathered, and the head's gradient is kept until the embedding's gradient is ready.
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
-        made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
+        made = 0 if own == 0 else round(FLOAT32 * (mean_block * done + head - both_ends) / work.shards)
         buffers = in_block
         if is_wrapped:
-            rest = a_block * (blocks - done) + item * params.embedding
+            rest = round(work.block_itemsize * mean_block * (blocks - done)) + item * params.embedding
             following = min(2 * a_block, rest) if work.shards > 1 else a_block
             buffers += whole if stays else rest if work.keeps_gathered else following
             buffers += item * both_ends + FLOAT32 * (block if done else head - both_ends)
         gradients = (waiting or made) + made_bytes * both_ends
-        yield "backward", gradients, kept * (blocks - done) + recomputed, 0, buffers
+        yield "backward", gradients, round(kept * (blocks - done)) + recomputed, 0, buffers
     if is_wrapped:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + made_bytes * end, 0, 0, buffers
         if not is_tied:  # The head's gradient is reduced before the gradients of the blocks.
-            yield "reduce", waiting + made_bytes * head, kept * blocks, 0, gathered + FLOAT32 * head
+            yield "reduce", waiting + made_bytes * head, kept_in_all, 0, gathered + FLOAT32 * head
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
@@ -340,9 +378,12 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
     buffers += _gathered_bytes(work, params)  # The parameters stay gathered for all passes.
-    kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
+    kept, block, split = (
+        _mean_of_blocks(work, params, bytes_of)
+        for bytes_of in (kept_bytes, block_bytes, _split_gradient_bytes)
+    )
     last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
-    again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0
+    again, in_block, losses = max(0, round(block - kept)), _in_a_block(work, params) + item * params.head, 0
     if work.recomputes_for_weights:
         again, in_block = round(max(layers) * RECOMPUTED_COPIES * block), 0
     if has_head:
@@ -352,10 +393,11 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
         # Deferred weight gradients are also kept in the compute dtype, except on the first stage.
         all_have = state.summed == len(layers)
-        summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
-        latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])
+        mean_block = params.blocks / max(1, params.num_layers)
+        summed = params.whole if all_have else state.summed * round(mean_block * layers[-1] + params.head)
+        latest = summed - all_have * (params.embedding + (pp_rank == 0) * round(mean_block * layers[0]))
         gradients = FLOAT32 * summed + (item * latest if is_deferred else 0)
-        activations = max(layers) * (state.whole * kept + state.half * (kept + split))
+        activations = round(max(layers) * (state.whole * kept + state.half * (kept + split)))
         yield "backward", gradients, activations + again, losses, buffers + in_block
         if has_head:
             yield "loss", gradients, activations + at_head, last + losses, buffers
@@ -364,7 +406,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
 def _gathered_bytes(work: StepWork, params: RankParams) -> int:
     """Return the bytes of a rank's gathered parameters, of which the blocks' may be in float8."""
     ends = params.embedding + params.head
-    return work.block_itemsize * params.block * params.num_layers + work.itemsize * ends
+    return work.block_itemsize * params.blocks + work.itemsize * ends
 
 
 def _head_bytes(work: StepWork) -> int:
@@ -379,7 +421,8 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
     activations have been freed, the backward pass needs the gradients of all weights.
     """
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
-    numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
+    kind = shape.feed_forward(shape.num_layers - 1)
+    numbers = shape.dim * (2 if tp > 1 else 1) + kind.gradients(shape.dim) / _ranks_of(work, kind)
     first = round(work.tokens_per_pass * work.itemsize * numbers)
     a_param = work.itemsize
     if work.sums_in_float32:
@@ -387,7 +430,7 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
         is_kept = work.passes_per_step > 1 and (work.shards == 1 or work.layout.pp > 1)
         a_param = 0 if is_kept else FLOAT32
         if work.device == "cpu":  # CPUs multiply copies in float32.
-            first += FLOAT32 * work.tokens_per_pass * (shape.dim + shape.ffn_dim)
+            first += FLOAT32 * work.tokens_per_pass * (shape.dim + (kind.hidden if kind.is_split else 0))
     first += a_param * params.block // 4
     return max(first, a_param * params.block + 4 * stream - block_bytes(work))
 

@@ -7,6 +7,14 @@ from typing import Any
 
 from trainkit.config.training import ModelConfig, RopeType
 from trainkit.errors import ConfigError, Problem
+from trainkit.plan.feed_forward import (
+    Dense,
+    FeedForwardKind,
+    MoeShape,
+    RoutedExperts,
+    expert_problems,
+    moe_shape,
+)
 
 VOCAB_MULTIPLE = 64
 """Vocabulary sizes are rounded up to a multiple of this number, because matrix kernels are then faster."""
@@ -71,6 +79,19 @@ class ModelShape:
     qkv_bias: bool = False
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
+    moe: MoeShape | None = None
+    """The experts of all blocks but the first ones; None if every block has a dense feed-forward network."""
+
+    @property
+    def dense_layers(self) -> int:
+        """Return the number of blocks, from the first one, that have a dense feed-forward network."""
+        return self.num_layers if self.moe is None else self.moe.first_dense
+
+    def feed_forward(self, layer: int) -> FeedForwardKind:
+        """Return the kind of the feed-forward network of one block."""
+        if self.moe is None or layer < self.moe.first_dense:
+            return Dense(self.ffn_dim)
+        return RoutedExperts(self.moe)
 
     @property
     def query_dim(self) -> int:
@@ -153,7 +174,10 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
         rope_scaling=scaling,
+        moe=None if model.moe is None else moe_shape(model.moe, sizes["ffn_dim"]),
     )
+    if model.moe is not None:
+        problems += expert_problems(model.moe, shape.num_layers, shape.dim, shape.ffn_dim)
     is_head_dim_set = model.head_dim is not None
     problems = _shape_problems(shape, tokenizer_vocab_size, is_head_dim_set=is_head_dim_set) + problems
     if problems:
@@ -219,22 +243,35 @@ def num_params(shape: ModelShape) -> int:
     return embeddings + num_params_between_embeddings(shape)
 
 
+def num_active_params(shape: ModelShape) -> int:
+    """Return the number of parameters that compute one token: all but those of experts not chosen."""
+    kinds = [shape.feed_forward(layer) for layer in range(shape.num_layers)]
+    unused = sum(kind.params(shape.dim) - kind.active_params(shape.dim) for kind in kinds)
+    return num_params(shape) - unused
+
+
 def num_params_between_embeddings(shape: ModelShape) -> int:
     """Return the number of parameters in the decoder blocks and the final norm."""
+    return sum(num_params_of_block(shape, layer) for layer in range(shape.num_layers)) + shape.dim
+
+
+def num_params_of_block(shape: ModelShape, layer: int) -> int:
+    """Return the number of parameters of one decoder block."""
     attention = 2 * shape.dim * (shape.query_dim + shape.kv_dim)
-    feed_forward = 3 * shape.dim * shape.ffn_dim
     norms = 2 * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
     biases = (shape.query_dim + 2 * shape.kv_dim) if shape.qkv_bias else 0
-    return shape.num_layers * (attention + biases + feed_forward + norms) + shape.dim
+    return attention + biases + shape.feed_forward(layer).params(shape.dim) + norms
 
 
 def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) -> float:
     """Return the training FLOPs per token, without recomputation.
 
     The formula is ``6 N + 12 L H Q T`` from PaLM, appendix B (arXiv 2204.02311). N includes the blocks and
-    the output projection (even if tied), but not the embedding, which is only a lookup. With `causal`, the
-    term of attention is halved, because a causal mask allows half of the scores.
+    the output projection (even if tied), but not the embedding, which is only a lookup, nor the experts that
+    do not process the token. With `causal`, the term of attention is halved, because a causal mask allows
+    half of the scores.
     """
-    matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
+    embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
+    matmul_params = num_active_params(shape) - embeddings + shape.vocab_size * shape.dim
     attention = (6 if causal else 12) * shape.num_layers * shape.query_dim * seq_len
     return float(6 * matmul_params + attention)

@@ -61,7 +61,7 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
+    again = work.block_itemsize * params.blocks + work.itemsize * params.embedding
     head, heads = work.itemsize * params.head, int(params.head > 0)
     units = params.num_layers + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
@@ -193,23 +193,35 @@ def recompute_share(work: StepWork) -> float:
         num_weights = MATRICES + (4 if shape.qk_norm else 2)
         return (1 + num_weights) / 3 if is_apart else 1 / 3
     attention = shape.kv_dim + shape.query_dim
+    kind = shape.feed_forward(shape.num_layers - 1)
     if mode == "selective":
-        again = attention + shape.ffn_dim
+        again = attention + kind.recomputed()
     else:
         is_repeated = work.layout.tp > 1 and not compiles(work.parallel, work.layout, work.device)
         again = shape.query_dim if is_repeated else 0
-    return again / (2 * attention + 3 * shape.ffn_dim) / 3
+    return again / (2 * attention + 3 * kind.hidden) / 3
 
 
 def rank_flops(work: StepWork, pp_rank: int) -> float:
-    """Return the FLOPs of one rank per step, from ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
+    """Return the FLOPs of one rank per step, from ``6 N + 12 L h T`` per token (arXiv 2204.02311).
+
+    N excludes the experts that do not process a token. Tensor-parallel ranks are assumed to divide the work
+    of experts, as they do with sequence parallelism.
+    """
     shape, layout = work.shape, work.layout
-    params = _params(work, pp_rank)
-    block = 6 * (2 * shape.dim * (shape.query_dim + shape.kv_dim) + 3 * shape.dim * shape.ffn_dim)
-    block += 12 * shape.query_dim * work.seq_len
-    head = 6 * shape.dim * shape.vocab_size if params.head else 0
+    params, dim = _params(work, pp_rank), shape.dim
+    kinds = (
+        (shape.feed_forward(0), params.num_dense),
+        (
+            shape.feed_forward(shape.num_layers - 1),
+            params.num_layers - params.num_dense,
+        ),
+    )
+    blocks = 6 * sum(kind.active_params(dim) * number for kind, number in kinds)
+    attention = 12 * dim * (shape.query_dim + shape.kv_dim) + 12 * shape.query_dim * work.seq_len
+    head = 6 * dim * shape.vocab_size if params.head else 0
     tokens = work.tokens_per_pass * work.passes_per_step
-    return tokens * (block * params.num_layers + head) / layout.tp
+    return tokens * (blocks + attention * params.num_layers + head) / layout.tp
 
 
 def _compute_s(work: StepWork, gpu: Gpu) -> float:

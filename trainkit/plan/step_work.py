@@ -244,7 +244,8 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
     if optimizer.name == "adamw_8bit":
         # Each of Adam's two averages has one code per element and one float32 scale per block. Vectors and
         # small matrices are ignored, although their averages are stored in float32.
-        blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
+        widths = {shape.dim, shape.ffn_dim, shape.moe.ffn_dim if shape.moe else shape.dim}
+        blocks = (num_blocks / part for part, num_blocks in map(row_blocks, widths))
         return 2 * (1 + 4 * max(blocks))
     return 4 if optimizer.state_dtype == "bf16" else 8
 

@@ -39,6 +39,7 @@ from trainkit.trainer.forward_backward import (
     SequentialForwardBackward,
     TaskForwardBackward,
 )
+from trainkit.trainer.load_balance import LoadBalance
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import (
@@ -241,13 +242,15 @@ class BuiltModel:
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None
-    """Buffers to save in checkpoints; None for a `Model`, whose buffers are computed from its
-    configuration."""
+    """Buffers that a forward pass may change; None for a `Model`, whose buffers are computed from its
+    configuration, except those of its `load_balance`."""
     read_weight: ReadWeight | None = None
     """Reads the initial value of a weight whose `is_read` is set."""
     sum_tied_gradients: Callable[[], None] = lambda: None
     """Sums the gradients of an embedding and a head that share weights but are in different pipeline
     stages."""
+    load_balance: LoadBalance | None = None
+    """Balances the load of the experts; None for a model without experts."""
     update_scales: Callable[[], None] = lambda: None
     """Updates the scales of weights that are gathered in float8; to be called whenever the weights have
     changed."""
@@ -255,6 +258,13 @@ class BuiltModel:
     """Calls `Task.after_step` if the task defines this method."""
     unsplit_reason: str = ""
     """Why the task's bf16 weights are not the upper halves of float32 master weights, if they could be."""
+
+    @property
+    def saved_buffers(self) -> Mapping[str, Tensor]:
+        """Map names to the buffers that a checkpoint contains."""
+        if self.load_balance is not None:
+            return self.load_balance.biases
+        return {} if self.buffers is None else self.buffers.tensors
 
 
 def build(
@@ -312,6 +322,7 @@ def assemble(
         positions=positions.to(world.device) if layout.cp > 1 else None,
     )
     update_scales = _gather_in_float8(task, layout, world, model_parts)
+    load_balance = None if task.shape.moe is None else LoadBalance(model_parts, task.shape, world.device)
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model_parts[0], FSDPModule)
     sums = sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8))
@@ -331,7 +342,9 @@ def assemble(
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         sum_tied = partial(sum_tied_gradients, tied, world)
         read_weight = task.read_weight
-        return BuiltModel(model_parts, weights, pipeline, None, read_weight, sum_tied, update_scales)
+        return BuiltModel(
+            model_parts, weights, pipeline, None, read_weight, sum_tied, load_balance, update_scales
+        )
     [model] = model_parts
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
@@ -339,7 +352,12 @@ def assemble(
     forward_backward = SequentialForwardBackward(switch, progress, model, context, chunks)
     weights = weights_of(model_parts, masters, lowers, is_read=task.reads_weights)
     return BuiltModel(
-        model_parts, weights, forward_backward, None, task.read_weight, update_scales=update_scales
+        model_parts,
+        weights,
+        forward_backward,
+        read_weight=task.read_weight,
+        load_balance=load_balance,
+        update_scales=update_scales,
     )
 
 

@@ -166,7 +166,7 @@ class Trainer:
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
         )
-        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
+        tensors = StateTensors(self.built.weights, self.optimizer, self.built.saved_buffers)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)
         self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
         self.loss_scale = LossScale(config.precision, world.device)
@@ -289,7 +289,8 @@ class Trainer:
 
         Returns the values of `pack_report` summed across all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
         and the gradient's sum of squares, a 0-dim float64 tensor. At the end of a step window, the summed
-        values also contain the times of each rank.
+        values also contain the times of each rank. For a model with experts, the values of
+        `LoadBalance.take` follow.
         """
         # FSDP and DDP average gradients over the dp x cp ranks, so multiply by the number of these ranks to
         # get a sum. `_apply_gradient` later corrects for the actual token or sample count, which is known
@@ -311,10 +312,14 @@ class Trainer:
             local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
             if is_reported(self.state.step + 1, self.world):
                 local_report = torch.cat((local_report, self.clock.report()))
+            if self.built.load_balance is not None:
+                local_report = torch.cat((local_report, self.built.load_balance.take()))
             if self.optimizer.has_whole_gradient and self.world.distributed:
                 # The all-reduce of the step report overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
+        if self.built.load_balance is not None:
+            self.built.load_balance.loss_scale = scale
         self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
         self.built.sum_tied_gradients()
         self.optimizer.collect_gradients(turn)
@@ -334,10 +339,18 @@ class Trainer:
     ) -> StepReport:
         """Clip and apply an optimizer turn's gradient; if it is not finite, skip the update on all ranks."""
         self.progress.enter("update")
+        balance, names = self.built.load_balance, self.built.forward_backward.metric_names
+        if balance is not None:
+            totals, routed = totals[: -balance.size], totals[-balance.size :]
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
         num_times = NUM_TIMES * self.world.size if is_reported(self.state.step + 1, self.world) else 0
-        names, own = self.built.forward_backward.metric_names, self.rank_records.values
+        if balance is not None:
+            # The report contains the metrics before the times.
+            end = len(totals) - num_times
+            totals = torch.cat((totals[:end], balance.metrics(routed), totals[end:]))
+            names = (*names, *balance.METRIC_NAMES)
+        own = self.rank_records.values
         readback = ReportReadback(self.world, totals, grad_norm, names, num_times, own)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
@@ -349,6 +362,8 @@ class Trainer:
         self.clock.end_update()
         self.built.update_scales()
         self.loss_scale.update(skip)
+        if balance is not None:
+            balance.update(routed, skip)
         if is_last:
             self.built.after_step()
         if self.built.buffers is not None:

@@ -32,6 +32,7 @@ from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Model
@@ -153,7 +154,9 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
         param.data = param.data.to(dtype)
     model.to_empty(device=device)
     model.rebuild_buffers()
-    load_tensors(reader, {f"model.{name}": param.detach() for name, param in model.named_parameters()})
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    tensors |= {f"buffer.{name}": buffer for name, buffer in StateBuffers(model).tensors.items()}
+    load_tensors(reader, tensors)
     return model.eval()
 
 

@@ -21,7 +21,10 @@ class StateTensors:
     """This rank's shards of the weights and of the optimizer state."""
 
     def __init__(
-        self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
+        self,
+        weights: Sequence[Weight],
+        optimizer: ShardedOptimizer,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.tensors: dict[str, Tensor | SplitMaster] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
@@ -30,7 +33,7 @@ class StateTensors:
         Each pair is either a weight and its cast to the compute dtype, or two tied weights on a rank that has
         both the first and the last pipeline stage.
         """
-        for name, buffer in ({} if buffers is None else buffers.tensors).items():
+        for name, buffer in (buffers or {}).items():
             self._add(f"buffer.{name}", buffer)
         for weight in weights:
             if weight.is_saved:

@@ -26,6 +26,7 @@ from trainkit.plan.model_shape import (
     num_params,
 )
 from trainkit.safetensors import StoredWeights
+from trainkit.trainer.models.experts import MoE, Router
 from trainkit.trainer.models.linear import Linear
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
@@ -172,11 +173,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU feed-forward network: a gated two-layer perceptron (arXiv 2002.05202)."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate = Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.up = Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.down = Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.gate = Linear(dim, ffn_dim, bias=False)
+        self.up = Linear(dim, ffn_dim, bias=False)
+        self.down = Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -184,15 +185,23 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer: attention, then feed-forward, each added to its input."""
+    """A pre-norm transformer layer: attention, then feed-forward, each added to its input.
 
-    def __init__(self, shape: ModelShape) -> None:
+    The feed-forward network is dense, or consists of experts.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
+        moe = None if layer < shape.dense_layers else shape.moe
         self.dropout = shape.dropout
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.ffn = FeedForward(shape)
+        self.ffn = FeedForward(shape.dim, shape.ffn_dim) if moe is None else None
+        self.moe: MoE | None = None
+        if moe is not None:
+            shared = FeedForward(shape.dim, moe.shared_dim) if moe.num_shared else None
+            self.moe = MoE(shape.dim, moe, shared)
 
     def forward(
         self,
@@ -202,12 +211,17 @@ class Block(nn.Module):
         sample_keys: Tensor,
         site_keys: Tensor,
         mask: Mask | None = None,
-    ) -> Tensor:
-        probability = self.dropout if self.training else 0.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream, and how the tokens were routed (see `MoE.forward`), if to experts."""
+        probability, routing = self.dropout if self.training else 0.0, None
         y = self.attention(self.attention_norm(x), rope, mask)
         x = x + dropout(y, probability, sample_keys, site_keys[0], positions)
-        y = self.ffn(self.ffn_norm(x))
-        return x + dropout(y, probability, sample_keys, site_keys[1], positions)
+        y = self.ffn_norm(x)
+        if self.moe is not None:
+            y, routing = self.moe(y)
+        elif self.ffn is not None:
+            y = self.ffn(y)
+        return x + dropout(y, probability, sample_keys, site_keys[1], positions), routing
 
 
 class Head(Linear):
@@ -252,11 +266,20 @@ class Decoder(Model):
         "blocks.*.ffn.gate": "column",
         "blocks.*.ffn.up": "column",
         "blocks.*.ffn.down": "row",
+        "blocks.*.moe.router": "stream",
+        "blocks.*.moe.experts": "stream",
+        "blocks.*.moe.shared": "whole_input",
+        "blocks.*.moe.shared.gate": "column",
+        "blocks.*.moe.shared.up": "column",
+        "blocks.*.moe.shared.down": "row",
         "norm": "norm",
         "head": "head",
     }
     TIED: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
     COMPUTES_LOSS: ClassVar[bool] = True
+    on_routing: Callable[[int, Tensor, Tensor], Tensor] = staticmethod(lambda layer, routing, x: x)
+    """Called in training with a layer's number, how its tokens were routed (see `MoE.forward`), and the
+    residual stream; returns the residual stream, to which the auxiliary loss may be attached."""
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
         super().__init__(shape, seq_len, stage)
@@ -266,7 +289,8 @@ class Decoder(Model):
         # Use None for layers of other stages, so that parameter names do not depend on the stage.
         self.blocks = nn.ModuleList()
         for layer in range(shape.num_layers):
-            self.blocks.add_module(str(layer), Block(shape) if layer in stage.layers else None)
+            block = Block(shape, layer) if layer in stage.layers else None
+            self.blocks.add_module(str(layer), block)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if stage.has_head else None
         self.head = Head(shape.dim, shape.vocab_size, bias=False) if stage.has_head else None
         self.register_buffer("rope", self.make_rope(), persistent=False)
@@ -289,6 +313,12 @@ class Decoder(Model):
     @property
     def attentions(self) -> list[nn.Module]:
         return [cast(Block, block).attention for block in self.layers]
+
+    @property
+    def routers(self) -> dict[int, Router]:
+        """Map the numbers of this stage's layers with experts to their routers."""
+        blocks = ((int(layer), cast(Block | None, block)) for layer, block in self.blocks._modules.items())
+        return {layer: block.moe.router for layer, block in blocks if block is not None and block.moe}
 
     @property
     def stream_shape(self) -> tuple[int, int]:
@@ -327,9 +357,12 @@ class Decoder(Model):
                 mask = document_mask(tokens, self.eos_id, x.dtype)
             if self.training:
                 x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0], self.positions)
-        for block, site_keys in zip(self.blocks, self.site_keys[1:].view(-1, 2), strict=True):
+        blocks = zip(self.blocks, self.site_keys[1:].view(-1, 2), strict=True)
+        for layer, (block, site_keys) in enumerate(blocks):
             if block is not None:
-                x = block(x, self.rope, self.positions, sample_keys, site_keys, mask)
+                x, routing = block(x, self.rope, self.positions, sample_keys, site_keys, mask)
+                if routing is not None and self.training:
+                    x = self.on_routing(layer, routing, x)
         if self.head is not None and self.norm is not None:
             x = self.head(self.norm(x), loss)
         return x
@@ -338,6 +371,8 @@ class Decoder(Model):
         self.rope.copy_(self.make_rope())
         self.positions.copy_(self.position_slice.stream)
         self.site_keys.copy_(self.make_site_keys())
+        for router in self.routers.values():
+            router.bias.zero_()
         self.tie()
 
     def init_std(self, name: str) -> float | None:
@@ -349,7 +384,7 @@ class Decoder(Model):
             return None
         if name.endswith(".bias"):
             return 0.0
-        if name.endswith(("wo.weight", "down.weight")):
+        if name.endswith(("wo.weight", "down.weight", "experts.down")):
             return INIT_STD / math.sqrt(2 * self.shape.num_layers)
         return INIT_STD
 

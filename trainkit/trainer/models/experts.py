@@ -10,16 +10,17 @@ training on a GPU can be repeated bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainkit.config.training import Score
+from trainkit.plan.feed_forward import MoeShape
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.torch_private import grouped_mm
 
-Score = Literal["softmax", "sigmoid"]
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Applies experts to rows [R, D], sorted by expert; the int64 tensor [E] is the number of rows per expert."""
 
@@ -97,6 +98,44 @@ class Experts(nn.Module):
         gate, up, down = (local_tensor(param).transpose(1, 2) for param in (self.gate, self.up, self.down))
         hidden = F.silu(grouped_mm(rows, gate, ends)) * grouped_mm(rows, up, ends)
         return grouped_mm(hidden, down, ends)
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of experts: a router, its experts, and possibly shared experts."""
+
+    def __init__(self, dim: int, shape: MoeShape, shared: nn.Module | None) -> None:
+        """`shared` processes every token, and its output is added to the output of the experts."""
+        super().__init__()
+        routing = shape.top_k, shape.score, shape.norm_topk, shape.scale
+        self.router = Router(dim, shape.num_experts, *routing)
+        self.experts = Experts(dim, shape.num_experts, shape.ffn_dim)
+        self.shared = shared
+        self.has_loss = shape.aux_coef > 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [B, T, D], and how the tokens were routed, float32 [E + 2].
+
+        The second result contains the number of rows of each expert, the entropy of the scores, summed over
+        the tokens, and the auxiliary loss of `balance_loss`. Only the auxiliary loss may have a gradient.
+        """
+        tokens = x.flatten(0, -2)
+        chosen, weights, scores = self.router(tokens)
+        y = self.experts(tokens, chosen, weights).view(x.shape)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        counts = count_rows(chosen, scores.shape[1]).float()
+        loss = balance_loss(counts, scores) if self.has_loss else counts.new_zeros(())
+        entropy = torch.special.entr(scores.detach()).sum()
+        return y, torch.cat((counts, entropy.view(1), loss.view(1)))
+
+
+def balance_loss(counts: Tensor, scores: Tensor) -> Tensor:
+    """Return the auxiliary loss of Switch Transformers (arXiv 2101.03961); 1.0 if the load is balanced.
+
+    The loss is E times the sum, over the experts, of an expert's share of the rows `counts` [E] and its mean
+    score in `scores` [N, E].
+    """
+    return len(counts) * (counts / counts.sum() * scores.mean(0)).sum()
 
 
 def stay(rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
