@@ -8,7 +8,7 @@ allocates more than its own shard.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -42,6 +42,7 @@ from trainkit.trainer.forward_backward import (
 from trainkit.trainer.load_balance import LoadBalance
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.experts import Experts
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
@@ -66,7 +67,7 @@ from trainkit.trainer.parallel.data_parallel import (
     reduces_on_host,
     sum_in_float32,
 )
-from trainkit.trainer.parallel.expert import apply_expert_parallel
+from trainkit.trainer.parallel.expert import apply_expert_parallel, experts_of
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
@@ -117,6 +118,7 @@ def recompute_and_compile(
     *,
     compiled: bool,
     preserve_rng_state: bool = False,
+    divides_experts: bool = False,
 ) -> None:
     """Replace each block's forward method with a checkpointed and, if `compiled`, compiled version.
 
@@ -125,8 +127,14 @@ def recompute_and_compile(
     `selective` also recomputes every second matrix product. Parameter names do not change. In trainkit's
     models, dropout depends only on the sample, so recomputation draws the same mask. Modules that use torch's
     global random number generators need `preserve_rng_state`.
+
+    If `divides_experts`, the parts of a block that has experts are compiled separately. With the modes
+    `pointwise` and `selective`, the parts are also recomputed separately.
     """
     for block in blocks:
+        if divides_experts and experts_of(block):
+            _recompute_and_compile_parts(block, mode, compiled=compiled)
+            continue
         if mode == "full":
             # Compile inside `checkpoint`: if torch.compile wrapped `checkpoint`, it would silently fall back
             # to eager mode.
@@ -141,6 +149,34 @@ def recompute_and_compile(
         if compiled:
             # Do not use `block.compile()`, which would also try to compile the FSDP hooks, and fail.
             block.forward = torch.compile(block.forward)
+
+
+def _recompute_and_compile_parts(block: nn.Module, mode: Recomputation, *, compiled: bool) -> None:
+    """Call `recompute_and_compile` for each part of a block whose experts are divided over ranks.
+
+    FSDP gathers and frees the experts' parameters around their forward method. Selective checkpointing would
+    record these operations, and fail because they differ in the backward pass.
+    """
+    parts_mode: Recomputation = "none" if mode == "full" else mode
+    for part in _parts(block):
+        if isinstance(part, Experts) and compiled:
+            # The sizes of the exchange depend on the data, so the exchange stands between compiled halves.
+            part.dispatch = torch.compiler.disable(part.dispatch)  # type: ignore[no-untyped-call]
+            part.compute = torch.compile(part.compute, dynamic=True)  # type: ignore[method-assign]
+        # Compiled code cannot be interrupted inside `checkpoint`.
+        is_whole = parts_mode == "none" or not isinstance(part, Experts)
+        recompute_and_compile([part], parts_mode, compiled=compiled and is_whole)
+    if mode == "full":
+        recompute_and_compile([block], mode, compiled=False)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the experts in a module, and the largest modules that contain no experts."""
+    if isinstance(module, Experts) or not experts_of(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _parts(child)
 
 
 class CompileCache:
@@ -399,7 +435,9 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
     elif kind == "cuda" and (not flash or masked):
         repeat_kv_heads(model.attentions)
     compiled = compiles(parallel, layout, kind)
-    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
+    recompute_and_compile(
+        blocks, parallel.activation_checkpointing, compiled=compiled, divides_experts=layout.ep > 1
+    )
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,
