@@ -375,6 +375,8 @@ def assemble(
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
         pipeline = PipelineForwardBackward(model_parts, context, progress, parallel, plan.batch)
+        if load_balance is not None:
+            pipeline.set_shapes(dtype)  # A pass that determines shapes would be counted as a load.
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         sum_tied = partial(sum_tied_gradients, tied, world)
         read_weight = task.read_weight

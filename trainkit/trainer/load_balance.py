@@ -101,7 +101,7 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
         ctx.save_for_backward(factor)
-        return x.view_as(x)
+        return x.clone()  # A pipeline stage that splits its backward pass must not return a view.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

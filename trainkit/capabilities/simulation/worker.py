@@ -10,15 +10,14 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from trainkit.capabilities.simulation import Simulation
 from trainkit.config import read_effective
@@ -27,7 +26,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_expert_mesh, build_mesh, context_group
-from trainkit.trainer.models.model import Model, local_tensor
+from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
@@ -38,7 +37,6 @@ from trainkit.trainer.torch_private import (
     collective_kind,
     join_fake_world,
     memory_tracker,
-    set_stage_shapes,
     shapes_untracked,
 )
 
@@ -129,13 +127,7 @@ def training_step(
     device = micro.tokens.device
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
     if isinstance(built.forward_backward, PipelineForwardBackward):
-        dtype = DTYPES[config.precision.dtype]
-
-        def stream_of(model: nn.Module, kwargs: Mapping[str, Tensor]) -> Tensor:
-            size = (len(kwargs["sample_keys"]), *cast(Model, model).stream_shape)
-            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-
-        set_stage_shapes(built.forward_backward.schedule, stream_of)
+        built.forward_backward.set_shapes(DTYPES[config.precision.dtype])
 
     def step() -> None:
         built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)

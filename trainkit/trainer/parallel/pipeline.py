@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,9 +17,9 @@ from trainkit.plan.step_work import num_stages, stage_layers, stages_of
 from trainkit.trainer.causal_lm import Microbatch
 from trainkit.trainer.distributed import World, exchange
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, OnLoss
-from trainkit.trainer.models.model import StageSpec, local_tensor
+from trainkit.trainer.models.model import Model, StageSpec, local_tensor
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.torch_private import connect_stage
+from trainkit.trainer.torch_private import connect_stage, set_stage_shapes
 
 TORCH_NAMES: dict[PipelineSchedule, str] = {
     "gpipe": "GPipe",
@@ -75,6 +75,18 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )
+
+    def set_shapes(self, dtype: torch.dtype) -> None:
+        """Set the shapes of the stages' inputs, so that torch need not compute a pass to determine them.
+
+        `dtype` is the dtype of the residual stream.
+        """
+
+        def stream_of(model: nn.Module, kwargs: Mapping[str, Tensor]) -> Tensor:
+            size = (len(kwargs["sample_keys"]), *cast(Model, model).stream_shape)
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+        set_stage_shapes(self.schedule, stream_of)
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._context.nll_sum(logits, labels) * self._scale
