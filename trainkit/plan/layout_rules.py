@@ -94,8 +94,8 @@ def _expert_problems(work: StepWork) -> Iterator[Problem]:
     for name, size in (("expert_ffn_dim", moe.ffn_dim), ("model.dim", work.shape.dim)):
         if size % layout.expert_shards:
             message = (
-                f"is {layout.ep}, so each expert is sharded over {layout.expert_shards} ranks, a number that does "
-                f"not divide {name} {size}"
+                f"is {layout.ep}, so each expert is sharded over {layout.expert_shards} ranks, a number that "
+                f"does not divide {name} {size}"
             )
             hint = "increase parallel.ep or parallel.dp_replicate, so that each expert is on fewer ranks"
             yield Problem("parallel.ep", message, hint=hint)

@@ -14,6 +14,7 @@ from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
+from trainkit.plan.feed_forward import FeedForwardKind
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 
@@ -203,9 +204,16 @@ class StepWork:
         """Return the total number of samples per optimizer step, which is the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
+    def divides(self, kind: FeedForwardKind) -> bool:
+        """Return whether a feed-forward network has experts that are divided over ranks."""
+        return self.layout.ep > 1 and kind.expert_params(self.shape.dim) > 0
+
     def with_parallel(self, **changes: object) -> StepWork:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
+
+IMBALANCE = 1.25
+"""Assumed number of rows of the rank whose experts get the most rows, relative to the mean of all ranks."""
 
 MAX_CHUNK_LOGITS = 2**28
 """Maximum number of logits per chunk, equivalent to 1 GiB in float32. Smaller chunks would be slower,

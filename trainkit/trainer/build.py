@@ -77,8 +77,8 @@ from trainkit.trainer.stateless_random import fill_normal_, stable_key
 from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import (
     ATTENTION_OPS,
-    PRODUCT_OPS,
     EXCHANGE_OPS,
+    PRODUCT_OPS,
     compiled_anew,
     copy_each,
 )
