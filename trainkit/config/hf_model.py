@@ -24,13 +24,24 @@ SIZES = {
 }
 """Maps keys of the `model` section to keys in config.json, for models that trainkit's decoder supports."""
 DERIVED = (
-    *("num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm", "tie_embeddings"),
+    *(
+        "num_kv_heads",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "qkv_bias",
+        "qk_norm",
+        "moe",
+        "tie_embeddings",
+    ),
 )
 """Other keys of the `model` section whose values come from config.json."""
 QWEN3_HEAD_DIM = 128
 """Default value of `head_dim` for Qwen3 models in transformers; other models divide `hidden_size`."""
-MISTRAL_WINDOW = 4096
-"""Default value of `sliding_window` for Mistral models in transformers."""
+WINDOWS = {"mistral": 4096, "mixtral": None}
+"""Default values of `sliding_window` in transformers."""
+BALANCING = ("bias_rate", "aux_coef")
+"""Entries of `model.moe` that control how a run balances the load, and are not properties of the model."""
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
@@ -132,7 +143,7 @@ def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
 def _unlike_decoder(content: JsonObject) -> str:
     """Return the reason why trainkit's decoder does not support the model; empty if it does."""
     model_type = content["model_type"]
-    if model_type not in ("llama", "mistral", "qwen2", "qwen3"):
+    if model_type not in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
         return f"model_type is {model_type}"
     missing = [key for key in SIZES.values() if key not in content]
     if missing:
@@ -140,8 +151,8 @@ def _unlike_decoder(content: JsonObject) -> str:
     theta, rope = _rope(content)
     kind = rope.get("rope_type", rope.get("type", "default"))
     has_windows = any(item != "full_attention" for item in content.get("layer_types") or ())
-    if model_type == "mistral":
-        has_windows = has_windows or content.get("sliding_window", MISTRAL_WINDOW) is not None
+    if model_type in ("mistral", "mixtral"):
+        has_windows = has_windows or content.get("sliding_window", WINDOWS[model_type]) is not None
     expected = {
         "hidden_act": (content.get("hidden_act", "silu"), "silu"),
         "attention_dropout": (content.get("attention_dropout", 0.0), 0.0),
@@ -153,6 +164,13 @@ def _unlike_decoder(content: JsonObject) -> str:
         "sliding_window": (has_windows, False),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
     }
+    if model_type in ("qwen3_moe", "mixtral"):
+        dense = content.get("mlp_only_layers") or []
+        expected |= {
+            "decoder_sparse_step": (content.get("decoder_sparse_step", 1), 1),
+            "mlp_only_layers": (dense, list(range(len(dense)))),
+            "router_jitter_noise": (content.get("router_jitter_noise", 0.0), 0.0),
+        }
     for key, (found, needed) in expected.items():
         if found != needed:
             return f"{key} is {found}"
@@ -200,6 +218,23 @@ def _decoder_values(content: JsonObject) -> JsonObject:
         "rope_scaling": _rope_scaling(rope),
         "head_dim": _head_dim(content),
         "qkv_bias": content["model_type"] == "qwen2",
-        "qk_norm": content["model_type"] == "qwen3",
+        "qk_norm": content["model_type"] in ("qwen3", "qwen3_moe"),
         "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
+        **({"moe": _experts(content)} if content["model_type"] in ("qwen3_moe", "mixtral") else {}),
+    }
+
+
+def _experts(content: JsonObject) -> JsonObject:
+    """Return the value of `model.moe`, without balancing the load, as transformers trains by default."""
+    is_mixtral = content["model_type"] == "mixtral"
+    return {
+        "num_experts": content["num_experts"] if "num_experts" in content else content["num_local_experts"],
+        "top_k": content["num_experts_per_tok"],
+        "expert_ffn_dim": content["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        "num_shared": 0,
+        "first_dense": len(content.get("mlp_only_layers") or []),
+        "score": "softmax",
+        "norm_topk": is_mixtral or content.get("norm_topk_prob", False),
+        "scale": 1.0,
+        **dict.fromkeys(BALANCING, 0.0),
     }

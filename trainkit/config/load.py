@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.config import yamlfile
-from trainkit.config.hf_model import CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
+from trainkit.config.hf_model import BALANCING, CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
@@ -191,7 +191,9 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
     if chosen == TRANSFORMERS:
         problems += _sizes_of_transformers(tree, model, shipped)
         values = {key: value for key, value in values.items() if key == "vocab_size"}
-    derived = {("model", key): value for key, value in values.items()}
+    derived: dict[tuple[str, ...], Any] = {("model", key): value for key, value in values.items()}
+    experts = derived.pop(("model", "moe"), {})
+    derived |= {("model", "moe", name): value for name, value in experts.items()}
     derived["model", "architecture"] = chosen
     derived["model", "preset"] = DEFAULT_PRESET
     tokenizer = tree.find(("data", "tokenizer"))
@@ -205,7 +207,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         found = tree.find(path)
         if found is None or found.value is None or found.origin.startswith(shipped):
             tree = merge(tree, entry_at(path, value, str(model.folder / CONFIG_NAME)))
-        elif path[0] == "model" and found.plain() != value:
+        elif path[0] == "model" and found.plain() != value and path[-1] not in BALANCING:
             says = "sets the sizes" if path == ("model", "preset") else f"specifies {value}"
             message = f"is {found.plain()}, but {shown_path(model.folder / CONFIG_NAME)} {says}"
             problems.append(Problem(".".join(path), message, found.origin, "remove it"))

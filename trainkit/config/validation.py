@@ -60,6 +60,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _variables(config),
         _secrets(config),
         _precision(config),
+        _experts(config),
         _optimizer(config),
         _stages(config),
         _document_mask(config),
@@ -286,6 +287,18 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
     if value == "gather" and config.parallel.offload:
         hint = "use precision.float8: true, which gathers the weights in bf16, as parallel.offload requires"
         yield key, "is gather, but parallel.offload is true", hint
+
+
+def _experts(config: RunConfig) -> Iterator[KeyProblem]:
+    if config.model.moe is None:
+        return
+    source, name = config.model_source
+    if name != DECODER:
+        hint = "remove model.moe, because only trainkit's own decoder has experts"
+        yield "model.moe", f"is set, but {source} is {name}", hint
+    if config.precision.float8:
+        hint = "remove precision.float8, because the products of experts do not support float8 yet"
+        yield "precision.float8", f"is {str(config.precision.float8).lower()}, but model.moe is set", hint
 
 
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:

@@ -34,7 +34,8 @@ from trainkit.safetensors import StoredWeights
 from trainkit.trainer.checkpoint.state import StreamState, TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
-from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
+from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.hf_names import read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
@@ -237,7 +238,7 @@ class CausalLM:
         """Read a slice of a parameter's initial value from the files of `model.hf`."""
         if self._stored is None:  # opened on demand, because a resumed run does not read these files
             self._stored = StoredWeights(Path(str(self.config.model.hf)))
-        return read_decoder_weight(self._stored, name, index)
+        return read_decoder_weight(self._stored, self.shape, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the negative log-likelihood, summed over all valid labels, as a 0-dim float32 tensor."""

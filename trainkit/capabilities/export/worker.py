@@ -33,7 +33,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.models.decoder import llama_name
+from trainkit.trainer.models.hf_names import hf_family, hf_names, hf_values
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
@@ -77,15 +77,42 @@ def export(request: ExportRequest) -> list[str]:
             f"Hugging Face format",
             hint="read the checkpoint with torch.distributed.checkpoint",
         )
-    if config.model.qk_norm and config.model.qkv_bias:
-        raise UsageError(
-            "no model in transformers has both model.qk_norm and model.qkv_bias",
-            hint="read the checkpoint with torch.distributed.checkpoint",
-        )
+    if (reason := _unlike_transformers(config, reader)) is not None:
+        hint = "read the checkpoint with torch.distributed.checkpoint"
+        raise UsageError(f"no model in transformers has {reason}", hint)
     if request.merge:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
     _export_decoder(config, reader, out, DTYPES[request.dtype])
     return _export_tokenizer(config, out)
+
+
+def _unlike_transformers(config: RunConfig, reader: SafeReader) -> str | None:
+    """Return a property of the decoder that no supported model in transformers has, or None."""
+    model, moe = config.model, config.model.moe
+    if model.qk_norm and model.qkv_bias:
+        return "both model.qk_norm and model.qkv_bias"
+    if moe is None:
+        return None
+    unlike = {
+        "score sigmoid": moe.score == "sigmoid",
+        f"scale {moe.scale:g}": moe.scale != 1.0,
+        f"num_shared {moe.num_shared}": moe.num_shared > 0,
+        "qkv_bias": model.qkv_bias,
+    }
+    if not model.qk_norm:  # Mixtral, unlike Qwen3-MoE, has only one kind of block, and one hidden size
+        unlike |= {
+            f"first_dense {moe.first_dense} without model.qk_norm": moe.first_dense > 0,
+            "norm_topk false without model.qk_norm": not moe.norm_topk,
+        }
+    found = next((what for what, is_unlike in unlike.items() if is_unlike), None)
+    if found is not None:
+        return f"model.moe with {found}"
+    shapes = {name: item.size for name, item in saved_tensors(reader, "buffer.").items()}
+    biases = {f"buffer.{name}": torch.empty(size) for name, size in shapes.items()}
+    load_tensors(reader, biases)
+    if any(bias.any() for bias in biases.values()):
+        return "the router's biases of this run (train with model.moe.bias_rate: 0 to export the model)"
+    return None
 
 
 def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
@@ -101,7 +128,7 @@ def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
 
 
 def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype) -> None:
-    """Write trainkit's decoder as a Llama, Qwen2 or Qwen3 model for transformers, a few tensors at a time."""
+    """Write trainkit's decoder as a model of transformers (see `hf_family`), a few tensors at a time."""
     saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
@@ -115,8 +142,11 @@ def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: tor
     index: dict[str, str] = {}
     for number, sizes in enumerate(files, 1):
         file = FILE_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        theirs = {llama_name(name): (dtype, tuple(size)) for name, size in sizes.items()}
-        write_safetensors(out / file, theirs, _values(sizes, reader))
+        theirs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, size in sizes.items():
+            names = hf_names(name, shape)
+            theirs |= dict.fromkeys(names, (dtype, tuple(size[1:] if len(names) > 1 else size)))
+        write_safetensors(out / file, theirs, _values(sizes, shape, reader))
         index |= dict.fromkeys(theirs, file)
     if len(files) > 1:
         total = _num_bytes([item.size for item in saved.values()], dtype)
@@ -128,23 +158,24 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
     return sum(size.numel() for size in sizes) * dtype.itemsize
 
 
-def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
-    """Yield the decoder's parameters; read about 1 GiB at a time to limit the number of load plans."""
+def _values(sizes: Mapping[str, torch.Size], shape: ModelShape, reader: SafeReader) -> Iterator[Tensor]:
+    """Yield the values of `hf_names`; read about 1 GiB at a time to limit the number of load plans."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
         if index == len(sizes) or sum(value.nbytes for value in group.values()) >= 1 << 30:
             load_tensors(reader, group)
-            yield from group.values()
+            for ours, value in group.items():
+                yield from hf_values(hf_names(ours.removeprefix("model."), shape), value)
             group = {}
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json content that describes trainkit's decoder as a transformers model."""
-    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+    family, names = hf_family(shape), {"qwen3_moe": "Qwen3Moe"}
     scaling = shape.rope_scaling
     settings: dict[str, object] = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [f"{names.get(family, family.capitalize())}ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
         "hidden_size": shape.dim,
@@ -161,6 +192,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "vocab_size": shape.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
+        **_expert_settings(shape),
     }
     if config.model.hf is not None:
         # Keep all other settings of the original model, such as the ids of special tokens, because they
@@ -176,6 +208,23 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     except UsageError:
         settings["eos_token_id"] = None  # the training tokenizer no longer exists; see `_export_tokenizer`
     return settings
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, object]:
+    """Return the entries of config.json that describe the experts."""
+    if (moe := shape.moe) is None:
+        return {}
+    settings: dict[str, object] = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
+    if hf_family(shape) == "mixtral":
+        return {**settings, "intermediate_size": moe.ffn_dim, "sliding_window": None}
+    return {
+        **settings,
+        "num_experts": moe.num_experts,
+        "moe_intermediate_size": moe.ffn_dim,
+        "norm_topk_prob": moe.norm_topk,
+        "mlp_only_layers": list(range(moe.first_dense)),
+        "decoder_sparse_step": 1,
+    }
 
 
 def _rope_scaling(scaling: RopeScaling) -> dict[str, object]:

@@ -6,8 +6,7 @@ Dimensions in shapes: B samples, T positions, D model width, H query heads, K ke
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, cast
 
 import torch
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from trainkit.errors import FatalError
 from trainkit.plan.model_shape import (
     LinearScaling,
     Llama3Scaling,
@@ -25,7 +23,6 @@ from trainkit.plan.model_shape import (
     flops_per_token,
     num_params,
 )
-from trainkit.safetensors import StoredWeights
 from trainkit.trainer.models.experts import MoE, Router
 from trainkit.trainer.models.linear import Linear
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
@@ -387,46 +384,3 @@ class Decoder(Model):
         if name.endswith(("wo.weight", "down.weight", "experts.down")):
             return INIT_STD / math.sqrt(2 * self.shape.num_layers)
         return INIT_STD
-
-
-_HF_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
-_HF_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
-
-
-def llama_name(name: str) -> str:
-    """Translate a decoder parameter's name to its name in transformers' Llama, Qwen2 and Qwen3 models."""
-    module, _, kind = name.rpartition(".")
-    match = _BLOCK_NAME.fullmatch(module)
-    if match is None:
-        return f"{_HF_ENDS[module]}.{kind}"
-    return f"model.layers.{match[1]}.{_HF_BLOCK[match[2]]}.{kind}"
-
-
-def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
-    """Read a slice of a decoder parameter from the files of a Llama, Qwen2 or Qwen3 model.
-
-    Raises FatalError if the files do not contain the parameter.
-    """
-    stored = llama_name(name)
-    if stored not in weights:
-        raise FatalError(
-            f"{weights.folder} has no {stored}",
-            hint=(
-                "set model.architecture: transformers to train the model with the "
-                "implementation in transformers"
-            ),
-        )
-    return weights.read(stored, index)
