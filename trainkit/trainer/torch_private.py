@@ -535,11 +535,16 @@ DispatchMode = TorchDispatchMode
 If torch removes the class, count the collectives in a profile.
 """
 
-_COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
+_COLLECTIVES = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+}
 
 
 def collective_kind(op: Any) -> str | None:
-    """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
+    """Return the kind of a collective, such as ``all_gather``, or None for any other operation.
 
     If torch renames a collective, the test of the collectives per step fails until the new name is added
     here.

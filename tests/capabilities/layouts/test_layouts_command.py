@@ -63,7 +63,14 @@ def test_json(config, capsys):
     assert (best["fit"], best["relative_time"]) == ("fits", 1.0)
     assert best["peak_bytes"] == sum(best["moments_bytes"][best["worst_moment"]].values())
     assert all(other["relative_time"] > 0.9 for other in others)
-    assert value["config"]["layout"] == {"dp_replicate": 1, "dp_shard": 16, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
+    assert value["config"]["layout"] == {
+        "dp_replicate": 1,
+        "dp_shard": 16,
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "ep": 1,
+    }
     assert value["config"]["settings"] == {}
 
 
