@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.support.runs import run_ranks
+from tests.support.parity import curve, run_chain, saved_tensors, worst_difference
+from tests.support.ranks import wait_for_all
+from tests.support.runs import TIMEOUT_S, fork_workers, make_attempt, run_ranks, train, wait_until
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.build import recompute_and_compile
 from trainkit.trainer.distributed import World, build_expert_mesh, build_mesh
 from trainkit.trainer.models.experts import Experts
@@ -113,6 +118,38 @@ def check_layouts(world: World) -> None:
 
 def test_every_layout_computes_what_one_process_does():
     run_ranks(check_layouts, 4)
+
+
+MOE = "model.moe={num_experts: 4, top_k: 2, expert_ffn_dim: 64, num_shared: 1, first_dense: 1}"
+CHAIN: list[tuple[int, dict[str, object]]] = [
+    (4, {"dp_shard": 4, "ep": 4}),
+    (1, {}),
+    (2, {"dp_shard": 2, "ep": 2}),
+    (4, {"dp_shard": 4, "ep": 2}),
+]
+
+
+def test_a_chain_of_degrees(tmp_path: Path) -> None:
+    run_chain(tmp_path, CHAIN, [MOE, "model.dropout=0.1"])
+    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
+
+
+def test_killed_after_a_save(tmp_path: Path) -> None:
+    """A run that resumes on the same layout has the weights and the metrics of an uninterrupted run."""
+    layout = ("parallel.dp_shard=2", "parallel.ep=2", "parallel.activation_checkpointing=selective")
+    options = [MOE, *layout, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0"]
+    train(tmp_path / "whole", options, 2)
+    run = RunDir(tmp_path / "killed")
+    workers = fork_workers(make_attempt(run.path, options, 2), 2)
+    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
+    for worker in workers:
+        worker.kill()
+    wait_for_all([worker.proc for worker in workers], TIMEOUT_S)
+    train(run.path, options, 2)
+    assert curve(run.path) == curve(tmp_path / "whole")
+    found, expected = saved_tensors(run.path), saved_tensors(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class Counts(DispatchMode):

@@ -82,9 +82,7 @@ def _expert_problems(work: StepWork) -> Iterator[Problem]:
         return
     if layout.tp > 1:
         message = f"is {layout.ep}, but parallel.tp is {layout.tp}"
-        hint = (
-            "set parallel.tp to 1: experts that are divided over ranks do not support tensor parallelism yet"
-        )
+        hint = "set one of them to 1: experts divided over ranks do not support tensor parallelism yet"
         yield Problem("parallel.ep", message, hint=hint)
     if moe.num_experts % layout.ep:
         message = f"is {layout.ep}, which does not divide the {moe.num_experts} experts of model.moe"
