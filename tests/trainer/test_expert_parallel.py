@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.parity import curve, run_chain, saved_tensors, worst_difference
-from tests.support.ranks import wait_for_all
-from tests.support.runs import TIMEOUT_S, fork_workers, make_attempt, run_ranks, train, wait_until
+from tests.support.runs import fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
 from trainkit.run.manifest import published
@@ -144,7 +143,7 @@ def test_killed_after_a_save(tmp_path: Path) -> None:
     wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
     for worker in workers:
         worker.kill()
-    wait_for_all([worker.proc for worker in workers], TIMEOUT_S)
+    wait_for(workers)
     train(run.path, options, 2)
     assert curve(run.path) == curve(tmp_path / "whole")
     found, expected = saved_tensors(run.path), saved_tensors(tmp_path / "whole")
