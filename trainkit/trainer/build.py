@@ -78,6 +78,7 @@ from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import (
     ATTENTION_OPS,
     EXCHANGE_OPS,
+    GROUPED_OPS,
     PRODUCT_OPS,
     compiled_anew,
     copy_each,
@@ -254,7 +255,7 @@ def _half_of_products_saved() -> Any:
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPS or op in EXCHANGE_OPS:
             return CheckpointPolicy.MUST_SAVE
-        if op is torch.ops.aten.mm.default:
+        if op is torch.ops.aten.mm.default or op in GROUPED_OPS:
             counts[context.is_recompute] += 1
             if counts[context.is_recompute] % 2 and not _is_partial(args):
                 return CheckpointPolicy.MUST_SAVE

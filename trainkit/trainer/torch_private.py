@@ -106,6 +106,12 @@ def _grouped_mm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _grouped_mm.register_autograd(_grouped_mm_gradients, setup_context=_keep_factors)
 
+GROUPED_OPS = frozenset({torch.ops.aten._grouped_mm.default, torch.ops.trainkit.grouped_mm.default})
+"""Matrix products whose rows are multiplied with the matrices of different experts.
+
+If torch renames its operation, `selective` checkpointing recomputes the products of all experts.
+"""
+
 PRODUCT_OPS = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -113,8 +119,7 @@ PRODUCT_OPS = frozenset(
         torch.ops.aten.bmm.default,
         torch.ops.aten.baddbmm.default,
         torch.ops.aten.convolution.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.trainkit.grouped_mm.default,
+        *GROUPED_OPS,
     }
 )
 """Matrix products; `pointwise` checkpointing saves their results instead of recomputing them.
