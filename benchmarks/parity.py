@@ -70,6 +70,7 @@ WIDE = ("model.dim=512", "model.num_layers=6", "optimizer.lr=0.00003")
 The learning rate is low, because AdamW's first updates are as large for rounding errors as for real
 gradients, and a higher rate would amplify the errors in the gradient norm.
 """
+EXPERTS = ("model.moe={num_experts: 8, top_k: 2, expert_ffn_dim: 64, num_shared: 1, first_dense: 1}",)
 OTHER_MODELS = [
     (
         "tied",
@@ -117,6 +118,25 @@ CASES += [
     for word, overrides, names in OTHER_MODELS
     for case in CASES
     if case.name in names
+]
+CASES += [
+    Case(f"experts: {name}", num_procs, parallel, EXPERTS)
+    for name, num_procs, parallel in (
+        ("shard 2", 2, {"dp_shard": 2}),
+        ("ep 2", 2, {"dp_shard": 2, "ep": 2}),
+        ("ep 2, compile, selective", 2, {"dp_shard": 2, "ep": 2, **COMPILE, **SELECTIVE}),
+        ("cp 2 x ep 2, recompute", 2, {"cp": 2, "ep": 2, **FULL}),
+        ("shard 4 x ep 2", 4, {"dp_shard": 4, "ep": 2}),
+        ("shard 4 x ep 4, selective", 4, {"dp_shard": 4, "ep": 4, **SELECTIVE}),
+        ("replicate 2 x ep 2", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+        ("pp 2 x ep 2", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+        (
+            "pp 2 zbv x cp 2 x ep 4, recompute",
+            8,
+            {"pp": 2, "dp_shard": 2, "cp": 2, "ep": 4, "pp_schedule": "zbv", **FULL},
+        ),
+        ("replicate 2 x shard 4 x ep 2", 8, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
+    )
 ]
 
 

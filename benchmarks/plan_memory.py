@@ -27,7 +27,7 @@ from trainkit.plan.step_work import StepWork, work_of
 
 TOLERANCE = 0.1
 GIB = 2**30
-NAMES = {"pp": "pp", "dp_replicate": "replicate", "dp_shard": "shard", "cp": "cp", "tp": "tp"}
+NAMES = {"pp": "pp", "dp_replicate": "replicate", "dp_shard": "shard", "cp": "cp", "tp": "tp", "ep": "ep"}
 
 
 @dataclass(frozen=True)

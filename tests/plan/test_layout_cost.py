@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import llama, step_work
 
+from trainkit.config.training import MoeConfig
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import flops_per_token, num_params
 from trainkit.plan.step_cost import Cost, Flow, cost_of, rank_flops, recompute_share, traffic
+from trainkit.plan.step_work import IMBALANCE
 
 H100 = find_gpu("h100")
 assert H100 is not None
@@ -30,7 +32,7 @@ def test_zero_3_sends_half_as_much_again_as_copies():
     2 x 2.
     """
     copies = sent(traffic(step_work(layout=Layout(dp_replicate=64))))
-    assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "pp": 0}
+    assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "ep": 0, "pp": 0}
     zero_2 = sent(traffic(step_work(layout=Layout(dp_shard=64), zero=2)))
     assert zero_2["dp"] == pytest.approx(6 * PARAMS, rel=0.02)
     zero_3 = sent(traffic(step_work(layout=Layout(dp_shard=64))))
@@ -101,6 +103,46 @@ def test_context_parallelism_sends_keys_and_values():
     """Llama 3 (arXiv 2407.21783) gathers before attention, and scatters the gradients after it."""
     [cp] = [flow for flow in traffic(step_work(layout=Layout(cp=4), seq_len=16_384)) if flow.kind == "cp"]
     assert cp.num_bytes == 2 * 32 * 3 * (4096 * 2 * 4096 * 2)
+
+
+EXPERTS = llama("7b", moe=MoeConfig(num_experts=64, top_k=4, expert_ffn_dim=1024, first_dense=2))
+
+
+@pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("selective", 4), ("full", 6)])
+def test_expert_parallelism_exchanges_the_rows_of_tokens(mode, exchanges):
+    """Of every row, its output and their gradients, seven of eight belong to another rank."""
+    work = step_work(EXPERTS, layout=Layout(dp_shard=64, ep=8), activation_checkpointing=mode)
+    [ep] = [flow for flow in traffic(work) if flow.kind == "ep"]
+    assert ep.num_bytes == 30 * exchanges * (4096 * 4 * 4096 * 2) * 7 // 8
+    assert (ep.ranks, ep.stride) == (8, 1)
+
+
+def test_experts_of_other_ranks_are_not_gathered():
+    one, eight, all_of_them = (
+        sent(traffic(step_work(EXPERTS, layout=Layout(dp_shard=64, ep=ep))))["dp"] for ep in (1, 8, 64)
+    )
+    experts = 30 * 64 * 3 * 4096 * 1024
+    assert one - all_of_them == pytest.approx(8 * experts * 63 / 64, rel=1e-6)
+    assert eight - all_of_them == pytest.approx(8 * experts / 8 * 7 / 8, rel=1e-6)
+    work = step_work(EXPERTS, layout=Layout(dp_replicate=2, dp_shard=32, ep=8))
+    copies, undivided = (
+        [flow.num_bytes for flow in traffic(each) if flow.kind == "reduce"]
+        for each in (work, replace(work, layout=Layout(2, 32)))
+    )
+    assert copies == undivided
+
+
+def test_rows_for_other_nodes_take_the_network():
+    """On nodes of 4 GPUs, 4 of the 7 other ranks are on another node."""
+    work = step_work(EXPERTS, layout=Layout(dp_shard=64, ep=8))
+    [ep] = [flow for flow in traffic(work) if flow.kind == "ep"]
+    near, far = cost_of(work, H100, 8), cost_of(work, H100, 4)
+    assert near.exposed_s["ep"] == pytest.approx(IMBALANCE * ep.num_bytes / H100.node_bandwidth, rel=0.01)
+    assert far.exposed_s["ep"] == pytest.approx(
+        IMBALANCE * ep.num_bytes * 4 / 7 / H100.network_bandwidth, rel=0.01
+    )
+    without = rank_flops(replace(work, layout=Layout(dp_shard=64)), 0)
+    assert 1.05 < rank_flops(work, 0) / without < IMBALANCE
 
 
 @pytest.mark.parametrize(

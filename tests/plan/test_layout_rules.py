@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.said import said
 from trainkit.config.running import ParallelConfig
-from trainkit.config.training import ModelConfig
+from trainkit.config.training import ModelConfig, MoeConfig
 from trainkit.errors import ConfigError
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems, make_layout
@@ -48,6 +48,29 @@ pp: 8, num_layers: 8
 
 def test_what_does_not():
     said("\n".join("\n".join(problems(**yaml.safe_load(f"{{{options}}}"))) for options in MISFITS))
+
+
+def test_layouts_that_experts_rule_out():
+    moe = MoeConfig(num_experts=12, expert_ffn_dim=24)
+    with_experts, without = (
+        resolve_model_shape(ModelConfig(preset="nano", dim=96, num_heads=4, moe=each), 257)
+        for each in (moe, None)
+    )
+    cases = [
+        (without, Layout(dp_shard=4, ep=4)),
+        (with_experts, Layout(dp_shard=8, ep=8)),
+        (with_experts, Layout(dp_shard=2, tp=2, ep=2)),
+        (with_experts, Layout(dp_shard=32, ep=2)),
+    ]
+    for shape, layout in cases:
+        found = layout_problems(StepWork(shape, layout, ParallelConfig(), 64, 8, 1))
+        said("\n".join(f"{item.key} {item.message}; {item.hint}" for item in found))
+    for layout in (Layout(dp_shard=4, ep=4), Layout(2, 2, cp=2, ep=4), Layout(dp_shard=2, pp=2, ep=2)):
+        assert list(layout_problems(StepWork(with_experts, layout, ParallelConfig(), 64, 8, 1))) == []
+    said(make_layout(ParallelConfig(ep=4, cp=2), 8)[1])
+    with pytest.raises(ConfigError) as error:
+        make_layout(ParallelConfig(ep=4, tp=2, cp=2), 12)
+    said(error.value.message)
 
 
 def test_degrees_that_no_number_of_copies_makes_up_for():

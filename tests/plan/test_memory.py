@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planning import llama, step_work
 
 from trainkit.config.running import Recomputation
-from trainkit.config.training import OptimizerConfig
+from trainkit.config.training import MoeConfig, OptimizerConfig
 from trainkit.formats import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory import block_bytes, kept_bytes, loss_bytes, memory_of, rank_memory, rank_params
@@ -54,6 +54,20 @@ def test_bytes_of_the_state(preset, options, expected):
     update, in_float32 = (memory_of(each).phases["update"] for each in (work, step_work(shape)))
     assert in_float32.optimizer * expected == pytest.approx(8 * update.optimizer)
     assert (update.params, update.gradients) == (in_float32.params, in_float32.gradients)
+
+
+def test_experts_are_sharded_over_all_shards_but_gathered_by_their_own_ranks():
+    shape = llama("7b", moe=MoeConfig(num_experts=64, top_k=4, expert_ffn_dim=1024, first_dense=2))
+    layouts = [Layout(dp_shard=64, ep=ep) for ep in (1, 8)]
+    whole, divided = (rank_params(shape, layout, "1f1b", 0) for layout in layouts)
+    experts = 30 * 64 * 3 * 4096 * 1024
+    assert whole.gathered - divided.gathered == experts * 7 // 8
+    assert divided.whole == whole.whole == whole.gathered
+    works = [step_work(shape, layout=layout, activation_checkpointing="full", zero=2) for layout in layouts]
+    before, after = (memory_of(work).phases for work in works)
+    assert before["update"] == after["update"]
+    fewer = before["loss"].buffers - after["loss"].buffers
+    assert fewer == 2 * experts * 7 // 8, "ZeRO-2 keeps all gathered parameters"
 
 
 def test_a_block_by_hand():

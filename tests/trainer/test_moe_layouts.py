@@ -18,6 +18,14 @@ DATA_PARALLEL = [
     Case("selective", 1, {"activation_checkpointing": "selective"}),
     Case("shard", 2, {"dp_shard": 2, "activation_checkpointing": "full"}),
     Case("replicate", 2, {"dp_replicate": 2}),
+    Case("ep", 2, {"dp_shard": 2, "ep": 2}),
+    Case("ep-selective", 2, {"dp_shard": 2, "ep": 2, "activation_checkpointing": "selective"}),
+    Case("ep-offload", 2, {"dp_shard": 2, "ep": 2, "offload": True, "activation_checkpointing": "full"}),
+    Case("cp-ep", 2, {"cp": 2, "ep": 2, "activation_checkpointing": "pointwise"}),
+    Case("shard-ep", 4, {"dp_shard": 4, "ep": 2, "zero": 2}),
+    Case("replicate-ep", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    Case("ep-4", 4, {"dp_shard": 4, "ep": 4, "activation_checkpointing": "full"}),
+    Case("pp-ep", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
 ]
 CASES = [
     *DATA_PARALLEL,

@@ -60,7 +60,7 @@ SlurmTime = Annotated[
 
 
 class ParallelConfig(Section):
-    """The parallel layout; the product of the degrees is the number of processes."""
+    """The parallel layout; the product of all degrees except `ep` is the number of processes."""
 
     dp_replicate: DataParallelDegree = key(
         1, "Number of model replicas; -1 derives this number from the number of processes."
@@ -73,6 +73,11 @@ class ParallelConfig(Section):
     tp: AtLeastOne = key(1, "Tensor-parallel degree.")
     pp: AtLeastOne = key(1, "Pipeline stages.")
     cp: AtLeastOne = key(1, "Context-parallel degree.")
+    ep: AtLeastOne = key(
+        1,
+        "Number of ranks over which the experts of a layer are divided (expert parallelism); must divide "
+        "dp_shard x cp.",
+    )
     sequence_parallel: bool = key(
         True, "Shard the norms and the residual stream along the sequence if tp > 1."
     )

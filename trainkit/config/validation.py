@@ -309,7 +309,11 @@ def _experts(config: RunConfig) -> Iterator[KeyProblem]:
 
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:
     """Yield a problem for each parallel degree that is set but supported only by a trainkit `Model`."""
-    does = {"pp": "be split into pipeline stages", "cp": "split a sequence over ranks"}
+    does = {
+        "pp": "be split into pipeline stages",
+        "cp": "split a sequence over ranks",
+        "ep": "divide experts over ranks",
+    }
     for key, what in {} if config.has_decoder else does.items():
         degree = getattr(config.parallel, key)
         if degree > 1:

@@ -63,6 +63,10 @@ class FeedForwardKind(Protocol):
         """Return the number of parameters that every tensor-parallel rank has."""
         ...
 
+    def expert_params(self, dim: int) -> int:
+        """Return the number of parameters of the experts that expert parallelism divides over ranks."""
+        ...
+
     def active_params(self, dim: int) -> int:
         """Return the number of parameters by which each token is multiplied."""
         ...
@@ -120,6 +124,9 @@ class Dense(FeedForwardKind):
     def unsplit_params(self, dim: int) -> int:
         return 0
 
+    def expert_params(self, dim: int) -> int:
+        return 0
+
     def active_params(self, dim: int) -> int:
         return self.params(dim)
 
@@ -160,7 +167,10 @@ class RoutedExperts(FeedForwardKind):
         return self.unsplit_params(dim) + 3 * dim * self.moe.shared_dim
 
     def unsplit_params(self, dim: int) -> int:
-        return dim * self.moe.num_experts * (1 + 3 * self.moe.ffn_dim)
+        return dim * self.moe.num_experts + self.expert_params(dim)
+
+    def expert_params(self, dim: int) -> int:
+        return 3 * dim * self.moe.num_experts * self.moe.ffn_dim
 
     def active_params(self, dim: int) -> int:
         return dim * self.moe.num_experts + 3 * dim * self.hidden

@@ -64,6 +64,18 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Number of ranks over which experts are divided: groups of neighbouring ranks of ``dp_shard x cp``."""
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks over which parameters other than those of experts are sharded."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Return the number of ranks over which each expert's parameters are sharded."""
+        return self.shards // self.ep
 
     @property
     def dp(self) -> int:

@@ -245,8 +245,9 @@ class LaunchDraft:
         lr, self.reasons["lr"] = scaled_lr(
             optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base
         )
-        if kind_of(optimizer.name).betas and not self.loaded.set_by_user("optimizer.betas"):
-            self.reasons["betas"] = f"{list(optimizer.betas)}: default of {optimizer.name}"
+        for key, value in kind_of(optimizer.name).defaults.items():
+            if not self.loaded.set_by_user(f"optimizer.{key}"):
+                self.reasons[key] = f"{value}: default of {optimizer.name}"
         return lr
 
     def threads_per_worker(self, world_size: int) -> int | None:

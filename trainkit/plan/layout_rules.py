@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from trainkit.config.running import ParallelConfig
@@ -14,6 +15,7 @@ from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 def layout_problems(work: StepWork) -> Iterator[Problem]:
     """Yield every problem that makes a layout invalid for a model and a batch."""
     yield from _tensor_problems(work)
+    yield from _expert_problems(work)
     pp, schedule, num_layers = work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers
     stages = num_stages(pp, schedule)
     if pp > 1 and stages > num_layers:
@@ -68,6 +70,33 @@ def _tensor_problems(work: StepWork) -> Iterator[Problem]:
         yield Problem(
             "parallel.sequence_parallel", message, hint="use false to disable the sharding of the sequence"
         )
+
+
+def _expert_problems(work: StepWork) -> Iterator[Problem]:
+    layout, moe = work.layout, work.shape.moe
+    if layout.ep == 1:
+        return
+    if moe is None:
+        message = f"is {layout.ep}, but the model has no experts"
+        yield Problem("parallel.ep", message, hint="set model.moe, or set parallel.ep to 1")
+        return
+    if layout.tp > 1:
+        message = f"is {layout.ep}, but parallel.tp is {layout.tp}"
+        hint = "set one of them to 1: experts divided over ranks do not support tensor parallelism yet"
+        yield Problem("parallel.ep", message, hint=hint)
+    if moe.num_experts % layout.ep:
+        message = f"is {layout.ep}, which does not divide the {moe.num_experts} experts of model.moe"
+        hint = f"set parallel.ep to {divisors(math.gcd(moe.num_experts, layout.shards))}"
+        yield Problem("parallel.ep", message, hint=hint)
+    # Each expert's matrices are sharded in their rows, which `fully_shard` can only divide evenly.
+    for name, size in (("expert_ffn_dim", moe.ffn_dim), ("model.dim", work.shape.dim)):
+        if size % layout.expert_shards:
+            message = (
+                f"is {layout.ep}, so each expert is sharded over {layout.expert_shards} ranks, a number that "
+                f"does not divide {name} {size}"
+            )
+            hint = "increase parallel.ep or parallel.dp_replicate, so that each expert is on fewer ranks"
+            yield Problem("parallel.ep", message, hint=hint)
 
 
 def microbatch_problems(
@@ -141,7 +170,11 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
             f"but there {'is' if world_size == 1 else 'are'} {_processes(world_size, model)}"
         )
         raise _problem("dp_shard", message, "use -1 to derive the degree from the number of processes")
-    layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
+    layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+    if layout.shards % layout.ep:
+        of = f"parallel.dp_shard {shard}" + (f" x parallel.cp {layout.cp}" if layout.cp > 1 else "")
+        message = f"is {layout.ep}, which does not divide {of}"
+        raise _problem("ep", message, f"set parallel.ep to {divisors(layout.shards)}")
     return layout, describe_layout(layout) + note
 
 
@@ -168,7 +201,8 @@ def describe_layout(layout: Layout) -> str:
         for degree, kind in ((layout.pp, "pipeline"), (layout.tp, "tensor"), (layout.cp, "context"))
         if degree > 1
     ]
-    return text + (f" ({' x '.join(inside)})" if inside else "")
+    text += f" ({' x '.join(inside)})" if inside else ""
+    return text + (f", with experts divided over {layout.ep} ranks" if layout.ep > 1 else "")
 
 
 def _processes(world_size: int, model: int) -> str:
@@ -176,7 +210,7 @@ def _processes(world_size: int, model: int) -> str:
     return text if model == 1 else f"{text} / {model} (tp x pp x cp)"
 
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 def parse_layout(text: str) -> dict[str, object]:

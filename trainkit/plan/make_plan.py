@@ -115,7 +115,7 @@ def _with_model(
     plan = replace(plan, reasons={**plan.reasons, **reasons})
     if config.precision.float8:
         problems += _float8_problems(config, plan)
-    if config.precision.float8 == "gather" and plan.layout.dp_shard * plan.layout.cp == 1:
+    if config.precision.float8 == "gather" and plan.layout.shards == 1:
         unsharded = (
             "precision.float8: gather has the same effect as true, because the weights are not sharded"
         )

@@ -29,6 +29,7 @@ from trainkit.plan.model_shape import ModelShape, num_params, num_params_of_bloc
 from trainkit.plan.muon import STATE_BYTES, UpdateCost, block_matrices, num_elements, update_cost
 from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
+    IMBALANCE,
     StepWork,
     losses_in_flight,
     num_stages,
@@ -50,9 +51,12 @@ class RankParams(NamedTuple):
     layers: tuple[int, ...]
     """Number of layers in each of the rank's stages, in forward order."""
     block: int
-    """Number of parameters of the largest block."""
+    """Number of parameters of the largest block, without experts that other ranks have."""
     blocks: int
-    """Number of parameters of all blocks."""
+    """Number of parameters of all blocks, without experts that other ranks have."""
+    experts: int
+    """Number of parameters of the rank's experts, if experts are divided over `ep` ranks; otherwise 0."""
+    ep: int
     num_dense: int
     """Number of blocks with a dense feed-forward network, in a model with experts."""
     embedding: int
@@ -72,9 +76,21 @@ class RankParams(NamedTuple):
         dense = (self.blocks - of_others) // max(1, self.num_dense)
         return dense * num_dense + self.block * (count - num_dense)
 
+    def experts_elsewhere(self, count: int) -> int:
+        """Return the number of parameters of experts in the rank's first blocks that other ranks have."""
+        num_routed = self.num_layers - self.num_dense
+        in_a_block = self.experts * (self.ep - 1) // max(1, num_routed)
+        return in_a_block * max(0, count - self.num_dense)
+
+    @property
+    def gathered(self) -> int:
+        """Return the number of parameters that the rank computes with."""
+        return self.blocks + self.embedding + self.head
+
     @property
     def whole(self) -> int:
-        return self.blocks + self.embedding + self.head
+        """Return the number of parameters including all experts, which are sharded over all shards."""
+        return self.gathered + self.experts * (self.ep - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -82,20 +98,24 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
     """Return the parameter counts of one rank; the first stage has the embedding, and the last the head."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = [stage_layers(shape.num_layers, stages)[stage] for stage in mine]
-    blocks = [_block_params(shape, layer, layout.tp) for stage in layers for layer in stage]
+    blocks = [_block_params(shape, layer, layout) for stage in layers for layer in stage]
+    kinds = [shape.feed_forward(layer) for stage in layers for layer in stage]
+    own = sum(kind.expert_params(shape.dim) for kind in kinds) // layout.ep
     num_dense = sum(layer < shape.dense_layers for stage in layers for layer in stage)
     matrix = shape.vocab_size * shape.dim // layout.tp
     has_head = stages - 1 in mine
     has_embedding = 0 in mine and not (has_head and shape.tie_embeddings)
-    sizes = max(blocks, default=0), sum(blocks), num_dense if shape.moe else 0
-    return RankParams(tuple(map(len, layers)), *sizes, matrix * has_embedding, matrix * has_head)
+    sizes = max(blocks, default=0), sum(blocks), own if layout.ep > 1 else 0, layout.ep
+    num_dense = num_dense if shape.moe else 0
+    return RankParams(tuple(map(len, layers)), *sizes, num_dense, matrix * has_embedding, matrix * has_head)
 
 
-def _block_params(shape: ModelShape, layer: int, tp: int) -> int:
+def _block_params(shape: ModelShape, layer: int, layout: Layout) -> int:
     """Return the number of parameters of a block, and of its share of the final norm, on one rank."""
-    unsplit = shape.feed_forward(layer).unsplit_params(shape.dim)
+    kind = shape.feed_forward(layer)
+    unsplit, experts = kind.unsplit_params(shape.dim), kind.expert_params(shape.dim)
     block = num_params_of_block(shape, layer) + shape.dim // shape.num_layers
-    return (block - unsplit) // tp + unsplit
+    return (block - unsplit) // layout.tp + unsplit - experts + experts // layout.ep
 
 
 def _mean_of_blocks(
@@ -107,8 +127,13 @@ def _mean_of_blocks(
     return share * bytes_of(work, kinds[0]) + (1 - share) * bytes_of(work, kinds[1])
 
 
-def _ranks_of(work: StepWork, kind: FeedForwardKind) -> int:
-    """Return the number of ranks that split the activations of a feed-forward network."""
+def _ranks_of(work: StepWork, kind: FeedForwardKind) -> float:
+    """Return the number of ranks that split the activations of a feed-forward network.
+
+    If experts are divided over ranks, the number is below 1 for the rank that receives the most rows.
+    """
+    if work.divides(kind):
+        return 1 / IMBALANCE
     return work.layout.tp if kind.is_split or work.parallel.sequence_parallel else 1
 
 
@@ -185,6 +210,9 @@ def kept_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
             a_token += stream_bytes(work) * (is_pointwise + (kind.is_split and not work.is_fused))
         if work.is_fused:
             a_token += FLOAT32 * shape.num_heads
+        if work.divides(kind) and shape.moe is not None:
+            # The block is recomputed in parts, whose inputs are kept, and so are the exchanged rows.
+            a_token += (2 + shape.moe.top_k * (1 + IMBALANCE)) * stream_bytes(work)
     return round(work.tokens_per_pass * a_token)
 
 
@@ -415,7 +443,9 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
         left = params.of_first(blocks - done)
-        made = 0 if own == 0 else FLOAT32 * (params.blocks - left + head - both_ends) // work.shards
+        elsewhere = params.experts_elsewhere(blocks) - params.experts_elsewhere(blocks - done)
+        own_done = params.blocks - left + elsewhere
+        made = 0 if own == 0 else FLOAT32 * (own_done + head - both_ends) // work.shards
         again = recomputed[blocks - done > params.num_dense]
         buffers = in_block
         if is_wrapped:
@@ -461,7 +491,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         # Deferred weight gradients are also kept in the compute dtype, except on the first stage.
         all_have = state.summed == len(layers)
         mean_block = params.blocks / max(1, params.num_layers)
-        summed = params.whole if all_have else state.summed * round(mean_block * layers[-1] + params.head)
+        summed = params.gathered if all_have else state.summed * round(mean_block * layers[-1] + params.head)
         latest = summed - all_have * (params.embedding + (pp_rank == 0) * round(mean_block * layers[0]))
         gradients = FLOAT32 * summed + (item * latest if is_deferred else 0)
         activations = round(max(layers) * (state.whole * kept + state.half * (kept + split)))

@@ -14,11 +14,13 @@ from typing import Literal
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.memory import FLOAT32, RankParams, muon_cost, rank_params, stream_bytes
 from trainkit.plan.muon import UpdateCost
-from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, compiles
+from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, IMBALANCE, StepWork, bubble_fraction, compiles
 
-Kind = Literal["gather", "scatter", "reduce", "exchange", "share", "tp", "cp", "pp"]
+Kind = Literal["gather", "scatter", "reduce", "exchange", "share", "tp", "cp", "ep", "pp"]
 OF_UPDATE: tuple[Kind, ...] = ("exchange", "share")
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce", *OF_UPDATE)
+INSIDE: tuple[Kind, ...] = ("tp", "cp", "ep", "pp")
+"""Kinds of communication on which the computation of a pass waits."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Flow:
     kind: Kind
     """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients across shards,
     and ``reduce`` the all-reduce of gradients across replicas. In an update with Muon, ``exchange`` gathers
-    the matrices and returns their updates, and ``share`` sends the updates to other replicas. For ``tp``,
-    ``cp`` and ``pp``, the GPU sends activations and their gradients."""
+    the matrices and returns their updates, and ``share`` sends the updates to other replicas. For all other
+    kinds, the GPU sends activations and their gradients."""
     num_bytes: int
     calls: int
     """Number of collective calls per step."""
@@ -62,14 +64,23 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    again = work.block_itemsize * params.blocks + work.itemsize * params.embedding
+    again = work.block_itemsize * (params.blocks - params.experts) + work.itemsize * params.embedding
     head, heads = work.itemsize * params.head, int(params.head > 0)
     units = params.num_layers + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
     sent = gathers * (again * times + head) * (shards - 1)
     yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
-    whole, calls = FLOAT32 * params.whole, units + heads
-    yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
+    same, calls = FLOAT32 * (params.gathered - params.experts), units + heads
+    yield Flow("scatter", passes * same * (shards - 1) // shards, passes * calls, shards, layout.tp)
+    if layout.ep > 1:
+        # The experts of each layer are units of their own, sharded over fewer ranks.
+        group = layout.expert_shards, layout.tp * layout.ep
+        share, units = (group[0] - 1) / group[0], params.num_layers - params.num_dense
+        sent = gathers * times * work.block_itemsize * params.experts
+        yield Flow("gather", round(sent * share), gathers * times * units, *group)
+        yield Flow("scatter", round(passes * FLOAT32 * params.experts * share), passes * units, *group)
+        calls += units
+    whole = FLOAT32 * params.whole
     sent = 2 * (whole // shards) * (copies - 1) // copies
     yield Flow("reduce", sent, calls, copies, layout.tp * layout.cp * layout.dp_shard)
 
@@ -86,6 +97,14 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.kv_dim // layout.tp
     calls = (2 if mode == "none" else 3) * block_passes
     yield Flow("cp", calls * keys * (layout.cp - 1), calls, layout.cp, layout.tp)
+    if layout.ep > 1 and shape.moe is not None:
+        # Rows and outputs are exchanged in the forward pass, their gradients in the backward pass, and rows
+        # and outputs again if the whole block is recomputed. An exchange of numbers of rows precedes both.
+        passes = (params.num_layers - params.num_dense) * work.passes_per_step
+        times, numbers = (6, 2) if mode == "full" else (4, 1)
+        rows = work.tokens_per_pass * shape.moe.top_k * work.itemsize * shape.dim
+        sent = passes * times * rows * (layout.ep - 1) // layout.ep
+        yield Flow("ep", sent, passes * (times + numbers), layout.ep, layout.tp)
     calls = 2 * len(params.layers) * work.passes_per_step
     sent = calls * work.tokens_per_pass * stream_bytes(work)
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
@@ -153,13 +172,13 @@ class Cost:
     def step_s(self) -> float:
         """Return the seconds per optimizer step."""
         inside = self.compute_s + self.recompute_s
-        inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
+        inside += sum(self.exposed_s[kind] for kind in INSIDE)
         return inside / (1 - self.bubble) + self.exposed_s["dp"] + self.update_s
 
     @property
     def sent(self) -> dict[str, int]:
         """Return the bytes that a GPU sends per step, keyed by kind of parallelism."""
-        sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
+        sums: dict[str, int] = dict.fromkeys(("dp", *INSIDE), 0)
         for flow in self.flows:
             sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
         return sums
@@ -168,7 +187,7 @@ class Cost:
         """Return the kinds of parallelism that communicate across nodes."""
         kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
         found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
-        return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
+        return tuple(kind for kind in ("dp", *INSIDE) if kind in found)
 
 
 def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
@@ -176,10 +195,10 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)
-    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, "tp", "cp", "pp"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, *INSIDE), 0.0)
     for flow in flows:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
-    exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
+    exposed: dict[str, float] = {kind: seconds[kind] for kind in INSIDE}
     if work.layout.pp > 1:
         # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
         # the schedule finishes.
@@ -249,7 +268,10 @@ def rank_flops(work: StepWork, pp_rank: int) -> float:
             params.num_layers - params.num_dense,
         ),
     )
-    blocks = 6 * sum(kind.active_params(dim) * number for kind, number in kinds)
+    # The ranks wait for the rank that has the most rows.
+    blocks = 6 * sum(
+        kind.active_params(dim) * number * (IMBALANCE if work.divides(kind) else 1) for kind, number in kinds
+    )
     attention = 12 * dim * (shape.query_dim + shape.kv_dim) + 12 * shape.query_dim * work.seq_len
     head = 6 * dim * shape.vocab_size if params.head else 0
     tokens = work.tokens_per_pass * work.passes_per_step
@@ -274,6 +296,12 @@ def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
         # collective.
         far = flow.crosses_nodes(node_size)
         return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
+    if flow.kind == "ep":
+        # All ranks exchange rows at once, and each rank sends its rows for other nodes over its own link.
+        share = (flow.ranks - flow.ranks_of_a_node(node_size)) / (flow.ranks - 1)
+        latency_s = flow.calls * HOP_S["network" if share else "node"]
+        inside_s = flow.num_bytes * (1 - share) / gpu.node_bandwidth
+        return IMBALANCE * max(inside_s, flow.num_bytes * share / gpu.network_bandwidth) + latency_s
     if not flow.crosses_nodes(node_size):
         return flow.num_bytes / gpu.node_bandwidth + flow.calls * (flow.ranks - 1) * HOP_S["node"]
     together = flow.ranks_of_a_node(node_size)

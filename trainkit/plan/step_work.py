@@ -13,6 +13,7 @@ from trainkit.config.optimizers import is_own
 from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import NewtonSchulzPrecision
+from trainkit.plan.feed_forward import FeedForwardKind
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.optimizer_state import optimizer_bytes
@@ -149,7 +150,7 @@ class StepWork:
     @property
     def shards(self) -> int:
         """Return the number of ranks over which parameters, gradients and optimizer state are sharded."""
-        return self.layout.dp_shard * self.layout.cp
+        return self.layout.shards
 
     @property
     def is_wrapped(self) -> bool:
@@ -210,9 +211,16 @@ class StepWork:
         """Return the total number of samples per optimizer step, which is the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
+    def divides(self, kind: FeedForwardKind) -> bool:
+        """Return whether a feed-forward network has experts that are divided over ranks."""
+        return self.layout.ep > 1 and kind.expert_params(self.shape.dim) > 0
+
     def with_parallel(self, **changes: object) -> StepWork:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
+
+IMBALANCE = 1.25
+"""Assumed number of rows of the rank whose experts get the most rows, relative to the mean of all ranks."""
 
 MAX_CHUNK_LOGITS = 2**28
 """Maximum number of logits per chunk, equivalent to 1 GiB in float32. Smaller chunks would be slower,

@@ -1,14 +1,14 @@
 """Build the model of a task, applying all transformations in the only order that works for every layout.
 
-The order is: pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation,
-data parallelism. Parameters are allocated and initialized last, so that no rank allocates more than its own
-shard.
+The order is: pipeline split, tensor parallelism, expert parallelism, context parallelism, activation
+checkpointing, compilation, data parallelism. Parameters are allocated and initialized last, so that no rank
+allocates more than its own shard.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -43,6 +43,7 @@ from trainkit.trainer.forward_backward import (
 from trainkit.trainer.load_balance import LoadBalance
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.experts import Experts
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
@@ -67,6 +68,7 @@ from trainkit.trainer.parallel.data_parallel import (
     reduces_on_host,
     sum_in_float32,
 )
+from trainkit.trainer.parallel.expert import apply_expert_parallel, experts_of
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
@@ -76,9 +78,9 @@ from trainkit.trainer.stateless_random import fill_normal_, stable_key
 from trainkit.trainer.task_batches import digest_of, seed_generators
 from trainkit.trainer.torch_private import (
     ATTENTION_OPS,
+    EXCHANGE_OPS,
     GROUPED_OPS,
     PRODUCT_OPS,
-    REDUCTION_OPS,
     compiled_anew,
     copy_each,
 )
@@ -118,6 +120,7 @@ def recompute_and_compile(
     *,
     compiled: bool,
     preserve_rng_state: bool = False,
+    divides_experts: bool = False,
 ) -> None:
     """Replace each block's forward method with a checkpointed and, if `compiled`, compiled version.
 
@@ -126,8 +129,14 @@ def recompute_and_compile(
     `selective` also recomputes every second matrix product. Parameter names do not change. In trainkit's
     models, dropout depends only on the sample, so recomputation draws the same mask. Modules that use torch's
     global random number generators need `preserve_rng_state`.
+
+    If `divides_experts`, the parts of a block that has experts are compiled separately. With the modes
+    `pointwise` and `selective`, the parts are also recomputed separately.
     """
     for block in blocks:
+        if divides_experts and experts_of(block):
+            _recompute_and_compile_parts(block, mode, compiled=compiled)
+            continue
         if mode == "full":
             # Compile inside `checkpoint`: if torch.compile wrapped `checkpoint`, it would silently fall back
             # to eager mode.
@@ -142,6 +151,34 @@ def recompute_and_compile(
         if compiled:
             # Do not use `block.compile()`, which would also try to compile the FSDP hooks, and fail.
             block.forward = torch.compile(block.forward)
+
+
+def _recompute_and_compile_parts(block: nn.Module, mode: Recomputation, *, compiled: bool) -> None:
+    """Call `recompute_and_compile` for each part of a block whose experts are divided over ranks.
+
+    FSDP gathers and frees the experts' parameters around their forward method. Selective checkpointing would
+    record these operations, and fail because they differ in the backward pass.
+    """
+    parts_mode: Recomputation = "none" if mode == "full" else mode
+    for part in _parts(block):
+        if isinstance(part, Experts) and compiled:
+            # The sizes of the exchange depend on the data, so the exchange stands between compiled halves.
+            part.dispatch = torch.compiler.disable(part.dispatch)  # type: ignore[no-untyped-call]
+            part.compute = torch.compile(part.compute, dynamic=True)  # type: ignore[method-assign]
+        # Compiled code cannot be interrupted inside `checkpoint`.
+        is_whole = parts_mode == "none" or not isinstance(part, Experts)
+        recompute_and_compile([part], parts_mode, compiled=compiled and is_whole)
+    if mode == "full":
+        recompute_and_compile([block], mode, compiled=False)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the experts in a module, and the largest modules that contain no experts."""
+    if isinstance(module, Experts) or not experts_of(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _parts(child)
 
 
 class CompileCache:
@@ -206,7 +243,7 @@ def _all_products_saved() -> Any:
     """Return checkpoint contexts that save matrix products, attention and reductions."""
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = op in ATTENTION_OPS or op in REDUCTION_OPS or (op in PRODUCT_OPS and not _is_partial(args))
+        saved = op in ATTENTION_OPS or op in EXCHANGE_OPS or (op in PRODUCT_OPS and not _is_partial(args))
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
@@ -217,7 +254,7 @@ def _half_of_products_saved() -> Any:
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS or op in REDUCTION_OPS:
+        if op in ATTENTION_OPS or op in EXCHANGE_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default or op in GROUPED_OPS:
             counts[context.is_recompute] += 1
@@ -376,7 +413,7 @@ def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
     """Enable float8 gathering of sharded weights if configured; return a function that updates the scales."""
-    if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
+    if task.config.precision.float8 != "gather" or layout.shards == 1:
         return lambda: None
     assert world.mesh is not None
     return Float8Gather(model_parts, world.mesh["dp_shard"].get_group()).update
@@ -398,6 +435,8 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
         # Tie the parameters before sharding, because sharding would turn tied parameters into separate
         # tensors.
         model.tie()
+    if world.expert_mesh is not None:
+        apply_expert_parallel(model, world.expert_mesh, balanced=world.is_simulated)
     kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
     if world.cp_group is not None:
         to_last = attention_to_last(world.device, DTYPES[dtype], model.shape.head_dim)
@@ -408,7 +447,9 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
     elif kind == "cuda" and (not flash or masked):
         repeat_kv_heads(model.attentions)
     compiled = compiles(parallel, layout, kind)
-    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
+    recompute_and_compile(
+        blocks, parallel.activation_checkpointing, compiled=compiled, divides_experts=layout.ep > 1
+    )
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,
@@ -417,6 +458,7 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
             DTYPES[config.precision.dtype],
             zero=parallel.zero,
             offload=parallel.offload,
+            expert_mesh=world.expert_mesh,
         )
     return model
 

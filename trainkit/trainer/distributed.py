@@ -96,6 +96,11 @@ class World:
     """A secret shared by the ranks of this attempt, used to reject values sent by other processes."""
     timeout: timedelta = COLLECTIVE_TIMEOUT
     """The timeout of collectives."""
+    expert_mesh: DeviceMesh | None = None
+    """The mesh of the experts' parameters; None unless experts are divided over several ranks.
+
+    The dimension ``dp_shard`` of `mesh` is divided into ``expert_shard`` and ``ep``.
+    """
     is_simulated: bool = False
     """True if the other ranks are only simulated and tensors contain no data."""
 
@@ -252,17 +257,23 @@ def make_world(
     """Return this rank's `World`; call this function after `init_process_group`, with the attempt's nonce."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
-    for group in mesh.get_all_groups():
+    expert_mesh = build_expert_mesh(device, layout)
+    meshes = [each for each in (mesh, expert_mesh) if each is not None]
+    mesh_groups = [group for each in meshes for group in each.get_all_groups()]
+    for group in mesh_groups:
         set_timeout(group, timeout)
     cp_group = context_group(layout, timeout)
     # A process group connects its ranks in its first collective. Run a collective now, so that broken
     # connections between ranks are detected at startup.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
-    groups = [dist.group.WORLD, *mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
+    groups = [dist.group.WORLD, *mesh_groups, *([] if cp_group is None else [cp_group])]
     for each in dict.fromkeys(groups):  # a mesh dimension that spans all ranks may reuse the default group
         one = torch.ones(1, device=device)
         dist.all_reduce(one, group=each)
         one.item()
+    if expert_mesh is not None:  # the ranks that exchange rows of experts connect in pairs
+        ones = torch.ones(layout.ep, device=device)
+        dist.all_to_all_single(torch.empty_like(ones), ones, group=expert_mesh["ep"].get_group())
     if layout.pp > 1:
         # Collectives do not connect all pairs of ranks that exchange data in a pipeline. Send a tensor
         # between neighbouring stages, and between the first and the last stage, to open these connections
@@ -274,7 +285,9 @@ def make_world(
         receives = [(dist.irecv, torch.empty(1, device=device), source) for _, source in ways]
         for work in exchange(group, *sends, *receives):
             work.wait()
-    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group, nonce, timeout)
+    return World(
+        rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group, nonce, timeout, expert_mesh
+    )
 
 
 def exchange(
@@ -295,12 +308,31 @@ def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     sizes = {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
-        "dp_shard": layout.dp_shard * layout.cp,
+        "dp_shard": layout.shards,
         "tp": layout.tp,
     }
     # Every mesh dimension needs a process group, so dimensions of size 1 are omitted. `fully_shard` needs the
     # dimension `dp_shard` even if its size is 1.
     dims = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+def build_expert_mesh(device: torch.device, layout: Layout) -> DeviceMesh | None:
+    """Return the device mesh for the experts' parameters, or None without expert parallelism.
+
+    The mesh has the same ranks in the same order as the result of `build_mesh`. `fully_shard` needs the
+    dimension `expert_shard` even if its size is 1.
+    """
+    if layout.ep == 1:
+        return None
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "expert_shard": layout.expert_shards,
+        "ep": layout.ep,
+        "tp": layout.tp,
+    }
+    dims = {name: size for name, size in sizes.items() if size > 1 or name == "expert_shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 

@@ -192,13 +192,13 @@ class QuantizedAverage:
     def zeros(cls, shard: Tensor, param: Tensor, name: str, values: Tensor) -> QuantizedAverage:
         """Return a running average of zeros for a shard of a parameter.
 
-        Raises FatalError if tensor parallelism cuts through a block.
+        Raises FatalError if the layout cuts through a block.
         """
         row, whole_row = shard.shape[1:].numel(), param.shape[1:].numel()
         part, num_blocks = row_blocks(whole_row)
         if row % part:
             raise FatalError(
-                f"optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has {row} of the"
+                f"optimizer.name is adamw_8bit, but the layout cuts a block: a rank has {row} of the"
                 f" {whole_row} elements of a row of {name}",
                 hint=f"shard the rows into chunks of a multiple of {part} elements, or use adamw",
             )

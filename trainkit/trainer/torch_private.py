@@ -127,13 +127,14 @@ PRODUCT_OPS = frozenset(
 If torch renames an operation, its results are recomputed in the backward pass, which is slow.
 """
 
-REDUCTION_OPS = frozenset(
+EXCHANGE_OPS = frozenset(
     {
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
     }
 )
-"""Collectives that DTensor uses to sum the partial results of tensor-parallel ranks.
+"""Collectives that DTensor uses to sum the partial results of tensor-parallel ranks, and `exchange_rows`.
 
 Checkpointing by operation saves the results of these collectives instead of repeating the collectives. If
 torch renames a collective, the backward pass repeats it, and the test that counts the collectives per step
@@ -294,6 +295,20 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """
     whole: Tensor = _all_gather(local, gather_dim=dim, group=group)
     return whole
+
+
+def exchange_rows(
+    rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sent[i]` rows to rank i of a group, and return `received[i]` rows from each rank, in rank order.
+
+    The operation has no gradient. Checkpointing by operation can save the result, because the operation
+    returns a new tensor, unlike `dist.all_to_all_single`. If torch removes the operation, define an operation
+    around `dist.all_to_all_single` with `torch.library`.
+    """
+    ops = torch.ops._c10d_functional
+    found: Tensor = ops.wait_tensor(ops.all_to_all_single(rows, [*received], [*sent], group.group_name))
+    return found
 
 
 def set_gather(
@@ -529,7 +544,7 @@ _COLLECTIVES = {
 
 
 def collective_kind(op: Any) -> str | None:
-    """Return the name of a collective, such as ``all_gather``, or None for any other operation.
+    """Return the kind of a collective, such as ``all_gather``, or None for any other operation.
 
     If torch renames a collective, the test of the collectives per step fails until the new name is added
     here.

@@ -19,6 +19,7 @@ from trainkit.capabilities.layouts.choices import (
     layouts,
 )
 from trainkit.config import load_config
+from trainkit.config.training import MoeConfig
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems
@@ -40,6 +41,16 @@ def test_layouts_that_the_model_or_the_data_rules_out():
     assert max(layout.pp for layout in found) == 64
     assert {layout.cp for layout in found} == {1}
     assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
+
+
+def test_experts_are_divided_over_ranks_where_that_is_faster():
+    moe = MoeConfig(num_experts=64, top_k=4, expert_ffn_dim=1024)
+    base = step_work(llama("7b", moe=moe))
+    assert {layout.ep for layout in layouts(base, hardware(16))} == {1, 2, 4, 8, 16}
+    assert {layout.ep for layout in layouts(base, hardware(16)) if layout.tp > 1} == {1}
+    best = choose(base, hardware(16), 64)[0]
+    assert best.work.layout.ep > 1
+    assert {layout.ep for layout in layouts(step_work("7b"), hardware(16))} == {1}
 
 
 @settings(max_examples=15)

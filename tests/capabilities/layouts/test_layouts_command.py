@@ -32,10 +32,10 @@ def test_table(config, capsys):
     out, err = capsys.readouterr()
     header, *rows = out.splitlines()
     assert header.split() == list(HEADER[1:])
-    assert [" ".join(row.split()[:17]) for row in rows] == [
-        "1 8 1 1 1 2 none 1 x 8 3.1 3.6 6.3 16.6 13.5 42.2 fits",
-        "2 4 1 1 1 2 none 1 x 8 6.3 6.8 12.6 16.6 13.5 54.7 fits",
-        "* 1 8 1 1 1 3 full 1 x 8 3.1 3.6 6.3 1.6 2.0 16.0",
+    assert [" ".join(row.split()[:18]) for row in rows] == [
+        "1 8 1 1 1 1 2 none 1 x 8 3.1 3.6 6.3 16.6 13.5 42.2 fits",
+        "2 4 1 1 1 1 2 none 1 x 8 6.3 6.8 12.6 16.6 13.5 54.7 fits",
+        "* 1 8 1 1 1 1 3 full 1 x 8 3.1 3.6 6.3 1.6 2.0 16.0",
     ]
     said(rows[-1])
     said(err)
@@ -63,7 +63,14 @@ def test_json(config, capsys):
     assert (best["fit"], best["relative_time"]) == ("fits", 1.0)
     assert best["peak_bytes"] == sum(best["moments_bytes"][best["worst_moment"]].values())
     assert all(other["relative_time"] > 0.9 for other in others)
-    assert value["config"]["layout"] == {"dp_replicate": 1, "dp_shard": 16, "tp": 1, "pp": 1, "cp": 1}
+    assert value["config"]["layout"] == {
+        "dp_replicate": 1,
+        "dp_shard": 16,
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "ep": 1,
+    }
     assert value["config"]["settings"] == {}
 
 

@@ -37,7 +37,7 @@ WIDE = (
 
 def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    if plan.layout.tp == 1:
+    if plan.layout.tp == plan.layout.ep == 1:
         return simulate_rank(read_effective(attempt.config_file), plan, rank)
     # DTensor remembers the process groups of a process after they were destroyed.
     found = attempt.path / "simulation.json"
@@ -108,6 +108,17 @@ def test_an_average_of_the_weights(tmp_path: Path, options: list[str]) -> None:
     found = found_for(tmp_path, 2, *WIDE, *options, "ema.decay=0.999")
     assert found.peak_bytes["total"] - without.peak_bytes["total"] == 4 * found.num_params
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_experts_on_several_ranks(tmp_path: Path, mode: str) -> None:
+    """The plan expects a rank with more rows than the mean, and simulated ranks all have the mean."""
+    moe = "model.moe={num_experts: 8, top_k: 2, expert_ffn_dim: 512, num_shared: 1}"
+    options = (moe, "parallel.dp_shard=8", "parallel.ep=4", f"parallel.activation_checkpointing={mode}")
+    found = found_for(tmp_path, 8, *WIDE, *options)
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.05)
+    # In each of four layers, one exchange of numbers of rows, and four of rows.
+    assert found.collectives["all_to_all"] == 4 * 5
 
 
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:

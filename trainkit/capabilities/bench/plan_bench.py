@@ -292,7 +292,8 @@ def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[
             raise ConfigError(problems) from None
     if not layouts:
         splits_sequence = loaded.config.parallel.cp > 1 or loaded.config.data.seq_len >= LONG_SEQUENCE
-        found = enumerate_layouts(ranks.world_size, ranks.workers_per_node, splits_sequence)
+        experts = shape.moe.num_experts if shape.moe else 1
+        found = enumerate_layouts(ranks.world_size, ranks.workers_per_node, splits_sequence, experts)
         for layout in sorted(found, key=_complexity):
             try:
                 planned.add_layout(loaded, layout, ranks, shape, {})
@@ -313,7 +314,7 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 
     Layouts with fewer kinds of parallelism come first and, among these, layouts with more common kinds.
     """
-    degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
+    degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
 

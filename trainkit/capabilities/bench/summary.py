@@ -160,6 +160,7 @@ COLUMNS = {
     "tp": "degree",
     "pp": "degree",
     "cp": "degree",
+    "ep": "degree",
     "device_batch_size": "number of samples per process in one accumulation step",
     "pp_microbatches": "number of microbatches per device batch; empty without pipeline parallelism",
     "repeats": "number of repeats that have measured steps",

@@ -57,7 +57,7 @@ MOST_RUNS = 100
 """Maximum number of earlier runs whose speeds are read, newest first."""
 SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
 """Config sections that must be equal in two runs for their steps to take the same time."""
-DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
+DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "pp_microbatches"}}
 """Config keys that are ignored when comparing runs, because the launch plans contain the values derived from
 these keys."""
 

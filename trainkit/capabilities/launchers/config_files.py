@@ -52,7 +52,7 @@ class Job:
 
     def layout(self) -> Layout:
         """Return the parallel layout of the job's processes."""
-        self.has(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")))
+        self.has(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")))
         return make_layout(self.loaded.config.parallel, self.world_size)[0]
 
     def batch(self, layout: Layout) -> Batch | None:
@@ -130,7 +130,7 @@ def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: S
 
 def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
     """Return the file for ``accelerate launch --config_file``; see config_args.py in accelerate."""
-    _refuse(job, "accelerate", _accelerate_problems(job), ("tp", "pp", "cp"))
+    _refuse(job, "accelerate", _accelerate_problems(job), ("tp", "pp", "cp", "ep"))
     parallel, dtype = job.loaded.config.parallel, job.loaded.config.precision.dtype
     layout = job.layout() if job.shards else Layout(dp_shard=job.world_size)
     batch = job.batch(layout)
@@ -183,7 +183,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
     """Return the file that replaces ``{ds_config}`` in a command: a DeepSpeed JSON config."""
     if not any("{ds_config}" in word for word in command):
         return LauncherInput()
-    _refuse(job, "deepspeed", _deepspeed_problems(job), ("tp", "pp", "cp"))
+    _refuse(job, "deepspeed", _deepspeed_problems(job), ("tp", "pp", "cp", "ep"))
     layout = Layout(dp_shard=job.world_size)
     config, batch = job.loaded.config, job.batch(layout)
     assert batch is not None
@@ -274,7 +274,7 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
     if "strategy" in asked and job.shards and job.device == "cpu":
         message = f"is {config.parallel.dp_shard}, but Lightning shards models only on GPUs"
         problems.append(("parallel.dp_shard", message))
-    _refuse(job, "lightning", problems, ("tp", "pp", "cp"))
+    _refuse(job, "lightning", problems, ("tp", "pp", "cp", "ep"))
     job.has(*(key for name in asked for key in values[name][1]))
     return LauncherInput(values={name: str(values[name][0]()) for name in asked})
 
@@ -308,6 +308,7 @@ def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
         ("parallel.tp", "--tensor-model-parallel-size", layout.tp),
         ("parallel.pp", "--pipeline-model-parallel-size", layout.pp),
         ("parallel.cp", "--context-parallel-size", layout.cp),
+        ("parallel.ep", "--expert-model-parallel-size", layout.ep),
         ("parallel.sequence_parallel", "--sequence-parallel", "" if sequence else None),
         (RECOMPUTE, "--recompute-granularity", None if recompute == "none" else recompute),
         (RECOMPUTE, "--recompute-method", "uniform" if recompute == "full" else None),

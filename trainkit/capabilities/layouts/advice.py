@@ -88,6 +88,7 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
         "parallel.tp": layout.tp,
         "parallel.pp": layout.pp,
         "parallel.cp": layout.cp,
+        "parallel.ep": layout.ep,
         "parallel.zero": work.parallel.zero,
         "parallel.activation_checkpointing": work.parallel.activation_checkpointing,
         "parallel.offload": work.parallel.offload,
@@ -117,7 +118,7 @@ def _losses(choice: Choice) -> list[str]:
         "orthogonalizing matrices": cost.update_s / cost.step_s,
     }
     names = {"dp": "parameters and gradients", "tp": "shards of matrices", "cp": "keys and values"}
-    names["pp"] = "the next stage"
+    names |= {"ep": "rows of experts", "pp": "the next stage"}
     for kind, name in names.items():
         where = " over the network" if kind in far else ""
         shares[f"waiting for {name}{where}"] = cost.exposed_s[kind] / cost.step_s
@@ -132,6 +133,7 @@ HEADER = (
     "tp",
     "pp",
     "cp",
+    "ep",
     "zero",
     "recompute",
     "batch",
@@ -167,7 +169,7 @@ def table_lines(
 
 def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:
     work, layout, largest = choice.work, choice.work.layout, choice.memory.largest
-    degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
+    degrees = (getattr(layout, name) for name in DEGREES)
     kept = max(parts.activations + parts.loss for parts in choice.memory.phases.values())
     memory = (largest.params, largest.gradients, largest.optimizer, kept, largest.buffers)
     return (

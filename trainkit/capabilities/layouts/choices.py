@@ -5,6 +5,7 @@ All functions in this module are pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -151,23 +152,29 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
     document mask, pp and cp are 1.
     """
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
-    for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
+    experts = shape.moe.num_experts if shape.moe else 1
+    for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence, experts):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
         if fits and not (base.document_mask and layout.pp * layout.cp > 1):
             yield layout
 
 
-def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
+def enumerate_layouts(
+    world_size: int, node_size: int, splits_sequence: bool, num_experts: int = 1
+) -> Iterator[Layout]:
     """Yield all layouts of `world_size` processes that keep tensor parallelism within a node.
 
-    The degree cp is 1 unless `splits_sequence` is set.
+    The degree cp is 1 unless `splits_sequence` is set. The degree ep divides `num_experts`, and is 1 with
+    tensor parallelism.
     """
     factors = divisors_of(world_size)
     tps = [tp for tp in factors if tp <= node_size]
     for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
         if world_size % (tp * pp * cp) == 0:
             dp = world_size // (tp * pp * cp)
-            yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in divisors_of(dp))
+            for shard in divisors_of(dp):
+                for ep in divisors_of(math.gcd(num_experts, shard * cp) if tp == 1 else 1):
+                    yield Layout(dp // shard, shard, tp, pp, cp, ep)
 
 
 def best_on_layout(

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
-from trainkit.trainer.distributed import World, build_mesh, context_group
+from trainkit.trainer.distributed import World, build_expert_mesh, build_mesh, context_group
 from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.optimizers import make_optimizer
@@ -70,8 +70,9 @@ def simulated_world(
     join_fake_world(rank, plan.world_size)
     try:
         mesh = build_mesh(device, plan.layout) if plan.world_size > 1 or mesh_of_one else None
-        group = context_group(plan.layout)
-        yield World(rank, plan.world_size, device, mesh, None, plan.layout, group, is_simulated=True)
+        group, experts = context_group(plan.layout), build_expert_mesh(device, plan.layout)
+        world = World(rank, plan.world_size, device, mesh, None, plan.layout, group, expert_mesh=experts)
+        yield replace(world, is_simulated=True)
     finally:
         dist.destroy_process_group()
 

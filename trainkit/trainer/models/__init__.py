@@ -14,6 +14,7 @@ from trainkit.plan.step_work import num_stages, stage_layers
 from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.experts import Experts
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.user_code import TaskError, import_file
 
@@ -52,7 +53,7 @@ def _unknown(name: str, reason: str) -> TaskError:
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
     """Raise TaskError for context or pipeline parallelism that the architecture does not support."""
     name, parallel, seq_len = config.model.architecture, config.parallel, config.data.seq_len
-    if name in ARCHITECTURES or parallel.cp == parallel.pp == 1:
+    if name in ARCHITECTURES or parallel.cp == parallel.pp == parallel.ep == 1:
         return
     shape = resolve_model_shape(config.model, tokenizer_vocab_size(config.data))
     with torch.device("meta"):
@@ -69,6 +70,9 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
             for item in set(whole.attentions) - replaced:
                 found = f"a {type(item).__name__} in `attentions` of {name} has no `attend`"
                 raise TaskError("parallel.cp", f"is {parallel.cp}, but {found}", hint)
+        if parallel.ep > 1 and not any(isinstance(module, Experts) for module in whole.modules()):
+            hint = "use trainkit.trainer.models.experts.Experts, or set parallel.ep to 1"
+            raise TaskError("parallel.ep", f"is {parallel.ep}, but {name} has no module Experts", hint)
         if parallel.pp == 1:
             return
         stages = num_stages(parallel.pp, parallel.pp_schedule)

@@ -83,7 +83,7 @@ class Experts(nn.Module):
         place[order] = torch.arange(len(order), device=order.device)
         rows: Tensor = _Spread.apply(x, order, place, chosen.shape[1])  # type: ignore[no-untyped-call]
         rows = self.dispatch(rows, count_rows(chosen, self.num_experts), self.compute)
-        rows = _Permute.apply(rows, place, order)  # type: ignore[no-untyped-call]
+        rows = permute(rows, place, order)
         # The product is float32, because the weights are.
         return (rows.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
 
@@ -166,9 +166,13 @@ class _Spread(torch.autograd.Function):
         return grad[place].view(-1, ctx.top_k, grad.shape[-1]).sum(1), None, None, None
 
 
-class _Permute(torch.autograd.Function):
-    """Returns rows in another order; the gradient applies the inverse order, without a scatter."""
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return rows in another order; the gradient applies the `inverse` order, without a scatter."""
+    out: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return out
 
+
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)

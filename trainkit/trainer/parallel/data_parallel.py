@@ -26,6 +26,7 @@ from trainkit.trainer.forward_backward import GradientSwitch
 from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.linear import Linear
 from trainkit.trainer.models.model import Model
+from trainkit.trainer.parallel.expert import shard_experts
 from trainkit.trainer.torch_private import after_backward, replicate
 
 # With tensor parallelism, a block's output is a view of a DTensor. torch's warning about such a view is
@@ -105,13 +106,14 @@ def apply_data_parallel(
     float32: Sequence[nn.Module] = (),
     zero: int = 3,
     offload: bool = False,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Wrap the model in place, so that gradients are averaged across data-parallel ranks.
 
     The average includes context-parallel ranks, because each of these ranks has only the gradient for its
     slice of the sequence. Even a model on a single rank is wrapped, because the wrapper also casts the
     parameters. `layers` are grouped into sharding units; the default is the `layers` and `ends` of a `Model`.
-    Modules in `float32` are not cast.
+    Modules in `float32` are not cast. With `expert_mesh`, the `Experts` of each layer are units of their own.
     """
     policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
     first: list[nn.Module] = []
@@ -120,7 +122,7 @@ def apply_data_parallel(
         assert isinstance(model, Model)
         layers, (first, last) = model.layers, end_units(model, MIN_UNIT_BYTES)
     units = communication_units(layers, MIN_UNIT_BYTES)
-    if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1 and not offload:
+    if layout.shards == 1 and layout.dp_replicate > 1 and not offload:
         replicate_mesh = mesh["dp_replicate"]
         for module in float32:
             replicate(module, replicate_mesh, whole)
@@ -143,6 +145,8 @@ def apply_data_parallel(
         shard = partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda"))
     for module in float32:
         shard(module, mp_policy=whole)
+    if expert_mesh is not None:
+        shard_experts(model, expert_mesh, layout, shard)
     for unit in [first, *units] if first else units:
         shard(unit)
     # Keep the parameters of the head and of the root module gathered, because the backward pass needs them
@@ -213,7 +217,7 @@ def gradient_switch(
         group = world.mesh["dp_replicate"].get_group()
         return HostReduction(model, group, masters, local_gradient).set_enabled
     layout = world.layout
-    is_sharded = layout.dp_shard * layout.cp > 1
+    is_sharded = layout.shards > 1
     reduce: GradientSwitch = model.set_requires_gradient_sync
     if is_sharded or (parallel.offload and world.size == 1):
         # Disable only the all-reduce: the reduce-scatter must run after every microbatch, because unsharded
