@@ -142,7 +142,9 @@ def test_a_compiled_update_is_the_same(name, monkeypatch):
     monkeypatch.setattr("trainkit.trainer.optimizers.by_element.COMPILED_DEVICES", ("cpu",))
     models = nano(num_layers=1), nano(num_layers=1)
     optimizers = [
-        make_optimizer([Weight(*item) for item in model.named_parameters()], CONFIGS[name], ALONE, compiled=compiled)
+        make_optimizer(
+            [Weight(*item) for item in model.named_parameters()], CONFIGS[name], ALONE, compiled=compiled
+        )
         for model, compiled in zip(models, (False, True), strict=True)
     ]
     for step in range(3):

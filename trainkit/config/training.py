@@ -212,8 +212,8 @@ class OptimizerConfig(Section):
     name: str = key(
         "adamw",
         f"{OPTIMIZER_NAMES}, or FILE.py:CLASS for your own subclass of torch.optim.Optimizer. adamw_8bit is "
-        "AdamW with 8-bit optimizer state. muon updates the matrices of the decoder blocks with Muon, and all "
-        "other parameters with AdamW.",
+        "AdamW with 8-bit optimizer state. muon updates the matrices of the decoder blocks with Muon, and "
+        "all other parameters with AdamW.",
         pattern=rf"^({'|'.join(OPTIMIZERS)}|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         allowed=f"{OPTIMIZER_NAMES} or FILE.py:CLASS",
     )

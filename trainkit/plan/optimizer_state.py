@@ -63,8 +63,9 @@ def bytes_per_element(dtype: StateDtype, row_size: int) -> float:
 def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
     """Return the number of bytes of optimizer state per parameter.
 
-    The matrices of blocks have rows of several sizes, and the largest result is returned. Vectors are ignored,
-    although their state is never stored with 8 bits. For a user's optimizer, the result is an assumption.
+    The matrices of blocks have rows of several sizes, and the largest result is returned. Vectors are
+    ignored, although their state is never stored with 8 bits. For a user's optimizer, the result is an
+    assumption.
     """
     if is_own(optimizer.name):
         return OWN_BYTES

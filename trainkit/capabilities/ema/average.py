@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit.capabilities.ema.ema_plan import SUFFIX, EmaPlan
 from trainkit.capability import NewEvent, TrainedModel, TrainerHook
 from trainkit.trainer.models.model import as_shard_of, local_tensor
-from trainkit.trainer.optimizer import PIECE_ELEMENTS
+from trainkit.trainer.optimizers.by_element import PIECE_ELEMENTS
 from trainkit.trainer.split_master import SplitMaster, master_of, row_pieces
 from trainkit.trainer.torch_private import lerp_each
 

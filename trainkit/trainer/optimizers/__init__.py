@@ -26,7 +26,7 @@ KINDS: dict[str, type[ByElement]] = {
 def make_optimizer(
     weights: Sequence[Weight], config: OptimizerConfig, world: World, *, compiled: bool = False
 ) -> ShardedOptimizer:
-    """Create the optimizer that `optimizer.name` specifies; with `compiled`, kernels for GPUs are compiled."""
+    """Create the optimizer that `optimizer.name` specifies; kernels for GPUs may be compiled."""
     if config.name == "muon":
         return ShardedMuon(weights, config, world, compiled=compiled)
     return KINDS[config.name](weights, config, world.layout, compiled=compiled)
