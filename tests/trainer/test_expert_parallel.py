@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from trainkit.trainer.optimizers.adamw import ShardedAdamW
 
 from tests.support.parity import curve, run_chain, saved_tensors, worst_difference
 from tests.support.runs import fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
@@ -22,6 +21,7 @@ from trainkit.trainer.build import recompute_and_compile
 from trainkit.trainer.distributed import World, build_expert_mesh, build_mesh
 from trainkit.trainer.models.experts import Experts
 from trainkit.trainer.models.model import Weight, local_tensor, shard_index
+from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.parallel.data_parallel import mixed_precision
 from trainkit.trainer.parallel.expert import apply_expert_parallel, order_by_expert, shard_experts
 from trainkit.trainer.torch_private import DispatchMode
