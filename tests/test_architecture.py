@@ -40,7 +40,7 @@ SIZES = {
     "trainkit/capabilities/health": (4, 527),
     "trainkit/capabilities/init": (3, 355),
     "trainkit/capabilities/launchers": (4, 518),
-    "trainkit/capabilities/layouts": (5, 941),
+    "trainkit/capabilities/layouts": (5, 946),
     "trainkit/capabilities/media": (6, 626),
     "trainkit/capabilities/multimodal": (2, 564),
     "trainkit/capabilities/notifications": (5, 526),
@@ -57,7 +57,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_102),
     "trainkit/capabilities/transformers": (2, 306),
     "trainkit/capabilities/watch": (5, 1_365),
-    "trainkit/cli": (17, 4_227),
+    "trainkit/cli": (17, 4_233),
     "trainkit/cluster": (9, 1_965),
     "trainkit/config": (14, 3_751),
     "trainkit/control": (5, 870),
@@ -69,7 +69,7 @@ SIZES = {
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (53, 12_128),
-    "tests": (385, 65_926),
+    "tests": (385, 65_934),
 }
 """Maps a folder to its number of Python files and lines.
 

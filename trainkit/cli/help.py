@@ -130,7 +130,9 @@ SECTIONS = {
 """Maps each heading of a help page to its options; headings and options are in the order shown on the
 page."""
 ADDED_UNDER = "How"
-"""The heading under which the options added by capabilities are listed."""
+"""The heading for options that a capability adds to a command of the core."""
+UNLISTED_UNDER = "What"
+"""The heading for other options that `SECTIONS` does not contain."""
 
 
 class AddedOption(click.Option):
@@ -140,9 +142,13 @@ class AddedOption(click.Option):
 def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
     """Yield the headings of a help page in order, each with a mapping from option names to options."""
     by_name = {name: item for item in options for name in item.opts}
-    added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
+    listed = {name for names in SECTIONS.values() for name in names}
+    more: dict[str, list[str]] = {ADDED_UNDER: [], UNLISTED_UNDER: []}
+    for item in options:
+        if not listed & {*item.opts}:
+            more[ADDED_UNDER if isinstance(item, AddedOption) else UNLISTED_UNDER].append(item.opts[0])
     for heading, names in SECTIONS.items():
-        own = (*names, *added) if heading == ADDED_UNDER else names
+        own = (*names, *more.get(heading, ()))
         yield heading, {name: by_name[name] for name in own if name in by_name}
 
 

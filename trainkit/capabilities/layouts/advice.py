@@ -160,11 +160,16 @@ def table_lines(
     """Return layout choices as the lines of a table.
 
     Memory is in GiB, the amount of sent data is in GiB per GPU and step, and time is relative to the best
-    layout.
+    layout. The column ``ep`` is shown only for a model with experts.
     """
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
-    numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
-    return table(rows, right=numbers, fit=fit, num_keys=1 + len(DEGREES)).splitlines()
+    columns = list(zip(*rows, strict=True))
+    if not any(choice.work.shape.moe for choice in choices):
+        columns.pop(HEADER.index("ep"))
+    numbers = [index for index, (name, *_) in enumerate(columns) if name not in LEFT]
+    num_keys = 1 + sum(name in DEGREES for name, *_ in columns)
+    rows = list(zip(*columns, strict=True))
+    return table(rows, right=numbers, fit=fit, num_keys=num_keys).splitlines()
 
 
 def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Dimensions in shapes: B samples, T positions, D model width, H query heads, K ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, cast
 
 import torch
@@ -314,7 +314,7 @@ class Decoder(Model):
     @property
     def routers(self) -> dict[int, Router]:
         """Map the numbers of this stage's layers with experts to their routers."""
-        blocks = ((int(layer), cast(Block | None, block)) for layer, block in self.blocks._modules.items())
+        blocks = enumerate(cast(Iterable[Block | None], self.blocks))
         return {layer: block.moe.router for layer, block in blocks if block is not None and block.moe}
 
     @property
