@@ -20,7 +20,7 @@ the order with recorded values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -54,6 +54,31 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
         offsets.ravel().astype(np.uint64), epochs.ravel().astype(np.uint64), num_samples, seed
     )
     return shuffled.astype(np.int64).reshape(flat.shape)
+
+
+def positions_of(numbers: npt.ArrayLike, skipped: Iterable[tuple[int, int]]) -> IntArray:
+    """Return the position of each trained sample, as int64 in the same shape.
+
+    `numbers` counts the trained samples from 0. `skipped` contains the ranges of positions that the run
+    leaves out, in ascending order and without overlap: the first position, and the position after the last.
+    """
+    positions = np.array(numbers, dtype=np.int64)
+    for first, stop in skipped:
+        positions[positions >= first] += stop - first
+    return positions
+
+
+def position_of(number: int, skipped: Iterable[tuple[int, int]]) -> int:
+    """Return the position of one trained sample; see `positions_of`."""
+    position = number
+    for first, stop in skipped:
+        position += stop - first if position >= first else 0
+    return position
+
+
+def number_before(position: int, skipped: Iterable[tuple[int, int]]) -> int:
+    """Return the number of samples before a position, excluding those in `skipped`."""
+    return position - sum(max(0, min(stop, position) - first) for first, stop in skipped)
 
 
 class Schedule:

@@ -185,7 +185,7 @@ class Trainer:
         self.built.update_scales()
         self.loss_scale.load(self.state.loss_scale)
         self.saver.last_step = None if chosen is None else self.state.step
-        self.total_steps, self.end_position = last_step(plan, task, self.state)
+        self.total_steps, self.end = last_step(plan, task, self.state)
         tensorboard = None
         if world.is_main:
             announce(attempt, plan, world, task, self.built, self.state, self.total_steps)
@@ -193,7 +193,7 @@ class Trainer:
                 log.info(own.describe())
             if config.logging.tensorboard:
                 tensorboard = TensorBoardLog(attempt.run, self.state.step + 1)
-        self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end_position)
+        self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end)
         self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)

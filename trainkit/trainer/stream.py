@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from trainkit.config.schema import RunConfig
+from trainkit.data.order import position_of
 from trainkit.errors import Problem, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.task import Stream
@@ -243,12 +244,12 @@ class _Reader(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Any, int, float, StreamState | None] | Problem]:
         try:
-            cursor, position = Cursor(self.data), self.positions.start
+            cursor, start = Cursor(self.data), self.positions.start
             if self.saved is not None:
-                cursor.seek(self.saved, position)
+                cursor.seek(self.saved, position_of(start - 1, self.positions.skipped) + 1)
             while True:
-                yield from self._step(cursor, position)
-                position += self.positions.num_samples(position)
+                yield from self._step(cursor, start)
+                start += self.positions.num_samples(start)
         except TaskError as error:
             # Yield the problem instead of raising an error, because a DataLoader would replace the error with
             # an error of its own.
@@ -260,16 +261,19 @@ class _Reader(IterableDataset[Any]):
         request = next(requests, None)
         items: list[object] = []
         ready: tuple[Any, int, float] | None = None
-        for position in range(start, last + 1):
-            before = cursor.where() if position == last and self.takes_state else None
+        for number in range(start, last + 1):
+            position = position_of(number, self.positions.skipped)
+            for skipped in range(position_of(number - 1, self.positions.skipped) + 1, position):
+                cursor.next(skipped)
+            before = cursor.where() if number == last and self.takes_state else None
             item = cursor.next(position)
-            if request is None or position < request.first:
+            if request is None or number < request.first:
                 continue  # another rank collates this sample
             items.append(item)
-            if position == request.stop - 1:
+            if number == request.stop - 1:
                 if ready is not None:
                     yield *ready, None
-                seed, first = self.data.config.seed, request.first
+                seed, first = self.data.config.seed, request.position
                 seed_generators(stable_key(seed, "train", "collate", first))
                 ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)

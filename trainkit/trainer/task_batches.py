@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
-from trainkit.data.order import sample_index
+from trainkit.data.order import position_of, positions_of, sample_index
 from trainkit.errors import Problem
 from trainkit.plan.launch import Batch
+from trainkit.run.rollbacks import Ranges
 from trainkit.task import Samples
 from trainkit.trainer.causal_lm import StepBatch
 from trainkit.trainer.stateless_random import stable_key
@@ -61,25 +62,35 @@ class TaskBatch:
 
 @dataclass(frozen=True)
 class _Request:
-    """The sample positions of one microbatch."""
+    """The samples of one microbatch, as numbers that count the samples in the order of training."""
 
     first: int
     stop: int
-    """Position after the last sample; at most `first` if no samples are left for this rank."""
+    """Number after the last sample; at most `first` if no samples are left for this rank."""
     filler: range
-    """Positions of the samples to read instead if no samples are left for this rank."""
+    """Numbers of the samples to read instead if no samples are left for this rank."""
+    skipped: Ranges = ()
+    """Positions of the samples that the run leaves out."""
+
+    @property
+    def position(self) -> int:
+        """Return the position of the first sample, which seeds the random numbers of the microbatch."""
+        return position_of(self.first, self.skipped)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of this rank's microbatches in the sequence of all samples."""
+    """The samples of this rank's microbatches in the sequence of all trained samples."""
 
     batch: Batch
     dp_rank: int
     dp_size: int
     start: int
+    """Number of samples that were trained before."""
     end: int | None
-    """Position after the last sample; None if only the number of steps limits training."""
+    """Number of samples to train in total; None if only the number of steps limits training."""
+    skipped: Ranges = ()
+    """Positions of the samples that the run leaves out."""
 
     def __iter__(self) -> Iterator[_Request]:
         """Iterate over the requests: `DataLoader` uses this object as its sampler."""
@@ -91,13 +102,14 @@ class Positions:
         return (stop if self.end is None else min(stop, self.end)) - start
 
     def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the positions of this rank's microbatches in all steps, starting with the step at `start`."""
+        """Yield the samples of this rank's microbatches in all steps, starting with the step at `start`."""
         size = self.batch.device_batch_size
         while self.end is None or start < self.end:
             stop = start + self.num_samples(start)
             for micro in range(self.batch.accumulation_steps):
                 first = start + (micro * self.dp_size + self.dp_rank) * size
-                yield _Request(first, min(first + size, stop), filler=range(start, min(start + size, stop)))
+                filler = range(start, min(start + size, stop))
+                yield _Request(first, min(first + size, stop), filler, self.skipped)
             start += self.batch.global_batch_size
 
 
@@ -113,12 +125,13 @@ class SampleReader(Dataset[Any]):
 
     def __getitem__(self, request: _Request) -> tuple[Any, int, float, None]:
         has_samples = request.first < request.stop
-        positions = range(request.first, request.stop) if has_samples else request.filler
-        index = sample_index(np.asarray(positions), self._num_samples, self._seed, self._shuffle)
-        items = [self._item(at, i) for at, i in zip(positions, index.tolist(), strict=True)]
-        seed_generators(stable_key(self._seed, self._split, "collate", request.first))
+        numbers = range(request.first, request.stop) if has_samples else request.filler
+        positions, first = positions_of(numbers, request.skipped), request.position
+        index = sample_index(positions, self._num_samples, self._seed, self._shuffle)
+        items = [self._item(at, i) for at, i in zip(positions.tolist(), index.tolist(), strict=True)]
+        seed_generators(stable_key(self._seed, self._split, "collate", first))
         data = self._collate(items)
-        return data, stable_key(self._seed, self._split, "pass", request.first), float(has_samples), None
+        return data, stable_key(self._seed, self._split, "pass", first), float(has_samples), None
 
     def _item(self, position: int, index: int) -> Any:
         seed_generators(stable_key(self._seed, self._split, "item", position))
