@@ -108,7 +108,7 @@ def resume(
         own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
     state.apply(rollbacks)
-    hooks.begin(state.step, loaded)
+    hooks.begin(state.step, loaded, state.hooks)
     if manifest.val_fingerprint != val_fingerprint(task):
         log.warning("the validation data has changed: validation losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None

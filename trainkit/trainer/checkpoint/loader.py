@@ -67,6 +67,8 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
     listed: list[tuple[str, int]] = []
     if world.is_main:
         _remove_leftovers(run)
+        # A client of a network filesystem may have cached that the run had no rollback.
+        refresh_listing(run.path)
         _move_aside(run)
         listed = [(str(checkpoint.path), checkpoint.step) for checkpoint in reversed(list_published(run))]
     candidates = broadcast_from_main(listed, world)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import FatalError
+from trainkit.formats import JsonObject
 from trainkit.run.rollbacks import Ranges, Rollback, merged
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
@@ -140,6 +141,8 @@ class TrainingState:
     """Positions of the samples that the run leaves out."""
     num_rollbacks: int = 0
     """Number of rollbacks of the run on which this state is based."""
+    hooks: dict[str, JsonObject] = field(default_factory=dict)
+    """Values of the hooks of capabilities, by capability."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainingState:
