@@ -70,7 +70,7 @@ SIZES = {
     "trainkit/run": (18, 5_318),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (54, 12_288),
-    "tests": (391, 66_564),
+    "tests": (391, 66_665),
 }
 """Maps a folder to its number of Python files and lines.
 
@@ -152,6 +152,7 @@ ABOVE = {
     "capabilities.texts": "data launch.trainer_process",
     "capabilities.ema": "trainer",
     "capabilities.replicas": "trainer",
+    "capabilities.spike": "",
     "capabilities.average": "capabilities.export job.processes trainer",
     "capabilities.replay": "capabilities.texts cluster control data job launch trainer",
     "capabilities.init": "cluster",
@@ -370,6 +371,7 @@ SPREAD = {
     "multimodal": 1,
     r"\bema\b|EmaConfig|EmaPlan": 4,
     r"replica_differs|ReplicasConfig|ReplicasPlan|ReplicaComparison": 3,
+    r"train\.spike|SpikeConfig|SpikePlan|loss_spike": 2,
     # A process that is stopped "by a debugger" may be in any debugger, such as gdb.
     "(?<!by a )debugger|debugged|rank_debug|DebugPlan|post.mortem": 2,
 }
