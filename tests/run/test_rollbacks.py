@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.run.test_manifest import change, make
-from trainkit.data.order import number_before, position_of, positions_of
+from trainkit.data.order import positions_of
 from trainkit.errors import UsageError
 from trainkit.run.manifest import best_step, list_checkpoints, point_best_at, published
 from trainkit.run.rollbacks import (
@@ -13,7 +13,9 @@ from trainkit.run.rollbacks import (
     in_line,
     merged,
     move_aside,
+    number_before,
     parse_ranges,
+    position_of,
     read_rollbacks,
     shown_ranges,
     write_rollbacks,

@@ -18,7 +18,7 @@ from tests.support.models import ALONE
 from trainkit.config import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.job.signals import StopRequest
-from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.launch import Batch, BatchStage, Layout
 from trainkit.trainer.causal_lm import IGNORE_LABEL, BatchSource, CausalLM, Microbatch, PrefetchedBatches
 from trainkit.trainer.loop import Evaluator
 from trainkit.trainer.progress import Progress
@@ -170,6 +170,28 @@ def test_read_ahead_equals_read_directly(num_workers, end):
         for pair in zip(batch.microbatches, expected.microbatches, strict=True):
             assert all(torch.equal(*(getattr(micro, name) for micro in pair)) for name in NAMES)
     batches.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("step", [0, 2, 3, 6])
+def test_a_warmup_of_the_batch_size(num_workers, step):
+    """Each step begins where the step before ends, whatever the step at which an attempt begins."""
+    warmup = (BatchStage(3, 1, 4), BatchStage(5, 2, 8))
+    batch, sizes = Batch(DEVICE_BATCH, 4, GLOBAL_BATCH, 64, warmup=warmup), [4, 4, 4, 8, 8, 16, 16, 6]
+    begins = [*itertools.accumulate(sizes, initial=0)]
+    readers = [
+        PrefetchedBatches(source(rank, 2, batch=batch, end=begins[-1]), begins[step], num_workers, step)
+        for rank in range(2)
+    ]
+    for number in range(step, len(sizes)):
+        steps = [next(reader) for reader in readers]
+        assert {found.num_samples for found in steps} == {sizes[number]}
+        micros = zip(*(found.microbatches for found in steps), strict=True)
+        found = torch.cat([micro.tokens for micro in itertools.chain(*micros)])[: sizes[number], 0] // 1000
+        positions = np.arange(begins[number], begins[number + 1])
+        assert found.tolist() == sample_index(positions, 50, seed=3, shuffle=True).tolist()
+    for reader in readers:
+        reader.close()
 
 
 def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch):

@@ -164,6 +164,13 @@ class DataConfig(Section):
     )
 
 
+class WarmupStage(Section):
+    """The global batch size of the first steps."""
+
+    steps: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1)
+
+
 class SpikeConfig(Section):
     """The rule for a loss spike, after which the run goes back to an earlier checkpoint."""
 
@@ -197,6 +204,13 @@ class TrainConfig(Section):
         32,
         "Number of samples per optimizer step, across all processes. The default is adjusted to the layout; "
         "null disables gradient accumulation.",
+    )
+    batch_warmup: tuple[WarmupStage, ...] = key(
+        (),
+        "Global batch sizes of the first steps, such as [{steps: 500, global_batch_size: 8}, {steps: 500, "
+        "global_batch_size: 16}]. After these stages, each step has global_batch_size samples. Not supported "
+        "with pipeline parallelism.",
+        allowed="a list of mappings with `steps` and `global_batch_size` (integers of at least 1)",
     )
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
     eval_every: AtLeastOne | None = key(50, "Steps between validations; null disables validation.")

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trainkit.control.changed_config import RunSoFar
-from trainkit.data.order import position_of
 from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.manifest import Checkpoint, find_damage
-from trainkit.run.rollbacks import Ranges, Rollback, SavedPosition, parse_ranges, shown_ranges
+from trainkit.run.rollbacks import Ranges, Rollback, SavedPosition, parse_ranges, position_of, shown_ranges
 
 REASON = "requested with `trainkit resume`"
 

@@ -68,19 +68,6 @@ def positions_of(numbers: npt.ArrayLike, skipped: Iterable[tuple[int, int]]) -> 
     return positions
 
 
-def position_of(number: int, skipped: Iterable[tuple[int, int]]) -> int:
-    """Return the position of one trained sample; see `positions_of`."""
-    position = number
-    for first, stop in skipped:
-        position += stop - first if position >= first else 0
-    return position
-
-
-def number_before(position: int, skipped: Iterable[tuple[int, int]]) -> int:
-    """Return the number of samples before a position, excluding those in `skipped`."""
-    return position - sum(max(0, min(stop, position) - first) for first, stop in skipped)
-
-
 class Schedule:
     """Assigns positions to sources in proportion to integer weights, with the sum of the weights as period.
 

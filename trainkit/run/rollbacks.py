@@ -130,6 +130,19 @@ def merged(*ranges: Iterable[Sequence[int]]) -> Ranges:
     return tuple(found)
 
 
+def position_of(number: int, skipped: Ranges) -> int:
+    """Return the position of a trained sample; `number` counts the trained samples from 0."""
+    position = number
+    for first, stop in skipped:
+        position += stop - first if position >= first else 0
+    return position
+
+
+def number_before(position: int, skipped: Ranges) -> int:
+    """Return the number of samples before a position, excluding those in `skipped`."""
+    return position - sum(max(0, min(stop, position) - first) for first, stop in skipped)
+
+
 def shown_ranges(ranges: Iterable[Sequence[int]]) -> str:
     """Return the number of samples in some ranges, and the ranges with their last position."""
     ranges = list(ranges)

@@ -8,11 +8,11 @@ a step therefore depend only on the step's start position, not on the number of 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -171,21 +171,18 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over the steps of a source from sample `start`; `num_workers` threads prefetch the batches.
+    """Iterates over the steps of a source; `num_workers` threads prefetch the batches.
 
     Threads suffice, because copying tokens from a memory map releases the GIL. Worker processes would have to
     be forked, and cleaned up after a crash. Small steps are read in groups to reduce the overhead.
     """
 
-    def __init__(self, source: BatchSource, start: int, num_workers: int) -> None:
-        self._source, self._start = source, start
+    def __init__(self, source: BatchSource, start: int, num_workers: int, step: int = 0) -> None:
+        """Begin after `step` steps, in which `start` samples were trained."""
+        self._source, self._start, self._step = source, start, step
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead = max(2, num_workers)
         self._steps = self._read()
-        samples = source.batch.device_batch_size * source.batch.accumulation_steps
-        self._num_steps = max(
-            1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // (samples * source.dataset.seq_len))
-        )
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Iterate from the first step, regardless of earlier iterations."""
@@ -197,13 +194,29 @@ class PrefetchedBatches:
 
     def _read(self) -> Iterator[StepBatch]:
         queue: deque[Future[list[StepBatch]]] = deque()
-        for start in count(self._start, self._num_steps * self._source.batch.global_batch_size):
+        for source, start, num_steps in self._groups():
             if self._pool is None:
-                yield from self._source.steps_at(start, self._num_steps)
+                yield from source.steps_at(start, num_steps)
                 continue
-            queue.append(self._pool.submit(self._source.steps_at, start, self._num_steps))
+            queue.append(self._pool.submit(source.steps_at, start, num_steps))
             if len(queue) > self._ahead:
                 yield from queue.popleft().result()
+
+    def _groups(self) -> Iterator[tuple[BatchSource, int, int]]:
+        """Yield the source, the start and the number of steps of each group of steps that is read together.
+
+        The steps of a group have equally large batches.
+        """
+        start = self._start
+        for count, batch in self._source.batch.stages(self._step):
+            source = replace(self._source, batch=batch)
+            num_tokens = batch.device_batch_size * batch.accumulation_steps * source.dataset.seq_len
+            most = max(1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // num_tokens))
+            left = math.inf if count is None else count
+            while left > 0:
+                num_steps = int(min(most, left))
+                yield source, start, num_steps
+                start, left = start + num_steps * batch.global_batch_size, left - num_steps
 
     def close(self) -> None:
         """Stop prefetching without waiting for reads in progress."""
@@ -290,4 +303,4 @@ class CausalLM:
             skipped=state.skipped,
             pin_memory=world.device.type == "cuda",
         )
-        return PrefetchedBatches(source, state.samples_seen, self.config.data.num_workers)
+        return PrefetchedBatches(source, state.samples_seen, self.config.data.num_workers, state.step)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from trainkit.capability import GoBack
-from trainkit.data.order import position_of
 from trainkit.formats import plural
 from trainkit.run.files import utc_now
 from trainkit.run.manifest import find_damage, published
-from trainkit.run.rollbacks import Rollback, SavedPosition, in_line, read_rollbacks, write_rollbacks
+from trainkit.run.rollbacks import (
+    Rollback,
+    SavedPosition,
+    in_line,
+    position_of,
+    read_rollbacks,
+    write_rollbacks,
+)
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.checkpoint.state import TrainingState
 

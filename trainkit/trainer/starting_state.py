@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import re
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
@@ -16,13 +15,12 @@ import torch.distributed as dist
 
 from trainkit import __version__
 from trainkit.cluster.machine import driver_version
-from trainkit.data.order import number_before
 from trainkit.errors import FatalError
 from trainkit.formats import plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_record, to_json
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
-from trainkit.run.rollbacks import Rollback, read_rollbacks, shown_ranges
+from trainkit.run.rollbacks import Rollback, number_before, read_rollbacks, shown_ranges
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
@@ -127,7 +125,7 @@ def resume(
 def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
     """Return the last step, and the number of samples to train until the end of the last epoch.
 
-    The last step is computed from the number of epochs and the current batch size. Samples that the run
+    The last step is computed from the number of epochs and the current batch sizes. Samples that the run
     leaves out are not trained later. If the config does not set a number of epochs, the last step is
     `train.steps`, and the number of samples is None.
     """
@@ -137,7 +135,7 @@ def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[in
         return train.steps, None
     assert num_samples is not None
     end = number_before(round(train.epochs * num_samples), state.skipped)
-    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size), end
+    return state.step + plan.batch.num_steps(state.step, max(0, end - state.samples_seen)), end
 
 
 def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
@@ -190,7 +188,8 @@ def announce(
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"
         f" x {plural(plan.layout.dp, 'rank')}"
-        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}{peak_lr}"
+        f" x {plan.batch.accumulation_steps} accumulated{plan.batch.warmup_text}"
+        f"; {plural(total_steps, 'step')}{peak_lr}"
     )
     record_event(
         attempt,

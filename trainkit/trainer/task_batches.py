@@ -8,6 +8,7 @@ reads the same batches.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import random
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
-from trainkit.data.order import position_of, positions_of, sample_index
+from trainkit.data.order import positions_of, sample_index
 from trainkit.errors import Problem
 from trainkit.plan.launch import Batch
-from trainkit.run.rollbacks import Ranges
+from trainkit.run.rollbacks import Ranges, position_of
 from trainkit.task import Samples
 from trainkit.trainer.causal_lm import StepBatch
 from trainkit.trainer.stateless_random import stable_key
@@ -78,6 +79,15 @@ class _Request:
         return position_of(self.first, self.skipped)
 
 
+class StepSamples(NamedTuple):
+    """The samples of a step on all ranks, as numbers that count the samples in the order of training."""
+
+    start: int
+    stop: int
+    """Number after the last sample."""
+    batch: Batch
+
+
 @dataclass(frozen=True)
 class Positions:
     """The samples of this rank's microbatches in the sequence of all trained samples."""
@@ -91,26 +101,29 @@ class Positions:
     """Number of samples to train in total; None if only the number of steps limits training."""
     skipped: Ranges = ()
     """Positions of the samples that the run leaves out."""
+    step: int = 0
+    """Number of steps that were trained before."""
 
     def __iter__(self) -> Iterator[_Request]:
         """Iterate over the requests: `DataLoader` uses this object as its sampler."""
-        return self.requests(self.start)
+        return itertools.chain.from_iterable(map(self.requests, self.steps()))
 
-    def num_samples(self, start: int) -> int:
-        """Return the total number of samples, across all ranks, in the step that begins at `start`."""
-        stop = start + self.batch.global_batch_size
-        return (stop if self.end is None else min(stop, self.end)) - start
-
-    def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the samples of this rank's microbatches in all steps, starting with the step at `start`."""
-        size = self.batch.device_batch_size
+    def steps(self) -> Iterator[StepSamples]:
+        """Yield the samples of all steps."""
+        start, step = self.start, self.step
         while self.end is None or start < self.end:
-            stop = start + self.num_samples(start)
-            for micro in range(self.batch.accumulation_steps):
-                first = start + (micro * self.dp_size + self.dp_rank) * size
-                filler = range(start, min(start + size, stop))
-                yield _Request(first, min(first + size, stop), filler, self.skipped)
-            start += self.batch.global_batch_size
+            batch = self.batch.after(step)
+            stop = start + batch.global_batch_size
+            yield StepSamples(start, stop if self.end is None else min(stop, self.end), batch)
+            start, step = stop, step + 1
+
+    def requests(self, step: StepSamples) -> Iterator[_Request]:
+        """Yield the samples of this rank's microbatches in a step."""
+        size, start, stop = step.batch.device_batch_size, step.start, step.stop
+        for micro in range(step.batch.accumulation_steps):
+            first = start + (micro * self.dp_size + self.dp_rank) * size
+            filler = range(start, min(start + size, stop))
+            yield _Request(first, min(first + size, stop), filler, self.skipped)
 
 
 class SampleReader(Dataset[Any]):
@@ -285,30 +298,28 @@ class TaskBatches:
     """
 
     def __init__(self, loader: ForkedLoader, positions: Positions) -> None:
-        self._positions, self._at = positions, positions.start
+        self._positions, self._steps = positions, positions.steps()
         self._loader: ForkedLoader | None = loader
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Iterate from the first step, reusing the workers of earlier iterations."""
         assert self._loader is not None
-        self._at, self._iterator = self._positions.start, iter(self._loader)
+        self._steps, self._iterator = self._positions.steps(), iter(self._loader)
         return self
 
     def __next__(self) -> StepBatch:
         if self._iterator is None:
             iter(self)
         assert self._iterator is not None
-        microbatches = []
-        for _ in range(self._positions.batch.accumulation_steps):
+        microbatches, step = [], next(self._steps)
+        for _ in range(step.batch.accumulation_steps):
             found = next(self._iterator)
             if isinstance(found, Problem):
                 raise TaskError(found.key, found.message, found.hint)
             *batch, state = found
             microbatches.append(TaskBatch(*batch))
-        num_samples = self._positions.num_samples(self._at)
-        self._at += self._positions.batch.global_batch_size
-        return StepBatch(microbatches, None, num_samples, state)
+        return StepBatch(microbatches, None, step.stop - step.start, state)
 
     def close(self) -> None:
         """Shut down the workers."""

@@ -336,3 +336,17 @@ def test_the_items_of_a_task_that_a_run_leaves_out(
     assert code == 0
     code, found = call(capsys, "replay", str(run), "--step", "3..6")
     assert (code, found["verdict"], found["is_exact"]) == (0, "equal", True)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_warmup_of_the_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    stages = "[{steps: 2, global_batch_size: 4}, {steps: 2, global_batch_size: 8}]"
+    train(run, [*OPTIONS, f"train.batch_warmup={stages}", "train.log_every=6"])
+    add_job(run)
+    for step, positions in ((2, range(4, 8)), (4, range(16, 24)), (5, range(24, 40))):
+        code, found = call(capsys, "data", "show", str(run), "--step", str(step))
+        assert (code, [sample["position"] for sample in found["samples"]]) == (0, list(positions))
+    for options in ((), ("--layout", "single")):
+        code, found = call(capsys, "replay", str(run), "--step", "3..6", *options)
+        assert (code, found["verdict"], found["is_exact"]) == (0, "equal", True)

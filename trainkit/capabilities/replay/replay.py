@@ -81,6 +81,7 @@ IRRELEVANT = (
     "train.log_every",
     "train.eval_",
     "train.stop_at_step",
+    "train.spike",
     "train.device_batch_size",
     "train.global_batch_size",
     "optimizer.lr",

@@ -20,7 +20,7 @@ from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import BYTES, PLACES, places_file
-from trainkit.data.order import number_before, positions_of
+from trainkit.data.order import positions_of
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import components, prepared_folder
 from trainkit.errors import TrainkitError, UsageError
@@ -35,7 +35,15 @@ from trainkit.run.history import read_plan
 from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.own_folders import own_environ
 from trainkit.run.record import JobRecord, read_job
-from trainkit.run.rollbacks import Ranges, Rollback, SavedPosition, in_line, merged, read_rollbacks
+from trainkit.run.rollbacks import (
+    Ranges,
+    Rollback,
+    SavedPosition,
+    in_line,
+    merged,
+    number_before,
+    read_rollbacks,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -176,9 +184,8 @@ def find_step(run: RunDir, step: int) -> RunStep:
     own = [record for record in records if record.attempt == number and record.step < step]
     known += [(record.step, seen) for record in own if (seen := record.count("samples_seen")) is not None]
     at, samples_seen = max(known)
-    size = plan.batch.global_batch_size
-    start = samples_seen + (step - 1 - at) * size
-    job, stop = read_job(run), start + size
+    start = samples_seen + plan.batch.num_samples(at, step - 1 - at)
+    job, stop = read_job(run), start + plan.batch.after(step - 1).global_batch_size
     if config.train.epochs is not None and newest.num_samples is not None:
         skipped = merged(*(item.skipped for item in rollbacks))
         stop = min(stop, number_before(round(config.train.epochs * newest.num_samples), skipped))
