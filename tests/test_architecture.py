@@ -58,7 +58,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_102),
     "trainkit/capabilities/transformers": (2, 306),
     "trainkit/capabilities/watch": (5, 1_365),
-    "trainkit/cli": (17, 4_253),
+    "trainkit/cli": (17, 4_258),
     "trainkit/cluster": (9, 1_965),
     "trainkit/config": (14, 3_793),
     "trainkit/control": (6, 991),

@@ -102,6 +102,9 @@ def command(
     `trainkit run`, it resumes in the foreground, unless --follow, --json or --as is given. If you start this
     command with torchrun or mpirun, the processes that the launcher starts become the ranks of RUN, as with
     `trainkit run`.
+
+    With --from-step, RUN continues from an older checkpoint. With --skip-samples, RUN leaves out samples that
+    follow the checkpoint.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, starting_point
     from trainkit.control.resume import (
