@@ -70,7 +70,7 @@ SIZES = {
     "trainkit/run": (18, 5_331),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (54, 12_319),
-    "tests": (392, 66_863),
+    "tests": (392, 66_894),
 }
 """Maps a folder to its number of Python files and lines.
 
