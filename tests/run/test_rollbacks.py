@@ -79,9 +79,10 @@ def test_checkpoints_are_moved_aside_once_and_never_lost(tmp_path):
 def test_a_damaged_file_is_an_error(tmp_path):
     run = RunDir(tmp_path)
     assert read_rollbacks(run) == ()
-    run.rollbacks_file.write_text('[{"step": "20", "from_step": 45, "attempt": 1}]')
-    with pytest.raises(ValueError, match=r"rollbacks\.json is damaged: step"):
-        read_rollbacks(run)
+    for text in ('[{"step": "20", "from_step": 45, "attempt": 1}]', '[{"step": 20}]', "[", "3", "[3]"):
+        run.rollbacks_file.write_text(text)
+        with pytest.raises(UsageError, match=r"rollbacks\.json is damaged: "):
+            read_rollbacks(run)
 
 
 SKIPPED = ((3, 5), (8, 9))

@@ -54,15 +54,19 @@ class Rollback:
 
 
 def read_rollbacks(run: RunDir) -> tuple[Rollback, ...]:
-    """Return the rollbacks of a run, oldest first; raise OSError or ValueError if they cannot be read."""
+    """Return the rollbacks of a run, oldest first.
+
+    Raises OSError if the file cannot be read, and UsageError if its content is damaged.
+    """
     try:
-        found = read_json(run.rollbacks_file)
+        return tuple(read_record(Rollback, item, strict=True) for item in read_json(run.rollbacks_file))
     except FileNotFoundError:
         return ()
-    try:
-        return tuple(read_record(Rollback, item, strict=True) for item in found)
-    except TypeError as error:
-        raise ValueError(f"{run.rollbacks_file} is damaged: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{run.rollbacks_file} is damaged: {error}",
+            hint="restore the file: without it, the run would use the wrong checkpoints and samples",
+        ) from None
 
 
 def write_rollbacks(run: RunDir, rollbacks: Sequence[Rollback]) -> None:
@@ -109,7 +113,7 @@ def _is_known_to_be_rolled_back(checkpoint: Checkpoint, rollbacks: Sequence[Roll
 def move_aside(run: RunDir) -> list[str]:
     """Rename the checkpoints from which a run went back, so that they are no longer used; return their names.
 
-    The files stay intact. Raises OSError or ValueError.
+    The files stay intact. Raises OSError and UsageError; see `read_rollbacks`.
     """
     rollbacks, there = read_rollbacks(run), published(run.checkpoints_dir)
     kept = in_line(there, rollbacks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from trainkit.capabilities.spike.spike_plan import SPIKE, SpikePlan
 from trainkit.capability import Capability, Notice, Planned
@@ -26,9 +26,7 @@ class Spike(Capability):
     """Applies the rule `train.spike` on all ranks of the trainer."""
 
     name = "spike"
-    quiet: ClassVar[Mapping[str, str]] = {
-        "train.spike": "{what} computes the steps of a loss spike as they are"
-    }
+    quiet = dict.fromkeys(("train.spike",), "the {what} does not go back after a loss spike")
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
         saved = config.checkpoint.every_steps, config.checkpoint.every_minutes
@@ -50,14 +48,12 @@ class Spike(Capability):
                 f"train.spike.patience_steps is {given.patience_steps}, but the run fails after "
                 f"{plural(train.max_nonfinite_steps, 'non-finite step')} (train.max_nonfinite_steps)"
             )
-        if (every := checkpoint.every_steps) is not None and checkpoint.keep_last is not None:
-            span = every * checkpoint.keep_last
-            if span <= given.patience_steps:
-                warnings.append(
-                    f"train.spike.patience_steps is {given.patience_steps}, but the run keeps only the "
-                    f"checkpoints of the last {plural(span, 'step')} (checkpoint.every_steps x "
-                    "checkpoint.keep_last), so there may be no checkpoint from before a spike"
-                )
+        every, kept = checkpoint.every_steps, checkpoint.keep_last
+        if every is not None and kept is not None and every * (kept - 1) < given.patience_steps:
+            warnings.append(
+                f"train.spike.patience_steps is {given.patience_steps}, checkpoint.every_steps is {every}, "
+                f"and checkpoint.keep_last is {kept}: no checkpoint from before a spike may be left"
+            )
         reason = (
             f"goes back if the loss is above {given.factor:g} x its median over {given.window_steps} steps "
             f"for {plural(given.patience_steps, 'step')}, at most {plural(given.max_rollbacks, 'time')}"
