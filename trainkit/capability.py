@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # types from higher layers, imported only for type checkers
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
+    from trainkit.formats import JsonObject
     from trainkit.job.decision import PlannedStop
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
@@ -175,6 +176,18 @@ class TrainedModel(NamedTuple):
     """Discards everything that was derived from the weights; call this after changing weights."""
 
 
+class GoBack(NamedTuple):
+    """A request to go back to an earlier checkpoint, and to leave out the samples that followed it."""
+
+    before_step: int
+    """The run goes back to the newest checkpoint before this step."""
+    why: str
+    max_times: int
+    """The number of times that the run may go back automatically."""
+    limited_by: str
+    """The config key of `max_times`."""
+
+
 class TrainerHook:
     """Code of a capability that every rank of the built-in trainer runs at fixed points of the training loop.
 
@@ -189,19 +202,34 @@ class TrainerHook:
         """
         return ()
 
+    def saved(self) -> JsonObject:
+        """Return values that checkpoints contain as JSON; the values are equal on all ranks."""
+        return {}
+
+    def load(self, saved: Mapping[str, object]) -> None:
+        """Restore the values of `saved` from a checkpoint; called before `begin`, if there are any."""
+
     def begin(self, step: int, *, is_loaded: bool) -> None:
         """Start with the weights of `step`; `is_loaded` is True if a checkpoint contained the state tensors.
 
         If `is_loaded` is False, the hook initializes its state tensors.
         """
 
-    def after_step(self, step: int, *, has_updated: bool) -> Iterable[NewEvent]:
+    def after_step(self, step: int, *, has_updated: bool, loss: float) -> Iterable[NewEvent]:
         """Process a step, and return events for rank 0 to record; called before validation and saving.
 
-        `has_updated` is False if the step was skipped because its loss or gradient was not finite. To end the
-        run without saving the step's state, raise FatalError on all ranks.
+        `has_updated` is False if the step was skipped because its loss or gradient was not finite. `loss` is
+        the mean loss over all ranks. To end the run without saving the step's state, raise FatalError on all
+        ranks.
         """
         return ()
+
+    def go_back(self) -> GoBack | None:
+        """Return a request to end the attempt and go back to an earlier checkpoint, or None.
+
+        The trainer calls this method after `after_step`. All ranks must return the same request.
+        """
+        return None
 
     def other_weights(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
         """Map suffixes to context managers within which the model computes with other weights.

@@ -175,6 +175,16 @@ SHIPPED = {
     ),
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "ema": Shipped("requeue", {"ema": WHOLE}),
+    "spike": Shipped(
+        "requeue",
+        {"spike": WHOLE},
+        events={"loss_spike": False, "rollback": True},
+        shown={
+            "status": {"rollbacks": "diverged_since"},
+            "rows": {"rollbacks": "used"},
+            "report": {"rollbacks": "num_steps_lost"},
+        },
+    ),
     "replicas": Shipped("requeue", {"replicas": WHOLE}, events={"replica_differs": True}),
     "curves": Shipped(
         "trackers", {"log_pattern": ("pattern", None)}

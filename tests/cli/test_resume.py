@@ -3,7 +3,8 @@ import json
 from tests.support.json_outputs import checked
 from tests.support.said import said
 from trainkit.run.files import read_json, write_json
-from trainkit.run.manifest import MANIFEST_VERSION, SEAL, file_hash, seal
+from trainkit.run.manifest import MANIFEST_VERSION, SEAL, file_hash, published, seal
+from trainkit.run.rollbacks import read_rollbacks
 from trainkit.run.rundir import RunDir
 
 
@@ -157,3 +158,28 @@ def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):
     assert "; --backend sbatch submits" in done.stderr
     desk.wait_for_end(run, 2)
     assert "sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr
+
+
+def test_go_back_and_leave_out_samples(desk):
+    run = ended_run(desk)
+    run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
+    for step in (10, 20):
+        publish(run, step)
+    options = ("--from-step", "10", "--skip-samples", "5-9", "--skip-samples", "3-5")
+    line = "rollback            went back from step 20 to step 10, left out 7 samples (3-9)"
+    done = desk.typed("resume", "small", *options, "--dry-run", code=0)
+    assert line in done.stderr
+    assert "checkpoint          step-00000010 or" in done.stderr
+    assert not run.rollbacks_file.exists()
+    done = desk.typed("resume", "small", *options, "--as", "fork", code=0)
+    copy = RunDir(desk.folder / "fork")
+    desk.wait_for_end(copy)
+    assert [checkpoint.step for checkpoint in published(copy.checkpoints_dir)] == [10]
+    assert read_rollbacks(copy)[0].skipped == ((3, 10),)
+    assert not run.rollbacks_file.exists()
+    done = desk.typed("resume", "small", *options, code=0)
+    assert line in done.stderr
+    desk.wait_for_end(run)
+    [rollback] = read_rollbacks(run)
+    assert (rollback.step, rollback.from_step, rollback.attempt, rollback.skipped) == (10, 20, 1, ((3, 10),))
+    desk.typed("resume", "small", "--skip-samples", "3", code=2)

@@ -42,6 +42,7 @@ class Ended(Outcome):
     is_total_used: bool = False
     workload: Workload = TRAINER
     attended_in: str | None = None
+    rollback: str = ""
     is_done: bool = False
 
 
@@ -183,6 +184,13 @@ def test_decisions():
     case("a failure before a request", ended([1, 75], "SIGTERM", "asked", failure=NAN), **NO_CRASH)
     case("preempted nodes are no place to restart", saved("preempted", "SIGTERM"), options=IN_PLACE)
     case("a preempted failure requeues", ended([1], "SIGTERM", "preempted"))
+    back = ended([75, 75], rollback="went back from step 9 to step 4")
+    case("a rollback restarts in place", back, **NEVER_ON)
+    case("a rollback in another allocation", back, options=RestartOptions(requeue=True))
+    case("a rollback that cannot restart", back, options=RestartOptions(unavailable_reason="it is here"))
+    case("too many rollbacks", back, *[was("rollback")] * 2, policy=RequeuePolicy(max=2))
+    case("a rollback and a cancellation", replace(back, stop_signal="SIGTERM"))
+    case("a rollback after which a rank crashed", replace(back, exits=((0, 75), (1, 1)), failure=NAN))
     case("a request restarts in place", saved("asked"), options=IN_PLACE)
     case("a request is above requeue.on", saved("asked"), **NEVER_ON)
     for cause, end in (

@@ -14,7 +14,7 @@ from trainkit.errors import ConfigError
 from trainkit.folders import shipped_config_names
 from trainkit.plan import batch as batch_module
 from trainkit.plan.batch import BatchRequest, batch_reason, scaled_lr
-from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
 
 sizes = st.integers(1, 64)
@@ -166,3 +166,70 @@ def test_scaled_lr(scale, dp, base, lr, reason):
     scaled, why = scaled_lr(3e-4, scale, dp, base)
     assert scaled == pytest.approx(lr, rel=1e-15)
     assert why == f"optimizer.lr 0.0003{reason}"
+
+
+WARMUP = "train.batch_warmup=[{steps: 3, global_batch_size: 8}, {steps: 2, global_batch_size: 16}]"
+
+
+@pytest.mark.parametrize(("dp", "device"), [(1, 4), (2, 4), (4, 2), (8, 1)])
+def test_a_warmup_has_the_same_sizes_on_every_layout(dp, device):
+    batch = derived(quickstart(WARMUP), Layout(dp_shard=dp))
+    assert batch.device_batch_size == device
+    sizes = [8, 8, 8, 16, 16, 32, 32]
+    for step, size in enumerate(sizes):
+        now = batch.after(step)
+        assert now.global_batch_size == now.accumulation_steps * device * dp == size
+        assert (now.tokens_per_step, now.warmup) == (batch.tokens_per_step // 32 * size, ())
+        for num_steps in range(len(sizes) - step):
+            total = sum(sizes[step : step + num_steps])
+            assert batch.num_samples(step, num_steps) == total
+            assert batch.num_steps(step, total) == num_steps
+            assert batch.num_steps(step, total + 1) == num_steps + 1
+    assert LaunchPlan.from_dict(plan_of(batch).to_dict()).batch == batch
+
+
+def plan_of(batch: Batch) -> LaunchPlan:
+    return LaunchPlan("local", 1, 1, "cpu", Layout(), batch, 1e-3, 1, 20.0, {})
+
+
+def test_the_plan_shows_a_warmup():
+    loaded, layout = quickstart(WARMUP), Layout(dp_shard=2)
+    reason = batch_reason(derived(loaded, layout), BatchRequest.of(loaded), 2)
+    assert reason.endswith(" x 4 accumulation, after a warm-up (8 in steps 1 to 3, 16 in steps 4 to 5)")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout", "message", "hint"),
+    [
+        (
+            [],
+            Layout(dp_shard=16),
+            "contains global_batch_size 8, which is not a multiple of 16 data-parallel processes",
+            "global_batch_size = 16 works",
+        ),
+        (
+            ["train.device_batch_size=4", "train.global_batch_size=48"],
+            Layout(dp_shard=3),
+            "contains global_batch_size 8, which is not a multiple of 12 (3 data-parallel processes x "
+            "train.device_batch_size 4)",
+            "global_batch_size = 12 works",
+        ),
+        (
+            [],
+            Layout(dp_shard=2, pp=2),
+            "is set, but parallel.pp is 2: a pipeline needs equal batches in all steps",
+            "remove train.batch_warmup, or use parallel.dp_shard or parallel.tp",
+        ),
+        (
+            ["train.global_batch_size=null"],
+            Layout(),
+            "is set, but train.global_batch_size is null, so steps have no accumulation",
+            "set train.global_batch_size, which applies after the warm-up",
+        ),
+    ],
+)
+def test_an_impossible_warmup(overrides, layout, message, hint):
+    with pytest.raises(ConfigError) as caught:
+        derived(quickstart(WARMUP, *overrides), layout)
+    [problem] = caught.value.problems
+    assert (problem.key, problem.message, problem.hint) == ("train.batch_warmup", message, hint)

@@ -1,5 +1,6 @@
 """Tests which samples a step contains, for any number of ranks and threads."""
 
+import itertools
 import threading
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +18,7 @@ from tests.support.models import ALONE
 from trainkit.config import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.job.signals import StopRequest
-from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.launch import Batch, BatchStage, Layout
 from trainkit.trainer.causal_lm import IGNORE_LABEL, BatchSource, CausalLM, Microbatch, PrefetchedBatches
 from trainkit.trainer.loop import Evaluator
 from trainkit.trainer.progress import Progress
@@ -53,7 +54,7 @@ def source(dp_rank: int = 0, dp_size: int = 1, dataset: Any = None, **changes: A
         "dp_size": dp_size,
         "seed": 3,
         "shuffle": True,
-        "end_position": None,
+        "end": None,
     }
     return BatchSource(**(fields | changes))
 
@@ -68,11 +69,11 @@ def union(position: int, dp_size: int, **changes: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("position", [0, 16, 40, 1000])
-@pytest.mark.parametrize("end_position", [None, 1010])
+@pytest.mark.parametrize("end", [None, 1010])
 @pytest.mark.parametrize("dp_size", [2, 4, 8])
-def test_ranks_together_read_what_one_process_reads(position, dp_size, end_position):
-    expected = union(position, 1, end_position=end_position)
-    found = union(position, dp_size, end_position=end_position)
+def test_ranks_together_read_what_one_process_reads(position, dp_size, end):
+    expected = union(position, 1, end=end)
+    found = union(position, dp_size, end=end)
     for name, value in expected.items():
         assert torch.equal(found[name], value)
 
@@ -86,6 +87,34 @@ def test_rows_stand_at_consecutive_positions(shuffle):
     assert torch.equal(rows["labels"][:, -1], rows["tokens"][:, -1] + 1)
 
 
+SKIPPED = ((5, 9), (40, 75))
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_a_run_leaves_out(dp_size, num_workers):
+    """The other samples, with their random numbers, fill the steps in the same order."""
+    kept = [*range(5), *range(9, 40), *range(75, 200)]
+    everything = [union(start, 1) for start in range(0, 200, GLOBAL_BATCH)]
+    readers = [
+        PrefetchedBatches(source(rank, dp_size, skipped=SKIPPED, end=104), GLOBAL_BATCH, num_workers)
+        for rank in range(dp_size)
+    ]
+    for number in range(1, 8):
+        steps = [next(reader) for reader in readers]
+        count = 8 if number == 6 else 0 if number == 7 else GLOBAL_BATCH
+        assert {step.num_samples for step in steps} == {count}
+        wanted = kept[number * GLOBAL_BATCH :][:count]
+        for name in ("tokens", "sample_keys"):
+            micros = zip(*(step.microbatches for step in steps), strict=True)
+            rows = torch.cat([getattr(micro, name) for micro in itertools.chain(*micros)])[:count]
+            places = (divmod(position, GLOBAL_BATCH) for position in wanted)
+            expected = [everything[step][name][row] for step, row in places]
+            assert rows.tolist() == [value.tolist() for value in expected]
+    for reader in readers:
+        reader.close()
+
+
 def test_a_step_crosses_the_end_of_an_epoch():
     ids = [(union(start, 1)["tokens"][:, 0] // 1000).tolist() for start in range(0, 112, 16)]
     flat = [index for step in ids for index in step]
@@ -97,20 +126,20 @@ def test_a_step_crosses_the_end_of_an_epoch():
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("left", [1, 2, 3, 15, 16])
 def test_the_end_of_the_data_is_padded_masked_and_counted(dp_size, left):
-    steps = [source(rank, dp_size, end_position=96 + left).steps_at(96, 1)[0] for rank in range(dp_size)]
+    steps = [source(rank, dp_size, end=96 + left).steps_at(96, 1)[0] for rank in range(dp_size)]
     assert {step.num_samples for step in steps} == {left}
     assert sum(step.num_tokens for step in steps) == left * SEQ_LEN
     for step in steps:
         assert len(step.microbatches) == GLOBAL_BATCH // (DEVICE_BATCH * dp_size)
         assert step.num_tokens == sum(int((m.labels != IGNORE_LABEL).sum()) for m in step.microbatches)
         assert all(m.tokens.shape == (DEVICE_BATCH, SEQ_LEN) for m in step.microbatches)
-    labels = union(96, dp_size, end_position=96 + left)["labels"]
+    labels = union(96, dp_size, end=96 + left)["labels"]
     assert (labels[:left] != IGNORE_LABEL).all()
     assert (labels[left:] == IGNORE_LABEL).all()
 
 
 def test_beyond_the_end_there_is_nothing_to_count():
-    batches = PrefetchedBatches(source(end_position=20), 16, num_workers=0)
+    batches = PrefetchedBatches(source(end=20), 16, num_workers=0)
     assert next(batches).num_samples == 4
     empty = next(batches)
     assert (empty.num_samples, empty.num_tokens) == (0, 0)
@@ -131,16 +160,38 @@ def test_sample_keys_are_promises():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 4])
-@pytest.mark.parametrize("end_position", [None, 150])
-def test_read_ahead_equals_read_directly(num_workers, end_position):
-    direct = source(1, 2, end_position=end_position)
+@pytest.mark.parametrize("end", [None, 150])
+def test_read_ahead_equals_read_directly(num_workers, end):
+    direct = source(1, 2, end=end)
     batches = PrefetchedBatches(direct, 16, num_workers)
     for number, batch in enumerate(islice(batches, 9)):
-        [expected] = direct.steps_at(min(16 + number * GLOBAL_BATCH, end_position or 10**9), 1)
+        [expected] = direct.steps_at(min(16 + number * GLOBAL_BATCH, end or 10**9), 1)
         assert (batch.num_tokens, batch.num_samples) == (expected.num_tokens, expected.num_samples)
         for pair in zip(batch.microbatches, expected.microbatches, strict=True):
             assert all(torch.equal(*(getattr(micro, name) for micro in pair)) for name in NAMES)
     batches.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("step", [0, 2, 3, 6])
+def test_a_warmup_of_the_batch_size(num_workers, step):
+    """Each step begins where the step before ends, whatever the step at which an attempt begins."""
+    warmup = (BatchStage(3, 1, 4), BatchStage(5, 2, 8))
+    batch, sizes = Batch(DEVICE_BATCH, 4, GLOBAL_BATCH, 64, warmup=warmup), [4, 4, 4, 8, 8, 16, 16, 6]
+    begins = [*itertools.accumulate(sizes, initial=0)]
+    readers = [
+        PrefetchedBatches(source(rank, 2, batch=batch, end=begins[-1]), begins[step], num_workers, step)
+        for rank in range(2)
+    ]
+    for number in range(step, len(sizes)):
+        steps = [next(reader) for reader in readers]
+        assert {found.num_samples for found in steps} == {sizes[number]}
+        micros = zip(*(found.microbatches for found in steps), strict=True)
+        found = torch.cat([micro.tokens for micro in itertools.chain(*micros)])[: sizes[number], 0] // 1000
+        positions = np.arange(begins[number], begins[number + 1])
+        assert found.tolist() == sample_index(positions, 50, seed=3, shuffle=True).tolist()
+    for reader in readers:
+        reader.close()
 
 
 def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch):

@@ -29,8 +29,10 @@ from trainkit.run.manifest import (
     partials,
     point_best_at,
     published,
+    rolled_back,
     seal,
 )
+from trainkit.run.rollbacks import Rollback, write_rollbacks
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint import loader
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
@@ -198,6 +200,35 @@ def test_a_file_that_is_listed_is_read_again(run, monkeypatch, function, number)
 def test_the_one_that_a_person_removed_is_not_waited_for_for_ever(run):
     shutil.rmtree(run.checkpoint_dir(3))
     assert chosen_step(run) == 2
+
+
+def test_checkpoints_from_which_the_run_went_back_are_not_waited_for(run, caplog, monkeypatch):
+    """A later attempt waits only for its own checkpoints."""
+    monkeypatch.setattr(loader, "SETTLE_S", 60.0)
+    write_rollbacks(run, [Rollback(1, 3, 1)])
+    assert chosen_step(run) == 1
+    assert not [message for message in caplog.messages if "retrying" in message]
+    assert [path.name for path in rolled_back(run.checkpoints_dir)] == [
+        "step-00000002.rolled-back",
+        "step-00000003.rolled-back",
+    ]
+    monkeypatch.setattr(loader, "SETTLE_S", 0.0)
+    saver = CheckpointSaver(run.attempt(2), ALONE, TENSORS, keep_last=9)
+    record = {"progress": {"samples_seen": 32, "num_rollbacks": 1}}
+    saver.save(SaveRequest(2, record, False, "test"), blocking=True)
+    assert choose_checkpoint(run.attempt(3), ALONE)[0].step == 2
+    shutil.rmtree(run.checkpoint_dir(2))
+    assert chosen_step(run) == 1
+
+
+def test_a_run_without_checkpoints_goes_back_to_the_initial_weights(run):
+    write_rollbacks(run, [Rollback(0, 3, 1)])
+    assert chosen_step(run) is None
+    saver = CheckpointSaver(run.attempt(2), ALONE, TENSORS, keep_last=9)
+    saver.save(SaveRequest(2, {"progress": {"num_rollbacks": 1}}, False, "test"), blocking=True)
+    shutil.rmtree(run.checkpoint_dir(2))
+    with pytest.raises(CheckpointError, match=r"recorded in events\.jsonl are missing"):
+        chosen_step(run)
 
 
 def test_best_link_that_a_crash_left_behind_is_put_right(run):

@@ -31,8 +31,9 @@ from tests.support.said import said
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART
-from trainkit.plan.launch import Batch
+from trainkit.plan.launch import Batch, BatchStage
 from trainkit.run.manifest import published
+from trainkit.run.rollbacks import Ranges
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stream import StreamData, is_stream, stream_batches
@@ -75,12 +76,18 @@ class StatefulLetters(Letters):
 
 
 def batches(
-    stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
+    stream: Any,
+    *,
+    rank: int = 0,
+    dp: int = 1,
+    start: int = 0,
+    saved: StreamState | None = None,
+    skipped: Ranges = (),
 ) -> TaskBatches:
     return stream_batches(
         StreamData(stream, config_of()),
         list,
-        Positions(Batch(1, 4 // dp, 4, 4), rank, dp, start, end=None),
+        Positions(Batch(1, 4 // dp, 4, 4), rank, dp, start, end=None, skipped=skipped),
         saved=saved,
         takes_state=rank == 0,
         pin_memory=False,
@@ -89,6 +96,46 @@ def batches(
 
 def read(found: TaskBatches, count: int) -> list[str]:
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
+
+
+@pytest.mark.parametrize("kind", [Letters, StatefulLetters])
+def test_samples_that_a_run_leaves_out(kind):
+    """The skipped samples begin in the first epoch, in the middle of a step, and end in the second epoch."""
+    kept = [position for position in range(30) if not 6 <= position < 13]
+    everything = read(batches(kind(10)), 8)
+    skipped = ((6, 13),)
+    assert read(batches(kind(10), skipped=skipped), 5) == [everything[position] for position in kept[:20]]
+    # A rollback adds the samples after a step that was saved without them.
+    first = next(batches(kind(10)))
+    later = batches(kind(10), start=4, saved=first.stream, skipped=skipped)
+    assert read(later, 2) == [everything[position] for position in kept[4:12]]
+    within = next(batches(kind(10), start=4, saved=first.stream, skipped=skipped))
+    later = batches(kind(10), start=8, saved=within.stream, skipped=((6, 13), (15, 17)))
+    kept.remove(15)
+    kept.remove(16)
+    assert read(later, 2) == [everything[position] for position in kept[8:16]]
+
+
+def test_a_warmup_of_the_batch_size():
+    """Two ranks read the samples in the order of one rank, and a stream resumes between the stages."""
+    warmup, everything = (BatchStage(2, 1, 2), BatchStage(3, 2, 4)), read(batches(Letters()), 6)
+    batch, sizes = Batch(1, 3, 6, 6, warmup=warmup), [2, 2, 4, 6, 6]
+
+    def reader(rank: int, step: int, saved: StreamState | None) -> TaskBatches:
+        positions = Positions(batch, rank, 2, sum(sizes[:step]), end=None, step=step)
+        return stream_batches(StreamData(Letters(), config_of()), list, positions, saved, rank == 0, False)
+
+    saved: dict[int, StreamState | None] = {0: None}
+    for start in range(4):
+        readers = [reader(rank, start, saved[start]) for rank in range(2)]
+        for step in range(start, len(sizes)):
+            steps = [next(found) for found in readers]
+            assert {found.num_samples for found in steps} == {sizes[step]}
+            micros = zip(*(found.microbatches for found in steps), strict=True)
+            items = [item for pair in micros for micro in pair for item in micro.data]
+            begin = sum(sizes[:step])
+            assert items == everything[begin : begin + sizes[step]]
+            saved.setdefault(step + 1, steps[0].stream)
 
 
 def test_what_is_a_stream():

@@ -20,6 +20,8 @@ from trainkit.shipped import shipped_subcommands
 SECTIONS = {
     "What": (
         "--set",
+        "--from-step",
+        "--skip-samples",
         "--profile",
         "--name",
         "--note",

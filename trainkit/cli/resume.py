@@ -53,6 +53,7 @@ ResumedJson = StartedJson | ResumedGroupJson | PlanJson
     "trainkit resume last --follow",
     "trainkit resume last --nodes 1 --gpus-per-node 4",
     "trainkit resume last --set train.steps=400 --as runs/longer",
+    "trainkit resume last --from-step 400 --skip-samples 6400-7999",
 )
 @options.run_argument
 @options.choosing_shape_options
@@ -62,6 +63,17 @@ ResumedJson = StartedJson | ResumedGroupJson | PlanJson
 @options.backend_option
 @option("--new-code", "Use the current code instead of the copy of the code in the run folder of RUN.")
 @option("--as DIR", "Resume in the new run folder DIR and leave RUN unchanged.", name="fork_dir")
+@option(
+    "--from-step N",
+    "Go back to the checkpoint of step N; newer checkpoints are renamed with the suffix .rolled-back.",
+    type=options.INDEX,
+)
+@option(
+    "--skip-samples FIRST-LAST",
+    "Leave out the samples at these positions of the training data; repeatable.",
+    name="skipped",
+    multiple=True,
+)
 @options.now_option
 @options.trust_option
 @option("--dry-run", "Print what would be started, without writing or starting anything.")
@@ -72,6 +84,8 @@ def command(
     overrides: tuple[str, ...],
     new_code: bool,
     fork_dir: str | None,
+    from_step: int | None,
+    skipped: tuple[str, ...],
     now: bool,
     dry_run: bool,
     follow: bool,
@@ -88,6 +102,9 @@ def command(
     `trainkit run`, it resumes in the foreground, unless --follow, --json or --as is given. If you start this
     command with torchrun or mpirun, the processes that the launcher starts become the ranks of RUN, as with
     `trainkit run`.
+
+    With --from-step, RUN continues from an older checkpoint. With --skip-samples, RUN leaves out samples that
+    follow the checkpoint.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, starting_point
     from trainkit.control.resume import (
@@ -97,6 +114,7 @@ def command(
         preview_resume,
         resume_run,
     )
+    from trainkit.control.rollback import RollbackRequest
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.snapshot import wants_copy
 
@@ -133,6 +151,7 @@ def command(
         starts_here=fork is None and not dry_run,
         new_code=new_code or fork is not None,
         chooses_nodes=chooses_nodes,
+        request=RollbackRequest.of(from_step, skipped),
     )
     with planned as found:
         so_far, loaded, plan = found.so_far, found.loaded, found.plan
@@ -151,11 +170,13 @@ def command(
             echo_error(f"warning: {words}, but no input was stored for this run, so standard input is empty")
         if fork is None or so_far.saved:
             click.echo(f"  checkpoint          {starting_point(so_far)}", err=True)
+        if (rollback := found.rollback) is not None:
+            click.echo(f"  rollback            {rollback.describe()}", err=True)
         if fork is None and so_far.job.code is not None and wants_copy(loaded.config, plan):
             click.echo(f"  code                {_about_code(so_far, plan, new_code=new_code)}", err=True)
         if dry_run:
             if fork is not None:
-                newest_checkpoint_of(source)
+                newest_checkpoint_of(so_far)
                 refuse_place(loaded.config.name, fork, "--as")
             place = None if fork is None else RunDir(fork)
             script = preview_resume(so_far, loaded.config, plan, new_code=new_code, fork=place)
@@ -165,7 +186,7 @@ def command(
         if task is not None:
             refuse_command(task, plan.workload)
             plan = shown_failures(plan)
-            entry = resume_run(source, loaded.config, plan, new_code=new_code)
+            entry = resume_run(source, loaded.config, plan, new_code=new_code, rollback=rollback)
             print_started(source, so_far.job.name, entry, plan.backend, as_json, plan.warnings)
             return lead_step(folder, task, source, entry, plan)
         newest = so_far.job.newest
@@ -175,14 +196,22 @@ def command(
             plan = shown_failures(plan)
         if fork is None:
             run, name = source, so_far.job.name
-            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground)
+            entry = resume_run(
+                run,
+                loaded.config,
+                plan,
+                new_code=new_code,
+                now=now,
+                foreground=foreground,
+                rollback=rollback,
+            )
         else:
-            checkpoint = newest_checkpoint_of(source)
+            checkpoint = newest_checkpoint_of(so_far)
             stdin = source.input_file.read_bytes() if source.input_file.exists() else None
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork, stdin=stdin)
             run, name = created.run, created.name
             print_created(created)
-            copy_newest_checkpoint(checkpoint, run)
+            copy_newest_checkpoint(checkpoint, run, source, rollback)
             entry = start_run(run, created.job, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
     if foreground:

@@ -164,6 +164,26 @@ class DataConfig(Section):
     )
 
 
+class WarmupStage(Section):
+    """The global batch size of the first steps."""
+
+    steps: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1)
+
+
+class SpikeConfig(Section):
+    """The rule for a loss spike, after which the run goes back to an earlier checkpoint."""
+
+    factor: float = key(2.0, "A loss is high if it exceeds this factor times the median of the window.", gt=1)
+    window_steps: int = key(
+        100, "Number of the last losses that were not high, of which the median is computed.", ge=1, le=1000
+    )
+    patience_steps: AtLeastOne = key(
+        5, "Go back after this many consecutive steps with a high or non-finite loss."
+    )
+    max_rollbacks: AtLeastOne = key(3, "Fail instead if the run has already gone back this many times.")
+
+
 class TrainConfig(Section):
     """The length of the run, and its batch sizes."""
 
@@ -185,6 +205,13 @@ class TrainConfig(Section):
         "Number of samples per optimizer step, across all processes. The default is adjusted to the layout; "
         "null disables gradient accumulation.",
     )
+    batch_warmup: tuple[WarmupStage, ...] = key(
+        (),
+        "Global batch sizes of the first steps, such as [{steps: 500, global_batch_size: 8}, {steps: 500, "
+        "global_batch_size: 16}]. After these stages, each step has global_batch_size samples. Not supported "
+        "with pipeline parallelism.",
+        allowed="a list of mappings with `steps` and `global_batch_size` (integers of at least 1)",
+    )
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
     eval_every: AtLeastOne | None = key(50, "Steps between validations; null disables validation.")
     eval_batches: AtLeastOne | None = key(
@@ -194,6 +221,15 @@ class TrainConfig(Section):
     log_every: AtLeastOne = key(10, "Number of steps between log lines.")
     max_nonfinite_steps: AtLeastOne = key(
         5, "Stop the run after this many consecutive steps with a non-finite loss or gradient."
+    )
+    spike: SpikeConfig | None = key(
+        None,
+        "Go back to the newest checkpoint before a loss spike, and leave out the samples up to the end of "
+        "the spike: `factor`, `window_steps`, `patience_steps` and `max_rollbacks`. A spike is a loss that "
+        "exceeds factor (2) times the median of the last window_steps (100) losses, or is not finite, for "
+        "patience_steps (5) consecutive steps. After max_rollbacks (3) rollbacks, the run fails at the next "
+        "spike. null never goes back.",
+        allowed="a mapping with factor, window_steps, patience_steps and max_rollbacks,",
     )
     deterministic: bool = key(False, "Use only deterministic kernels on GPUs.")
 

@@ -220,6 +220,12 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
         yield f"train.stop_at_step is {stop}, but train.steps is {steps}, so train.stop_at_step has no effect"
+    warmup_steps = sum(stage.steps for stage in config.train.batch_warmup)
+    if steps is not None and warmup_steps >= steps:
+        yield (
+            f"train.batch_warmup has {plural(warmup_steps, 'step')}, but train.steps is {steps}, so no step "
+            "has train.global_batch_size samples"
+        )
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a "

@@ -25,6 +25,7 @@ from trainkit.run.files import numbers
 from trainkit.run.history import RunHistory
 from trainkit.run.manifest import Checkpoint, Manifest, published
 from trainkit.run.record import JobRecord
+from trainkit.run.rollbacks import in_line, read_rollbacks
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
@@ -42,7 +43,7 @@ class RunSoFar:
     end: AttemptEnd | None
     """The recorded end of the newest attempt, or None if the attempt did not record one."""
     saved: Sequence[Checkpoint]
-    """The checkpoints of the run, oldest first."""
+    """The checkpoints of the run, oldest first, without those from which the run went back."""
 
     @property
     def step(self) -> int:
@@ -56,7 +57,8 @@ def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunS
     `source` is either the run itself or one of its attempts.
     """
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
-    return RunSoFar(run, job, *config_and_plan(source), end, published(run.checkpoints_dir))
+    saved = in_line(published(run.checkpoints_dir), read_rollbacks(run))
+    return RunSoFar(run, job, *config_and_plan(source), end, saved)
 
 
 def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:

@@ -24,6 +24,7 @@ from trainkit.control.changed_config import (
     share_left,
 )
 from trainkit.control.requeue import note_dead_job
+from trainkit.control.rollback import RollbackRequest, before, plan_rollback
 from trainkit.errors import UsageError, print_note
 from trainkit.formats import plural
 from trainkit.launch.create import next_script, start_attempt, start_group
@@ -32,9 +33,11 @@ from trainkit.launch.repeat import load_again, refuse_by_hand, refuse_replay, su
 from trainkit.launch.snapshot import future_code, renewed_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
+from trainkit.run.events import log_event
 from trainkit.run.group import RunGroup
-from trainkit.run.manifest import newest_intact, published
+from trainkit.run.manifest import newest_intact
 from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.rollbacks import EVENT, Rollback, read_rollbacks, write_rollbacks
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.shipped import node_chooser
 
@@ -46,6 +49,8 @@ class PlannedResume:
     so_far: RunSoFar
     loaded: LoadedConfig
     plan: LaunchPlan
+    rollback: Rollback | None = None
+    """The rollback to record before the attempt starts; None unless it was requested."""
     choice: NodesChoice | None = None
     """The explanation of how the number of nodes was chosen; None unless `chooses_nodes` was set."""
 
@@ -61,14 +66,15 @@ def planned_resume(
     starts_here: bool = True,
     new_code: bool = False,
     chooses_nodes: bool = False,
+    request: RollbackRequest | None = None,
 ) -> Iterator[PlannedResume]:
     """Plan a run's next attempt; while planning, the run's submission folder is the working directory.
 
     The run stays on its machine or cluster unless `target` is given or `flags` sets ``launch.backend``.
     If `chooses_nodes` is set, the plan uses the number of nodes that is expected to finish the run first.
-    `starts_here` means that this command will start the attempt in the run's own folder. Raises UsageError or
-    ConfigError if the run cannot resume, for example because the new values are incompatible with the newest
-    checkpoint.
+    `starts_here` means that this command will start the attempt in the run's own folder. With a `request`,
+    the run goes back to the requested checkpoint. Raises UsageError or ConfigError if the run cannot resume,
+    for example because the new values are incompatible with the checkpoint.
     """
     refuse_replay(run)
     job = read_job(run)
@@ -78,7 +84,11 @@ def planned_resume(
     refuse_by_hand(run)
     so_far = run_so_far(run, job, run)
     loaded, workload = load_again(run, so_far.plan, overrides, flags), so_far.plan.workload
-    refuse_finished(so_far, loaded.config, new_code=new_code)
+    rollback = None if request is None else plan_rollback(so_far, request)
+    if rollback is None or rollback.step == rollback.from_step:
+        refuse_finished(so_far, loaded.config, new_code=new_code)
+    if rollback is not None:
+        so_far = before(so_far, rollback)
     with submission_folder(job, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
@@ -97,7 +107,7 @@ def planned_resume(
             plan = replace(plan, after=so_far.plan.after)  # the run is still waiting for these jobs
         if not workload.is_command:
             refuse_incompatible(so_far, loaded, facts.data)
-        yield PlannedResume(so_far, loaded, plan, choice)
+        yield PlannedResume(so_far, loaded, plan, rollback, choice)
 
 
 def resume_run(
@@ -108,18 +118,22 @@ def resume_run(
     new_code: bool,
     now: bool = False,
     foreground: bool = False,
+    rollback: Rollback | None = None,
 ) -> AttemptRecord:
     """Start the next attempt of an ended run with this config and plan; return the attempt's job.json entry.
 
-    `new_code` replaces the run's copy of the code. For `now` and `foreground`, see `NewAttempt`.
-    Raises UsageError if the run is still running.
+    `new_code` replaces the run's copy of the code. `rollback` is recorded before the attempt starts. For
+    `now` and `foreground`, see `NewAttempt`. Raises UsageError if the run is still running.
     """
     with run_lock(run):
         job = read_whole_job(run)
         # Repeat the check while holding the lock, because another command may have started the run in the
         # meantime.
         require_not_running(run, job, "resume")
-        with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
+        with (
+            renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job,
+            recorded(run, rollback),
+        ):
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
 
 
@@ -192,20 +206,48 @@ def _submit_remaining(group: RunGroup) -> str:
     return group.job_ids[-1]
 
 
-def newest_checkpoint_of(run: RunDir) -> Path:
+@contextmanager
+def recorded(run: RunDir, rollback: Rollback | None) -> Iterator[None]:
+    """Record a rollback, if any, before an attempt starts; if the attempt cannot start, remove the record.
+
+    The attempt moves the checkpoints aside from which the run goes back.
+    """
+    if rollback is None:
+        yield
+        return
+    known = read_rollbacks(run)
+    write_rollbacks(run, [*known, rollback])
+    try:
+        yield
+    except BaseException:
+        write_rollbacks(run, known)
+        raise
+    log_event(run, rollback.attempt, EVENT, **rollback.fields())
+
+
+def newest_checkpoint_of(so_far: RunSoFar) -> Path:
     """Return the newest intact checkpoint of a run; raise UsageError if it has none."""
-    checkpoint = newest_intact(published(run.checkpoints_dir))
+    checkpoint = newest_intact(so_far.saved)
     if checkpoint is None:
         raise UsageError(
-            f"{run.shown} has no intact checkpoint to resume from", hint="`trainkit submit` starts a new run"
+            f"{so_far.run.shown} has no intact checkpoint to resume from",
+            hint="`trainkit submit` starts a new run",
         )
     return checkpoint.path
 
 
-def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
-    """Copy a checkpoint to a newly created run; if copying fails, remove the run folder."""
+def copy_newest_checkpoint(
+    checkpoint: Path, run: RunDir, source: RunDir, rollback: Rollback | None = None
+) -> None:
+    """Copy a checkpoint of `source` to a newly created run; if copying fails, remove the run folder.
+
+    The new run also gets the rollbacks of `source`, and the additional `rollback`.
+    """
     try:
         copy_checkpoint(checkpoint, run)
+        if found := [*read_rollbacks(source), *([] if rollback is None else [rollback])]:
+            # The rollbacks affect all attempts of the new run.
+            write_rollbacks(run, [replace(item, attempt=0) for item in found])
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise

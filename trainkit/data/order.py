@@ -20,7 +20,7 @@ the order with recorded values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -54,6 +54,18 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
         offsets.ravel().astype(np.uint64), epochs.ravel().astype(np.uint64), num_samples, seed
     )
     return shuffled.astype(np.int64).reshape(flat.shape)
+
+
+def positions_of(numbers: npt.ArrayLike, skipped: Iterable[tuple[int, int]]) -> IntArray:
+    """Return the position of each trained sample, as int64 in the same shape.
+
+    `numbers` counts the trained samples from 0. `skipped` contains the ranges of positions that the run
+    leaves out, in ascending order and without overlap: the first position, and the position after the last.
+    """
+    positions = np.array(numbers, dtype=np.int64)
+    for first, stop in skipped:
+        positions[positions >= first] += stop - first
+    return positions
 
 
 class Schedule:

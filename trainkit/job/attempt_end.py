@@ -26,6 +26,7 @@ from trainkit.run.events import Entry, best_result, log_event
 from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, JobRecord, read_job
+from trainkit.run.rollbacks import read_rollbacks
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -51,6 +52,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         step=last_step(attempt, failure),
         workload=plan.workload,
         attended_in=plan.attended_in or attempt.attended_in,
+        rollback=_rollback_of(attempt),
         is_done=attempt.done_file.exists(),
         ran_s=_duration_s(attempt, entry),
         # Do not start another attempt if the remaining time is only long enough for a save.
@@ -62,6 +64,13 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
     again = f"trainkit resume {quote(str(attempt.run.path))}"
     hint = f"`{again} --new-code` after fixing the code; without --new-code, the same code runs again"
     return replace(decision, hint=hint)
+
+
+def _rollback_of(attempt: AttemptDir) -> str:
+    """Return the rollback on which the ranks of an attempt decided, in words; "" if there was none."""
+    newest = next(reversed(read_rollbacks(attempt.run)), None)
+    is_own = newest is not None and newest.is_automatic and newest.attempt == attempt.number
+    return newest.describe() if newest is not None and is_own else ""
 
 
 def is_requeue_requested(live: Attempt) -> bool:

@@ -26,7 +26,7 @@ RESTART_SIGNAL = "SIGUSR2"
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
-UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
+UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked", "rollback")
 """Causes of a restart that `_makes_no_progress` ignores, in addition to the causes defined by
 capabilities."""
 MAX_ENDS_AT_STEP = 3
@@ -170,6 +170,8 @@ class Standing:
     """The kind of program run by the workers."""
     attended_in: str | None = None
     """The capability that may have given a user control of a rank in a terminal, or None."""
+    rollback: str = ""
+    """The rollback on which the ranks of the attempt decided, in words; empty if there was none."""
     is_done: bool = False
     """True if a command has reported that it is done, so that exit code 0 after a stop signal means
     "finished"."""
@@ -246,6 +248,8 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     ended_on_signal = is_excused or all(code in expected or is_death_by_stop_signal(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
         return _after_request(result, run, policy, options)
+    if saved and run.rollback:
+        return _after_rollback(run, policy, options)
     if saved:
         return Decision("stopped", "the workers saved a checkpoint and exited by themselves", EXIT_STOPPED)
     if result.launch_error is not None and not result.lost_nodes and not was_stopped:
@@ -363,6 +367,14 @@ _BECAUSE = {
     "timeout": " before the time limit",
     "node_fail": " when a node failed",
 }
+
+
+def _after_rollback(run: Standing, policy: RequeuePolicy, options: RestartOptions) -> Decision:
+    summary = f"the run {run.rollback}"
+    limit = _total_limit(run, policy) or restarts_limit(run.previous, policy)
+    if limit is not None:
+        return Decision("stopped", summary, EXIT_STOPPED, "rollback", details=not_again(limit))
+    return _resume(summary, "rollback", EXIT_STOPPED, run.previous, options, in_place=True)
 
 
 def _after_failure(

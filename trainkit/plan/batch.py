@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import ParallelConfig
-from trainkit.config.training import ScheduleConfig
+from trainkit.config.training import ScheduleConfig, WarmupStage
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import plural
-from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.launch import Batch, BatchStage, Layout
 from trainkit.plan.layout_rules import divisors_of, microbatch_problems
 
-GLOBAL, DEVICE, MICROBATCHES = (
+GLOBAL, DEVICE, MICROBATCHES, WARMUP = (
     "train.global_batch_size",
     "train.device_batch_size",
     "parallel.pp_microbatches",
+    "train.batch_warmup",
 )
 NEAR = 1 / 8
 """Largest relative change of the global batch size that is accepted to keep a larger device batch."""
@@ -31,13 +33,15 @@ class BatchRequest(NamedTuple):
     parallel: ParallelConfig
     fixed: frozenset[str]
     """Keys of the batch sizes that the user set explicitly."""
+    warmup: tuple[WarmupStage, ...] = ()
+    """The global batch sizes of the first steps; these sizes never change."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:
         """Return the batch sizes set in a config."""
         train, parallel = loaded.config.train, loaded.config.parallel
         fixed = frozenset(key for key in (GLOBAL, DEVICE, MICROBATCHES) if loaded.set_by_user(key))
-        return cls(train.device_batch_size, train.global_batch_size, parallel, fixed)
+        return cls(train.device_batch_size, train.global_batch_size, parallel, fixed, train.batch_warmup)
 
 
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
@@ -47,18 +51,25 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
     never change. Raises ConfigError with suggested sizes if the samples of a step cannot be divided evenly.
     """
     device, total = request.device_batch_size, request.global_batch_size
+    if request.warmup and (layout.pp > 1 or total is None):
+        raise ConfigError([_warmup_problem(layout)])
     if total is None:
         candidates = [(device, 1)]
     else:
         # Do not try larger device batches than configured, because they might not fit in memory.
-        sizes = range(device if DEVICE in request.fixed else 1, device + 1)
-        pairs = (pair for size in sizes for pair in _accumulations(request, layout, size))
+        tried = range(device if DEVICE in request.fixed else 1, device + 1)
+        pairs = (pair for size in tried for pair in _accumulations(request, layout, size))
         candidates = sorted(set(pairs), key=lambda pair: _preference(request, layout.dp, *pair))
+    if candidates and request.warmup:
+        sizes = {size for size, _ in candidates if all(_fits(one, size, layout.dp) for one in request.warmup)}
+        if not sizes:
+            raise ConfigError([_stage_problem(request, layout.dp)])
+        candidates = [pair for pair in candidates if pair[0] in sizes]
     for size, steps in candidates:
         for microbatches in _microbatches(request, layout, size):
             parallel = request.parallel.model_copy(update={"pp_microbatches": microbatches})
             if next(microbatch_problems(layout, parallel, size, steps), None) is None:
-                return _batch(layout, size, steps, seq_len, microbatches)
+                return _with_warmup(_batch(layout, size, steps, seq_len, microbatches), request, layout.dp)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
     # If no number of microbatches is valid, `microbatch_problems` reports the problem later.
@@ -68,6 +79,43 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
 def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: int) -> Batch:
     total = size * layout.dp * steps
     return Batch(size, steps, total, total * seq_len, microbatches if layout.pp > 1 else None)
+
+
+def _with_warmup(batch: Batch, request: BatchRequest, dp: int) -> Batch:
+    """Add the stages of the warm-up to a batch whose device batch size divides all of them."""
+    stages, step = list[BatchStage](), 0
+    for stage in request.warmup:
+        step += stage.steps
+        accumulation = stage.global_batch_size // (batch.device_batch_size * dp)
+        stages.append(BatchStage(step, accumulation, stage.global_batch_size))
+    return replace(batch, warmup=tuple(stages)) if stages else batch
+
+
+def _fits(stage: WarmupStage, size: int, dp: int) -> bool:
+    return stage.global_batch_size % (size * dp) == 0
+
+
+def _warmup_problem(layout: Layout) -> Problem:
+    """Return the problem for a warm-up that is impossible for any batch size."""
+    if layout.pp > 1:
+        message = f"is set, but parallel.pp is {layout.pp}: a pipeline needs equal batches in all steps"
+        hint = "remove train.batch_warmup, or use parallel.dp_shard or parallel.tp"
+        return Problem(WARMUP, message, hint=hint)
+    message = f"is set, but {GLOBAL} is null, so steps have no accumulation"
+    return Problem(WARMUP, message, hint=f"set {GLOBAL}, which applies after the warm-up")
+
+
+def _stage_problem(request: BatchRequest, dp: int) -> Problem:
+    """Return the problem for the first stage of a warm-up that cannot be divided among the processes."""
+    size = request.device_batch_size if DEVICE in request.fixed else 1
+    stage = next(stage for stage in request.warmup if not _fits(stage, size, dp))
+    total, unit = stage.global_batch_size, size * dp
+    below = total // unit * unit
+    works = " or ".join(str(number) for number in (below, below + unit) if number)
+    processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
+    shown = f"{unit} ({processes} x {DEVICE} {size})" if size > 1 else processes
+    message = f"contains global_batch_size {total}, which is not a multiple of {shown}"
+    return Problem(WARMUP, message, hint=f"global_batch_size = {works} works")
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
@@ -130,6 +178,7 @@ def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
         f"{plural(batch.global_batch_size, 'sample')} per step = {batch.device_batch_size} per process "
         f"x {dp} data-parallel x {batch.accumulation_steps} accumulation"
     )
+    sentence += batch.warmup_text
     return f"{sentence}; {', '.join(notes)} to fit this layout" if notes else sentence
 
 

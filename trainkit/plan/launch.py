@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,6 +111,15 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class BatchStage:
+    """The batch of a stage of the warm-up, which ends with the step `until_step`."""
+
+    until_step: int
+    accumulation_steps: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """The batch of one optimizer step: ``global = device x data-parallel x accumulation`` samples."""
 
@@ -120,6 +129,60 @@ class Batch:
     tokens_per_step: int
     pp_microbatches: int | None = None
     """Microbatches per device batch; None without a pipeline."""
+    warmup: tuple[BatchStage, ...] = field(default=(), metadata=OPTIONAL)
+    """The batches of the first steps, in ascending order of steps; see ``train.batch_warmup``."""
+
+    def stages(self, step: int) -> Iterator[tuple[int | None, Batch]]:
+        """Yield each batch that follows after `step` steps, with its number of steps; None for the last."""
+        for stage in self.warmup:
+            if step < stage.until_step:
+                tokens = self.tokens_per_step // self.global_batch_size * stage.global_batch_size
+                yield (
+                    stage.until_step - step,
+                    replace(
+                        self,
+                        accumulation_steps=stage.accumulation_steps,
+                        global_batch_size=stage.global_batch_size,
+                        tokens_per_step=tokens,
+                        warmup=(),
+                    ),
+                )
+                step = stage.until_step
+        yield None, replace(self, warmup=())
+
+    @property
+    def warmup_text(self) -> str:
+        """Return the stages of the warm-up as the end of a sentence about the batch; "" without a warm-up."""
+        begins = [0, *(stage.until_step for stage in self.warmup)]
+        stages = (
+            f"{stage.global_batch_size} in steps {begin + 1} to {stage.until_step}"
+            for begin, stage in zip(begins, self.warmup, strict=False)
+        )
+        return f", after a warm-up ({', '.join(stages)})" if self.warmup else ""
+
+    def after(self, step: int) -> Batch:
+        """Return the batch of the step that follows after `step` steps."""
+        return next(self.stages(step))[1]
+
+    def num_samples(self, step: int, num_steps: int) -> int:
+        """Return the number of samples in `num_steps` steps that follow after `step` steps."""
+        found = 0
+        for count, batch in self.stages(step):
+            steps = num_steps if count is None else min(count, num_steps)
+            found, num_steps = found + steps * batch.global_batch_size, num_steps - steps
+        return found
+
+    def num_steps(self, step: int, num_samples: int) -> int:
+        """Return the number of steps that train `num_samples` samples after `step` steps.
+
+        The last of these steps may train fewer samples than its global batch size.
+        """
+        found = 0
+        for count, batch in self.stages(step):
+            needed = -(-num_samples // batch.global_batch_size)
+            steps = needed if count is None else min(count, needed)
+            found, num_samples = found + steps, max(0, num_samples - steps * batch.global_batch_size)
+        return found
 
 
 @dataclass(frozen=True)

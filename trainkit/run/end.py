@@ -27,10 +27,11 @@ from trainkit.run.tracebacks import CodeLine
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
 """`restart` restarts the step in the same allocation, `requeue` requeues the job, `resubmit` submits a new
 job, and `follow_up` leaves the run to a chained job that is already in the queue."""
-Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
-"""Why an attempt is restarted: a value of `requeue.on`, ``asked`` if a user requested the restart, or
-``not_started`` if Slurm could not start the step. A restart with the cause ``not_started`` is not counted as
-a failure of the run. Capabilities can define additional causes."""
+Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started", "rollback"]
+"""Why an attempt is restarted: a value of `requeue.on`, ``asked`` if a user requested the restart,
+``rollback`` if the ranks decided to go back to an earlier checkpoint, or ``not_started`` if Slurm could not
+start the step. A restart with the cause ``not_started`` is not counted as a failure of the run. Capabilities
+can define additional causes."""
 RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
 """The actions after which a run resumes automatically, ordered from the cheapest to the most expensive."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")

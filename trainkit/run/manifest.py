@@ -30,7 +30,14 @@ from trainkit.run.files import (
     read_object,
     read_record,
 )
-from trainkit.run.rundir import CHECKPOINT_PREFIX, MANIFEST_NAME, PARTIAL_SUFFIX, REJECTED_SUFFIX, RunDir
+from trainkit.run.rundir import (
+    CHECKPOINT_PREFIX,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    REJECTED_SUFFIX,
+    ROLLED_BACK_SUFFIX,
+    RunDir,
+)
 
 MANIFEST_VERSION = 1
 SEAL = "sha256"
@@ -40,6 +47,7 @@ BASE_FINGERPRINT = "the fingerprint of model.hf"
 omit the base model's weights."""
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
+_ROLLED_BACK = re.compile(_PUBLISHED.pattern + re.escape(ROLLED_BACK_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
 
 
@@ -123,6 +131,11 @@ def newest_checkpoint(checkpoints_dir: Path) -> str | None:
 def rejects(checkpoints_dir: Path) -> list[Path]:
     """Return the folders of damaged checkpoints, which were renamed so that they are no longer used."""
     return [path for path in _folders(checkpoints_dir) if _REJECTED.fullmatch(path.name)]
+
+
+def rolled_back(checkpoints_dir: Path) -> list[Path]:
+    """Return the folders of checkpoints from which the run went back, which were renamed."""
+    return [path for path in _folders(checkpoints_dir) if _ROLLED_BACK.fullmatch(path.name)]
 
 
 def partials(checkpoints_dir: Path) -> list[Path]:
@@ -244,14 +257,20 @@ def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     return next((checkpoint for checkpoint in ordered if not find_damage(checkpoint)), None)
 
 
-def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint's folder, so that the checkpoint is no longer used; return the new path."""
-    target = checkpoint.path.with_name(checkpoint.path.name + REJECTED_SUFFIX)
+def set_aside(checkpoint: Checkpoint, suffix: str = REJECTED_SUFFIX) -> Path:
+    """Rename a checkpoint's folder, so that the checkpoint is no longer used; return the new path.
+
+    The default suffix is for a damaged checkpoint. If the symlink `best` pointed to the checkpoint, the
+    symlink is removed.
+    """
+    target = checkpoint.path.with_name(checkpoint.path.name + suffix)
     number = 1
     while target.exists():
         number += 1
-        target = checkpoint.path.with_name(f"{checkpoint.path.name}{REJECTED_SUFFIX}-{number}")
+        target = checkpoint.path.with_name(f"{checkpoint.path.name}{suffix}-{number}")
     checkpoint.path.rename(target)
+    if best_step(checkpoint.path.parent) == checkpoint.step:
+        checkpoint.path.with_name(BEST_LINK).unlink(missing_ok=True)
     return target
 
 
@@ -311,8 +330,8 @@ class ListedCheckpoint:
     name: str
     path: str
     state: str
-    """The state of the checkpoint: ``published``, ``rejected``, ``partial``, or ``damaged`` if the manifest
-    or the file sizes are wrong."""
+    """The state of the checkpoint: ``published``, ``rejected``, ``rolled back``, ``partial``, or ``damaged``
+    if the manifest or the file sizes are wrong."""
     step: int | None
     time: str
     """The modification time of the newest file in the checkpoint, as ISO 8601 in UTC."""
@@ -328,7 +347,7 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """Return all checkpoints of a run: published ones ordered by step, then rejected, then partial ones."""
+    """Return all checkpoints of a run: published ones by step, then unused ones, then partial ones."""
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
     there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
     names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
@@ -345,6 +364,7 @@ def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
         state = "damaged" if damage else "published"
         found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
     found += [_listed(path, "rejected", False, reasons.get(path.name)) for path in aside]
+    found += [_listed(path, "rolled back", False, None) for path in rolled_back(run.checkpoints_dir)]
     found += [_listed(path, "partial", False, None) for path in partials(run.checkpoints_dir)]
     return found
 

@@ -32,6 +32,7 @@ CHECKPOINT_PREFIX = "step-"
 MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
+ROLLED_BACK_SUFFIX = ".rolled-back"
 
 
 def is_same_folder(one: Path, other: Path) -> bool:
@@ -125,6 +126,8 @@ class RunDir(RunFolder):
     no standard input."""
     events_file = Child("events.jsonl")
     metrics_file = Child("metrics.jsonl")
+    rollbacks_file = Child("rollbacks.json")
+    """The rollbacks of the run, if any; see `trainkit.run.rollbacks`."""
     compiled_file = Child("compiled.bin")
     """The ranks' torch.compile cache, in torch's file format."""
     caches_dir = Child("caches")

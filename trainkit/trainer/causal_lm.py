@@ -8,11 +8,11 @@ a step therefore depend only on the step's start position, not on the number of 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.order import IntArray
+from trainkit.data.order import IntArray, positions_of
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import has_validation
 from trainkit.plan.launch import Batch
 from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.run.rollbacks import Ranges
 from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.checkpoint.state import StreamState, TrainingState
@@ -108,7 +109,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Reads the batches of steps, starting at any position; stateless, so that threads can share it."""
+    """Reads the batches of steps, starting at any sample; stateless, so that threads can share it."""
 
     dataset: TokenShards | TokenMixture
     batch: Batch
@@ -116,27 +117,33 @@ class BatchSource:
     dp_size: int
     seed: int
     shuffle: bool
-    end_position: int | None
-    """Position after the last sample; None if only the number of steps limits training."""
+    end: int | None
+    """Number of samples to train in total; None if only the number of steps limits training."""
+    skipped: Ranges = ()
+    """Positions of the samples that are left out."""
     pin_memory: bool = False
 
-    def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """Return the batches of `num_steps` consecutive steps, read together to reduce the overhead."""
+    def steps_at(self, start: int, num_steps: int) -> list[StepBatch]:
+        """Return the batches of `num_steps` consecutive steps, read together to reduce the overhead.
+
+        `start` is the number of samples that were trained before.
+        """
         size = self.batch.global_batch_size
-        starts = position + size * np.arange(num_steps, dtype=np.int64)
+        starts = start + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
-        if self.end_position is not None:  # the data may end in the middle of a step
-            stops = np.minimum(stops, self.end_position)
-        rows = self._positions(starts)
-        valid = rows < stops[:, None, None]
-        tokens = np.zeros((*rows.shape, self.dataset.seq_len + 1), dtype=np.int64)
+        if self.end is not None:  # the data may end in the middle of a step
+            stops = np.minimum(stops, self.end)
+        numbers = self._numbers(starts)
+        valid = numbers < stops[:, None, None]
+        positions = positions_of(numbers, self.skipped)
+        tokens = np.zeros((*positions.shape, self.dataset.seq_len + 1), dtype=np.int64)
         if valid.any():
-            index = self.dataset.sample_index(rows[valid], self.seed, self.shuffle)
+            index = self.dataset.sample_index(positions[valid], self.seed, self.shuffle)
             tokens[valid] = self.dataset.read(index)
         data = torch.from_numpy(tokens)
         inputs, labels = data[..., :-1].contiguous(), data[..., 1:].contiguous()
         labels[~torch.from_numpy(valid)] = IGNORE_LABEL
-        keys = self._sample_keys(torch.from_numpy(rows))
+        keys = self._sample_keys(torch.from_numpy(positions))
         if self.pin_memory:
             inputs, labels, keys = inputs.pin_memory(), labels.pin_memory(), keys.pin_memory()
         num_tokens = (valid.sum(axis=(1, 2)) * self.dataset.seq_len).tolist()
@@ -149,8 +156,8 @@ class BatchSource:
             for i, t, k, n, m in steps
         ]
 
-    def _positions(self, starts: IntArray) -> IntArray:
-        """Return the positions of the samples that this rank reads, as int64 [steps, microbatches, B]."""
+    def _numbers(self, starts: IntArray) -> IntArray:
+        """Return the numbers of the samples that this rank reads, as int64 [steps, microbatches, B]."""
         micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
         offsets = micro[:, None] * self.batch.device_batch_size
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
@@ -164,21 +171,18 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over the steps of a source from `position`; `num_workers` threads prefetch the batches.
+    """Iterates over the steps of a source; `num_workers` threads prefetch the batches.
 
     Threads suffice, because copying tokens from a memory map releases the GIL. Worker processes would have to
     be forked, and cleaned up after a crash. Small steps are read in groups to reduce the overhead.
     """
 
-    def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
-        self._source, self._start = source, position
+    def __init__(self, source: BatchSource, start: int, num_workers: int, step: int = 0) -> None:
+        """Begin after `step` steps, in which `start` samples were trained."""
+        self._source, self._start, self._step = source, start, step
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead = max(2, num_workers)
         self._steps = self._read()
-        samples = source.batch.device_batch_size * source.batch.accumulation_steps
-        self._num_steps = max(
-            1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // (samples * source.dataset.seq_len))
-        )
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Iterate from the first step, regardless of earlier iterations."""
@@ -190,13 +194,29 @@ class PrefetchedBatches:
 
     def _read(self) -> Iterator[StepBatch]:
         queue: deque[Future[list[StepBatch]]] = deque()
-        for position in count(self._start, self._num_steps * self._source.batch.global_batch_size):
+        for source, start, num_steps in self._groups():
             if self._pool is None:
-                yield from self._source.steps_at(position, self._num_steps)
+                yield from source.steps_at(start, num_steps)
                 continue
-            queue.append(self._pool.submit(self._source.steps_at, position, self._num_steps))
+            queue.append(self._pool.submit(source.steps_at, start, num_steps))
             if len(queue) > self._ahead:
                 yield from queue.popleft().result()
+
+    def _groups(self) -> Iterator[tuple[BatchSource, int, int]]:
+        """Yield the source, the start and the number of steps of each group of steps that is read together.
+
+        The steps of a group have equally large batches.
+        """
+        start = self._start
+        for count, batch in self._source.batch.stages(self._step):
+            source = replace(self._source, batch=batch)
+            num_tokens = batch.device_batch_size * batch.accumulation_steps * source.dataset.seq_len
+            most = max(1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // num_tokens))
+            left = math.inf if count is None else count
+            while left > 0:
+                num_steps = int(min(most, left))
+                yield source, start, num_steps
+                start, left = start + num_steps * batch.global_batch_size, left - num_steps
 
     def close(self) -> None:
         """Stop prefetching without waiting for reads in progress."""
@@ -266,7 +286,7 @@ class CausalLM:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """Return this rank's batches of a split, from the position in `state` up to `end`, if given.
+        """Return this rank's batches of a split, from the position in `state` up to `end` trained samples.
 
         The result can be iterated over several times.
         """
@@ -279,7 +299,8 @@ class CausalLM:
             dp_size=world.layout.dp,
             seed=self.config.seed,
             shuffle=split == TRAIN and self.config.data.shuffle,
-            end_position=end,
+            end=end,
+            skipped=state.skipped,
             pin_memory=world.device.type == "cuda",
         )
-        return PrefetchedBatches(source, state.samples_seen, self.config.data.num_workers)
+        return PrefetchedBatches(source, state.samples_seen, self.config.data.num_workers, state.step)

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from trainkit.capability import NewEvent, TrainedModel, TrainerHook
+from trainkit.capability import GoBack, NewEvent, TrainedModel, TrainerHook
+from trainkit.formats import JsonObject
 from trainkit.plan.launch import LaunchPlan
 from trainkit.shipped import load
 from trainkit.trainer.build import BuiltModel
@@ -43,15 +44,28 @@ class TrainerHooks:
             for own_name, tensor in hook.state_tensors():
                 yield f"{state_prefix(name)}{own_name}", tensor
 
-    def begin(self, step: int, loaded: Collection[str]) -> None:
-        """Start all hooks; `loaded` contains the prefixes of the states that were in the checkpoint."""
+    def saved(self) -> dict[str, JsonObject]:
+        """Return the values of each hook that checkpoints contain as JSON."""
+        return {name: values for name, hook in self._own.items() if (values := hook.saved())}
+
+    def begin(self, step: int, loaded: Collection[str], saved: Mapping[str, JsonObject] = {}) -> None:
+        """Start all hooks; `loaded` contains the prefixes of the states that were in the checkpoint.
+
+        `saved` contains the values of `saved` in the checkpoint.
+        """
         for name, hook in self._own.items():
+            if name in saved:
+                hook.load(saved[name])
             hook.begin(step, is_loaded=state_prefix(name) in loaded)
 
-    def after_step(self, step: int, *, has_updated: bool) -> Iterator[NewEvent]:
+    def after_step(self, step: int, *, has_updated: bool, loss: float) -> Iterator[NewEvent]:
         """Yield the events of all hooks after a step."""
         for hook in self._own.values():
-            yield from hook.after_step(step, has_updated=has_updated)
+            yield from hook.after_step(step, has_updated=has_updated, loss=loss)
+
+    def go_back(self) -> GoBack | None:
+        """Return the first request of a hook to go back to an earlier checkpoint, or None."""
+        return next((found for hook in self._own.values() if (found := hook.go_back()) is not None), None)
 
     def other_weights(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
         """Return the weights of all hooks on which validation is repeated; see `TrainerHook`."""

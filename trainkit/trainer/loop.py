@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.capability import Recorder
+from trainkit.capability import GoBack, Recorder
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
@@ -23,6 +23,7 @@ from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.step_work import compiles
 from trainkit.run.process import own_host
+from trainkit.run.rollbacks import EVENT, Rollback
 from trainkit.run.rundir import AttemptDir
 from trainkit.shipped import of_media
 from trainkit.task import record_with
@@ -30,7 +31,7 @@ from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
-from trainkit.trainer.distributed import World, gather_from_all, record_event
+from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.file_optimizer import make_own_optimizers
 from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
@@ -40,6 +41,7 @@ from trainkit.trainer.own_optimizers import OwnState, make_own_state
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.rollback import plan_rollback
 from trainkit.trainer.starting_state import (
     announce,
     last_step,
@@ -185,7 +187,7 @@ class Trainer:
         self.built.update_scales()
         self.loss_scale.load(self.state.loss_scale)
         self.saver.last_step = None if chosen is None else self.state.step
-        self.total_steps, self.end_position = last_step(plan, task, self.state)
+        self.total_steps, self.end = last_step(plan, task, self.state)
         tensorboard = None
         if world.is_main:
             announce(attempt, plan, world, task, self.built, self.state, self.total_steps)
@@ -193,7 +195,7 @@ class Trainer:
                 log.info(own.describe())
             if config.logging.tensorboard:
                 tensorboard = TensorBoardLog(attempt.run, self.state.step + 1)
-        self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end_position)
+        self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end)
         self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
@@ -246,6 +248,9 @@ class Trainer:
     def step(self) -> int | None:
         """Train one step; validate, log and save if due. Return an exit code, or None to continue."""
         report, lr = self._optimizer_step()
+        if (request := self._hooks.go_back()) is not None:
+            self._log_step(report, lr, None)
+            return self._go_back(request)
         if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self._log_step(report, lr, None)
             self._refuse_divergence()
@@ -386,13 +391,35 @@ class Trainer:
     def _call_hooks(self, report: StepReport) -> None:
         """Let capabilities process the step; if one ends the run, finish the save in progress first."""
         try:
-            for event, values in self._hooks.after_step(self.state.step, has_updated=report.finite):
+            found = self._hooks.after_step(self.state.step, has_updated=report.finite, loss=report.loss)
+            for event, values in found:
                 if self.world.is_main:
                     record_event(self.attempt, event, **values)
         except FatalError:
             self.progress.enter("end")
             self._await_save()
             raise
+
+    def _go_back(self, request: GoBack) -> int:
+        """Record that the next attempt goes back to an earlier checkpoint; return the exit code.
+
+        Raises DivergedError if the run must not go back.
+        """
+        self.progress.enter("end")
+        self._await_save()
+        self.metrics.flush()
+        found = plan_rollback(self.attempt, self.state, request) if self.world.is_main else None
+        problem = found if isinstance(found, str) else ""
+        if problem := broadcast_from_main(problem, self.world):
+            raise DivergedError(
+                f"{request.why}; {problem}",
+                hint="lower optimizer.lr, save more checkpoints, or use `trainkit resume --from-step N "
+                "--skip-samples FIRST-LAST`",
+            )
+        if isinstance(found, Rollback):
+            record_event(self.attempt, EVENT, **found.fields())
+            log.warning(f"{request.why}: the run {found.describe()}; the next attempt continues from there")
+        return EXIT_STOPPED
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.train.log_every == 0 or step in (1, self.total_steps)
@@ -578,6 +605,7 @@ class Trainer:
         self.progress.enter("save")
         self._confirm_best()
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
+        self.state.hooks = self._hooks.saved()
         record = {**self.manifest_record, "progress": asdict(self.state)}
         if self._own is not None:
             self.saver.finish()  # the previous save must finish before its tensors may change

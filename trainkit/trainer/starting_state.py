@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import re
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
@@ -19,7 +18,9 @@ from trainkit.cluster.machine import driver_version
 from trainkit.errors import FatalError
 from trainkit.formats import plural
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.files import read_record, to_json
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
+from trainkit.run.rollbacks import Rollback, number_before, read_rollbacks, shown_ranges
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
@@ -81,6 +82,8 @@ def resume(
 ) -> TrainingState:
     """Load the chosen checkpoint, if any, and return the training state to start from."""
     config, best_metric = task.config, None
+    known = [to_json(item) for item in read_rollbacks(attempt.run)] if world.is_main else []
+    rollbacks = [read_record(Rollback, item) for item in broadcast_from_main(known, world)]
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
     if built.read_weight is not None:
@@ -91,7 +94,9 @@ def resume(
             load_initial_weights(tensors.tensors, config.model, world, base)
         tensors.copy_duplicates()
         hooks.begin(0, loaded=())
-        return TrainingState(best_metric=best_metric)
+        state = TrainingState(best_metric=best_metric)
+        state.apply(rollbacks)
+        return state
     checkpoint, manifest = chosen
     refuse_other_optimizers(manifest, own, checkpoint.path.name)
     wanted = {} if own is None else own.wanted(manifest, SafeReader(checkpoint.path))
@@ -100,7 +105,8 @@ def resume(
     if own is not None:
         own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
-    hooks.begin(state.step, loaded)
+    state.apply(rollbacks)
+    hooks.begin(state.step, loaded, state.hooks)
     if manifest.val_fingerprint != val_fingerprint(task):
         log.warning("the validation data has changed: validation losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
@@ -110,23 +116,26 @@ def resume(
     state.best_metric = best_metric
     if world.is_main:
         log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
+        if state.skipped:
+            log.info(f"the run leaves out {shown_ranges(state.skipped)}")
         record_event(attempt, "resumed", step=state.step, samples_seen=state.samples_seen)
     return state
 
 
 def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
-    """Return the last step, and the position after the last sample of the last epoch.
+    """Return the last step, and the number of samples to train until the end of the last epoch.
 
-    The last step is computed from the number of epochs and the current batch size. If the config does not set
-    a number of epochs, the last step is `train.steps`, and the position is None.
+    The last step is computed from the number of epochs and the current batch sizes. Samples that the run
+    leaves out are not trained later. If the config does not set a number of epochs, the last step is
+    `train.steps`, and the number of samples is None.
     """
     train, num_samples = task.config.train, task.train_data.num_samples
     if train.epochs is None:
         assert train.steps is not None
         return train.steps, None
     assert num_samples is not None
-    end = round(train.epochs * num_samples)
-    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size), end
+    end = number_before(round(train.epochs * num_samples), state.skipped)
+    return state.step + plan.batch.num_steps(state.step, max(0, end - state.samples_seen)), end
 
 
 def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
@@ -179,7 +188,8 @@ def announce(
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"
         f" x {plural(plan.layout.dp, 'rank')}"
-        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}{peak_lr}"
+        f" x {plan.batch.accumulation_steps} accumulated{plan.batch.warmup_text}"
+        f"; {plural(total_steps, 'step')}{peak_lr}"
     )
     record_event(
         attempt,
@@ -187,6 +197,7 @@ def announce(
         step=state.step,
         total_steps=total_steps,
         samples_seen=state.samples_seen,
+        **({"skipped": state.skipped} if state.skipped else {}),
         num_samples=task.train_data.num_samples,
         data=task.train_data.fingerprint,
         trainkit=__version__,

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from logging import getLogger
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils.data import IterableDataset
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
 from trainkit.job.rank_env import find_rank_env
+from trainkit.run.rollbacks import position_of
 from trainkit.task import Stream
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stateless_random import stable_key
@@ -28,6 +28,7 @@ from trainkit.trainer.task_batches import (
     PREFETCH,
     ForkedLoader,
     Positions,
+    StepSamples,
     TaskBatches,
     digest_of,
     read_in_worker,
@@ -243,33 +244,36 @@ class _Reader(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Any, int, float, StreamState | None] | Problem]:
         try:
-            cursor, position = Cursor(self.data), self.positions.start
+            cursor, positions = Cursor(self.data), self.positions
             if self.saved is not None:
-                cursor.seek(self.saved, position)
-            while True:
-                yield from self._step(cursor, position)
-                position += self.positions.num_samples(position)
+                cursor.seek(self.saved, position_of(positions.start - 1, positions.skipped) + 1)
+            for step in positions.steps():
+                yield from self._step(cursor, step)
         except TaskError as error:
             # Yield the problem instead of raising an error, because a DataLoader would replace the error with
             # an error of its own.
             yield error.problem
 
-    def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:
-        last = start + self.positions.num_samples(start) - 1
-        requests = islice(self.positions.requests(start), self.positions.batch.accumulation_steps)
+    def _step(
+        self, cursor: Cursor, step: StepSamples
+    ) -> Iterator[tuple[Any, int, float, StreamState | None]]:
+        last, requests = step.stop - 1, self.positions.requests(step)
         request = next(requests, None)
         items: list[object] = []
         ready: tuple[Any, int, float] | None = None
-        for position in range(start, last + 1):
-            before = cursor.where() if position == last and self.takes_state else None
+        for number in range(step.start, step.stop):
+            position = position_of(number, self.positions.skipped)
+            for skipped in range(position_of(number - 1, self.positions.skipped) + 1, position):
+                cursor.next(skipped)
+            before = cursor.where() if number == last and self.takes_state else None
             item = cursor.next(position)
-            if request is None or position < request.first:
+            if request is None or number < request.first:
                 continue  # another rank collates this sample
             items.append(item)
-            if position == request.stop - 1:
+            if number == request.stop - 1:
                 if ready is not None:
                     yield *ready, None
-                seed, first = self.data.config.seed, request.first
+                seed, first = self.data.config.seed, request.position
                 seed_generators(stable_key(seed, "train", "collate", first))
                 ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)

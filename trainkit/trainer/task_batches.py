@@ -8,6 +8,7 @@ reads the same batches.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import random
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
-from trainkit.data.order import sample_index
+from trainkit.data.order import positions_of, sample_index
 from trainkit.errors import Problem
 from trainkit.plan.launch import Batch
+from trainkit.run.rollbacks import Ranges, position_of
 from trainkit.task import Samples
 from trainkit.trainer.causal_lm import StepBatch
 from trainkit.trainer.stateless_random import stable_key
@@ -61,44 +63,67 @@ class TaskBatch:
 
 @dataclass(frozen=True)
 class _Request:
-    """The sample positions of one microbatch."""
+    """The samples of one microbatch, as numbers that count the samples in the order of training."""
 
     first: int
     stop: int
-    """Position after the last sample; at most `first` if no samples are left for this rank."""
+    """Number after the last sample; at most `first` if no samples are left for this rank."""
     filler: range
-    """Positions of the samples to read instead if no samples are left for this rank."""
+    """Numbers of the samples to read instead if no samples are left for this rank."""
+    skipped: Ranges = ()
+    """Positions of the samples that the run leaves out."""
+
+    @property
+    def position(self) -> int:
+        """Return the position of the first sample, which seeds the random numbers of the microbatch."""
+        return position_of(self.first, self.skipped)
+
+
+class StepSamples(NamedTuple):
+    """The samples of a step on all ranks, as numbers that count the samples in the order of training."""
+
+    start: int
+    stop: int
+    """Number after the last sample."""
+    batch: Batch
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of this rank's microbatches in the sequence of all samples."""
+    """The samples of this rank's microbatches in the sequence of all trained samples."""
 
     batch: Batch
     dp_rank: int
     dp_size: int
     start: int
+    """Number of samples that were trained before."""
     end: int | None
-    """Position after the last sample; None if only the number of steps limits training."""
+    """Number of samples to train in total; None if only the number of steps limits training."""
+    skipped: Ranges = ()
+    """Positions of the samples that the run leaves out."""
+    step: int = 0
+    """Number of steps that were trained before."""
 
     def __iter__(self) -> Iterator[_Request]:
         """Iterate over the requests: `DataLoader` uses this object as its sampler."""
-        return self.requests(self.start)
+        return itertools.chain.from_iterable(map(self.requests, self.steps()))
 
-    def num_samples(self, start: int) -> int:
-        """Return the total number of samples, across all ranks, in the step that begins at `start`."""
-        stop = start + self.batch.global_batch_size
-        return (stop if self.end is None else min(stop, self.end)) - start
-
-    def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the positions of this rank's microbatches in all steps, starting with the step at `start`."""
-        size = self.batch.device_batch_size
+    def steps(self) -> Iterator[StepSamples]:
+        """Yield the samples of all steps."""
+        start, step = self.start, self.step
         while self.end is None or start < self.end:
-            stop = start + self.num_samples(start)
-            for micro in range(self.batch.accumulation_steps):
-                first = start + (micro * self.dp_size + self.dp_rank) * size
-                yield _Request(first, min(first + size, stop), filler=range(start, min(start + size, stop)))
-            start += self.batch.global_batch_size
+            batch = self.batch.after(step)
+            stop = start + batch.global_batch_size
+            yield StepSamples(start, stop if self.end is None else min(stop, self.end), batch)
+            start, step = stop, step + 1
+
+    def requests(self, step: StepSamples) -> Iterator[_Request]:
+        """Yield the samples of this rank's microbatches in a step."""
+        size, start, stop = step.batch.device_batch_size, step.start, step.stop
+        for micro in range(step.batch.accumulation_steps):
+            first = start + (micro * self.dp_size + self.dp_rank) * size
+            filler = range(start, min(start + size, stop))
+            yield _Request(first, min(first + size, stop), filler, self.skipped)
 
 
 class SampleReader(Dataset[Any]):
@@ -113,12 +138,13 @@ class SampleReader(Dataset[Any]):
 
     def __getitem__(self, request: _Request) -> tuple[Any, int, float, None]:
         has_samples = request.first < request.stop
-        positions = range(request.first, request.stop) if has_samples else request.filler
-        index = sample_index(np.asarray(positions), self._num_samples, self._seed, self._shuffle)
-        items = [self._item(at, i) for at, i in zip(positions, index.tolist(), strict=True)]
-        seed_generators(stable_key(self._seed, self._split, "collate", request.first))
+        numbers = range(request.first, request.stop) if has_samples else request.filler
+        positions, first = positions_of(numbers, request.skipped), request.position
+        index = sample_index(positions, self._num_samples, self._seed, self._shuffle)
+        items = [self._item(at, i) for at, i in zip(positions.tolist(), index.tolist(), strict=True)]
+        seed_generators(stable_key(self._seed, self._split, "collate", first))
         data = self._collate(items)
-        return data, stable_key(self._seed, self._split, "pass", request.first), float(has_samples), None
+        return data, stable_key(self._seed, self._split, "pass", first), float(has_samples), None
 
     def _item(self, position: int, index: int) -> Any:
         seed_generators(stable_key(self._seed, self._split, "item", position))
@@ -272,30 +298,28 @@ class TaskBatches:
     """
 
     def __init__(self, loader: ForkedLoader, positions: Positions) -> None:
-        self._positions, self._at = positions, positions.start
+        self._positions, self._steps = positions, positions.steps()
         self._loader: ForkedLoader | None = loader
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Iterate from the first step, reusing the workers of earlier iterations."""
         assert self._loader is not None
-        self._at, self._iterator = self._positions.start, iter(self._loader)
+        self._steps, self._iterator = self._positions.steps(), iter(self._loader)
         return self
 
     def __next__(self) -> StepBatch:
         if self._iterator is None:
             iter(self)
         assert self._iterator is not None
-        microbatches = []
-        for _ in range(self._positions.batch.accumulation_steps):
+        microbatches, step = [], next(self._steps)
+        for _ in range(step.batch.accumulation_steps):
             found = next(self._iterator)
             if isinstance(found, Problem):
                 raise TaskError(found.key, found.message, found.hint)
             *batch, state = found
             microbatches.append(TaskBatch(*batch))
-        num_samples = self._positions.num_samples(self._at)
-        self._at += self._positions.batch.global_batch_size
-        return StepBatch(microbatches, None, num_samples, state)
+        return StepBatch(microbatches, None, step.stop - step.start, state)
 
     def close(self) -> None:
         """Shut down the workers."""

@@ -106,12 +106,14 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """Return this rank's batches of a split, from the position in `state` up to `end`, if given.
+        """Return this rank's batches of a split, from the position in `state` up to `end` trained samples.
 
         The validation batches can be iterated over repeatedly.
         """
         config, collate, uses_gpu = self.config, self.task.collate, world.device.type == "cuda"
-        positions = Positions(batch, world.dp_rank, world.layout.dp, state.samples_seen, end)
+        positions = Positions(
+            batch, world.dp_rank, world.layout.dp, state.samples_seen, end, state.skipped, state.step
+        )
         data = self.train_data if split == TRAIN else self.val_data
         if isinstance(data, StreamData):
             return stream_batches(data, collate, positions, state.stream, world.is_main, uses_gpu)

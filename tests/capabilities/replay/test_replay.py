@@ -26,6 +26,7 @@ from trainkit.capabilities.replay import replay
 from trainkit.cli.main import main
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json, write_json
+from trainkit.run.rollbacks import Rollback, write_rollbacks
 from trainkit.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("replays")]
@@ -293,3 +294,59 @@ def mentions(file: Path, folder: Path) -> bool:
         return str(folder).encode() in file.read_bytes()
     except OSError:
         return False  # the process has just ended
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_run_that_went_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step is replayed with the samples of the attempt that computed it."""
+    run = tmp_path / "run"
+    options = [*OPTIONS, "checkpoint.keep_last=null"]
+    train(run, [*options, "train.stop_at_step=5"], expect=75)
+    write_rollbacks(RunDir(run), [Rollback(2, 5, 1, ((32, 70), (90, 95)))])
+    train(run, [*options, "train.stop_at_step=4"], expect=75)
+    add_job(run)
+    for step, attempt, positions in (
+        (2, 2, range(16, 32)),
+        (3, 2, range(70, 86)),
+        (4, 2, [*range(86, 90), *range(95, 107)]),
+        (5, 1, range(64, 80)),
+    ):
+        code, found = call(capsys, "data", "show", str(run), "--step", str(step))
+        assert (code, found["attempt"]) == (0, attempt if step > 2 else 1)
+        assert [sample["position"] for sample in found["samples"]] == list(positions)
+    before = files_of(run)
+    for steps, start in (("3..4", 2), ("4", 2), ("5", 2)):
+        code, found = call(capsys, "replay", str(run), "--step", steps)
+        assert (code, found["verdict"], found["is_exact"], found["start_step"]) == (0, "equal", True, start)
+    assert files_of(run) == before
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_items_of_a_task_that_a_run_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = [*OPTIONS, f"task={tasks.__file__}:Classify", "data.num_workers=0"]
+    train(run, [*options, "train.stop_at_step=2"], expect=75)
+    write_rollbacks(RunDir(run), [Rollback(2, 2, 1, ((40, 60),))])
+    train(run, options)
+    add_job(run)
+    code, found = call(capsys, "data", "show", str(run), "--step", "3")
+    assert [sample["position"] for sample in found["samples"]] == [*range(32, 40), *range(60, 68)]
+    assert code == 0
+    code, found = call(capsys, "replay", str(run), "--step", "3..6")
+    assert (code, found["verdict"], found["is_exact"]) == (0, "equal", True)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_warmup_of_the_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    stages = "[{steps: 2, global_batch_size: 4}, {steps: 2, global_batch_size: 8}]"
+    train(run, [*OPTIONS, f"train.batch_warmup={stages}", "train.log_every=6"])
+    add_job(run)
+    for step, positions in ((2, range(4, 8)), (4, range(16, 24)), (5, range(24, 40))):
+        code, found = call(capsys, "data", "show", str(run), "--step", str(step))
+        assert (code, [sample["position"] for sample in found["samples"]]) == (0, list(positions))
+    for options in ((), ("--layout", "single")):
+        code, found = call(capsys, "replay", str(run), "--step", "3..6", *options)
+        assert (code, found["verdict"], found["is_exact"]) == (0, "equal", True)

@@ -304,7 +304,11 @@ def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
     """Return a launch plan that contains the number of processes, but no model, layout or batch size."""
     neutral = {f"parallel.{name}": -1 if name == "dp_shard" else 1 for name in DEGREES}
-    sizes = {"train.device_batch_size": 1, "train.global_batch_size": None}
+    sizes: dict[str, object] = {
+        "train.device_batch_size": 1,
+        "train.global_batch_size": None,
+        "train.batch_warmup": [],
+    }
     without_data = replace(facts, data=None, missing=())
     return make_plan(with_values(loaded, {**neutral, **sizes}, ORIGIN), without_data)
 
@@ -337,6 +341,7 @@ def layout_settings(
         **{f"parallel.{key}": value for key, value in typed.items()},
         **{f"parallel.{name}": getattr(layout, name) for name in DEGREES},
         "train.global_batch_size": total,
+        "train.batch_warmup": [],
         "train.device_batch_size": batch.device_batch_size,
         "parallel.pp_microbatches": batch.pp_microbatches or parallel.pp_microbatches,
     }

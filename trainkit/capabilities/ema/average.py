@@ -47,7 +47,7 @@ class WeightAverage(TrainerHook):
         if step and self._model.world.is_main:
             log.info(f"the average of the weights starts with the weights of step {step} (ema.decay)")
 
-    def after_step(self, step: int, *, has_updated: bool) -> Iterable[NewEvent]:
+    def after_step(self, step: int, *, has_updated: bool, loss: float) -> Iterable[NewEvent]:
         if has_updated and step % self._part.every == 0:
             self._update(1.0 - self._part.decay)
         return ()

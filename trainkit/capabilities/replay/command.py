@@ -306,7 +306,8 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
         click.echo(json_text(value))
         return EXIT_OK
     click.echo(
-        f"step {step} of attempt {at.attempt.number}: samples {at.start:,} to {at.stop - 1:,} of the run",
+        f"step {step} of attempt {at.attempt.number}: samples {at.positions[0]:,} to "
+        f"{at.positions[-1]:,} of the run",
         err=True,
     )
     for sample in samples:

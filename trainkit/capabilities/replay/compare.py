@@ -16,6 +16,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.events import read_steps, training_curve
 from trainkit.run.files import INLINE, read_jsonl, read_jsonl_reversed, read_record
+from trainkit.run.rollbacks import read_rollbacks
 from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
@@ -172,9 +173,11 @@ def _recorded(
 ) -> dict[int, dict[int, dict[str, float | None]]]:
     """Map each recorded step, starting with step `first`, to the values that each attempt recorded.
 
-    Attempts whose config would change the result of a step are skipped. The config and the plan of each
-    attempt are added to `settings`.
+    Attempts whose config would change the result of a step are skipped, and so are steps from which the run
+    went back before or after the attempt of the replay. The config and the plan of each attempt are added to
+    `settings`.
     """
+    rollbacks, own = read_rollbacks(what.run), what.at.attempt.number
     found: dict[int, dict[int, dict[str, float | None]]] = {}
     comparable: dict[int, bool] = {}
     for record in read_steps(what.run):
@@ -185,7 +188,8 @@ def _recorded(
             folder = what.run.attempt(attempt)
             settings[attempt] = config_and_plan(folder)
             comparable[attempt] = not changed_values(folder, *settings[attempt], what.at)
-        if comparable[attempt]:
+        between = (item for item in rollbacks if min(attempt, own) <= item.attempt < max(attempt, own))
+        if comparable[attempt] and all(record.step <= item.step for item in between):
             found.setdefault(record.step, {})[attempt] = {name: record.number(name) for name in VALUES}
     return found
 

@@ -30,7 +30,7 @@ def items_of(request: JsonObject) -> JsonObject:
     config = read_effective(run.attempt(request["attempt"]).config_file)
     data = UserTask(config, run).train_data
     assert not isinstance(data, StreamData)
-    positions = range(request["start"], request["stop"])
+    positions = request["positions"]
     found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
     indices = dict(zip(positions, found, strict=True))
 

@@ -43,6 +43,7 @@ from trainkit.run.events import training_curve
 from trainkit.run.files import parse_time, read_json, write_atomic, write_json
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.record import AttemptRecord, CodeCopy, create_job
+from trainkit.run.rollbacks import write_rollbacks
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import load
 
@@ -80,6 +81,7 @@ IRRELEVANT = (
     "train.log_every",
     "train.eval_",
     "train.stop_at_step",
+    "train.spike",
     "train.device_batch_size",
     "train.global_batch_size",
     "optimizer.lr",
@@ -151,7 +153,7 @@ def plan_replay(
     """
     at = find_step(run, last)
     _refuse_later(run, at)
-    start_step = _start_step(run, first)
+    start_step = _start_step(at, first)
     _refuse_changes(run, at, start_step)
     if layout == SAME and not flags and not submits:  # Use the run's own layout on this machine.
         values = _flags({**_without_extras(at.config), "device": at.plan.device})
@@ -188,12 +190,13 @@ def _refuse_later(run: RunDir, at: RunStep) -> None:
         )
 
 
-def _start_step(run: RunDir, first: int) -> int:
+def _start_step(at: RunStep, first: int) -> int:
     """Return the step of the newest intact checkpoint before step `first`; 0 for the initial weights."""
+    run = at.attempt.run
     intact = [
         checkpoint.step
-        for checkpoint in published(run.checkpoints_dir)
-        if checkpoint.step < first and not find_damage(checkpoint, reads_tensors=False)
+        for checkpoint in at.checkpoints_before(first)
+        if not find_damage(checkpoint, reads_tensors=False)
     ]
     begin = min(start.step for start in attempt_starts(run).values())
     if not intact and begin > 0:
@@ -312,10 +315,10 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     """
     copy = RunDir(folder)
     copy.checkpoints_dir.mkdir()
-    for checkpoint in published(what.run.checkpoints_dir):
-        if checkpoint.step < what.first:
-            # Link all checkpoints, because the trainer falls back to an earlier one if the newest is damaged.
-            _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
+    _write_rollbacks(what, copy)
+    for checkpoint in what.at.checkpoints_before(what.first):
+        # Link all checkpoints, because the trainer falls back to an earlier one if the newest is damaged.
+        _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
     if what.run.job_file.is_file():
         # Copy job.json, because it contains the path of the code snapshot.
         write_json(copy.job_file, read_json(what.run.job_file))
@@ -327,6 +330,12 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     with submission_folder(what.at.job):
         _run_ranks(what.plan, attempt, what.at.job.code)
     return copy
+
+
+def _write_rollbacks(what: ReplayPlan, copy: RunDir) -> None:
+    """Make a replay leave out the samples that the attempt left out."""
+    if what.at.rollbacks:
+        write_rollbacks(copy, [replace(item, attempt=0) for item in what.at.rollbacks])
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
@@ -350,6 +359,7 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
         with new_folder(name, folder) as (path, name):
             copy = RunDir(path.absolute())
             copy.checkpoints_dir.mkdir(mode=0o700)
+            _write_rollbacks(what, copy)
             if what.start_step:
                 # Copy or hard-link the checkpoint, because the run may delete it before the job starts.
                 copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)

@@ -20,6 +20,7 @@ from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import BYTES, PLACES, places_file
+from trainkit.data.order import positions_of
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import components, prepared_folder
 from trainkit.errors import TrainkitError, UsageError
@@ -31,8 +32,18 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events, training_curve
 from trainkit.run.files import read_json, read_record
 from trainkit.run.history import read_plan
+from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.own_folders import own_environ
 from trainkit.run.record import JobRecord, read_job
+from trainkit.run.rollbacks import (
+    Ranges,
+    Rollback,
+    SavedPosition,
+    in_line,
+    merged,
+    number_before,
+    read_rollbacks,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -69,12 +80,36 @@ class RunStep:
     config: RunConfig
     plan: LaunchPlan
     start: int
-    """The position of the step's first sample in the sequence of all samples."""
+    """The number of samples that were trained before the step."""
     stop: int
-    """The position after the step's last sample in the sequence of all samples."""
+    """The number of samples that were trained up to the end of the step."""
     is_stream: bool
     """True if the samples come from a stream and therefore have no positions."""
     began: Start = field(default_factory=Start)
+    rollbacks: tuple[Rollback, ...] = ()
+    """The rollbacks of the run before the attempt."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the positions of the step's samples in the sequence of all samples, over all epochs."""
+        found: list[int] = positions_of(range(self.start, self.stop), self.skipped).tolist()
+        return found
+
+    @property
+    def skipped(self) -> Ranges:
+        """Return the positions of the samples that the attempt leaves out."""
+        return merged(*(item.skipped for item in self.rollbacks))
+
+    def checkpoints_before(self, step: int) -> list[Checkpoint]:
+        """Return the checkpoints before a step with which the attempt continues, oldest first."""
+        there = in_line(published(self.attempt.run.checkpoints_dir), self.rollbacks)
+        return [one for one in there if one.step < step and self._continues(one)]
+
+    def _continues(self, checkpoint: Checkpoint) -> bool:
+        try:
+            return SavedPosition.of(checkpoint).num_rollbacks <= len(self.rollbacks)
+        except (OSError, ValueError):
+            return True  # the trainer rejects a damaged checkpoint
 
 
 @dataclass(frozen=True)
@@ -138,6 +173,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
         )
     attempt = run.attempt(number)
     config, plan = config_and_plan(attempt)
+    rollbacks = tuple(item for item in read_rollbacks(run) if item.attempt < number)
     degrees, batch = vars(plan.layout).values(), plan.batch
     if min(*degrees, batch.device_batch_size) < 1 or plan.layout.world_size != plan.world_size:
         raise UsageError(
@@ -148,12 +184,13 @@ def find_step(run: RunDir, step: int) -> RunStep:
     own = [record for record in records if record.attempt == number and record.step < step]
     known += [(record.step, seen) for record in own if (seen := record.count("samples_seen")) is not None]
     at, samples_seen = max(known)
-    size = plan.batch.global_batch_size
-    start = samples_seen + (step - 1 - at) * size
-    job, stop = read_job(run), start + size
+    start = samples_seen + plan.batch.num_samples(at, step - 1 - at)
+    job, stop = read_job(run), start + plan.batch.after(step - 1).global_batch_size
     if config.train.epochs is not None and newest.num_samples is not None:
-        stop = min(stop, round(config.train.epochs * newest.num_samples))
-    return RunStep(step, attempt, job, config, plan, start, stop, newest.num_samples is None, started[number])
+        skipped = merged(*(item.skipped for item in rollbacks))
+        stop = min(stop, number_before(round(config.train.epochs * newest.num_samples), skipped))
+    is_stream, began = newest.num_samples is None, started[number]
+    return RunStep(step, attempt, job, config, plan, start, stop, is_stream, began, rollbacks)
 
 
 def _refuse_other_runs(run: RunDir) -> None:
@@ -187,11 +224,10 @@ def step_samples(at: RunStep) -> list[StepSample]:
         data = open_dataset(config.data, config.data.seq_len, "train")
         refuse_other_data(at.attempt.number, at.began.data, data.fingerprint)
         sources = SampleSources(config.data, data)
-        positions = np.arange(at.start, at.stop, dtype=np.int64)
-        indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
+        indices = data.sample_index(np.array(at.positions), config.seed, config.data.shuffle).tolist()
         return [
-            StepSample(position, index, *_reader(at, position), tuple(sources.documents(index)))
-            for position, index in zip(positions.tolist(), indices, strict=True)
+            StepSample(position, index, *_reader(at, number), tuple(sources.documents(index)))
+            for number, (position, index) in enumerate(zip(at.positions, indices, strict=True))
         ]
 
 
@@ -205,10 +241,13 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
         )
 
 
-def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks that read the sample at a position, and the number of its microbatch."""
+def _reader(at: RunStep, number: int) -> tuple[tuple[int, ...], int]:
+    """Return the ranks that read a sample of a step, and the number of its microbatch.
+
+    `number` is the place of the sample in the step, counted from 0.
+    """
     layout = at.plan.layout
-    microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
+    microbatch, dp_rank = divmod(number // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
     return ranks, microbatch
 
@@ -216,7 +255,7 @@ def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
 def _items(at: RunStep) -> Iterator[StepSample]:
     """Read the items of a user's task in another process, because this process must not import torch."""
     request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
-    request |= {"start": at.start, "stop": at.stop}
+    request |= {"positions": at.positions}
     argv = module_argv("trainkit.capabilities.replay.items")
     done = subprocess.run(
         argv,
@@ -234,8 +273,8 @@ def _items(at: RunStep) -> Iterator[StepSample]:
         )
     found = json.loads(done.stdout.splitlines()[-1])
     refuse_other_data(at.attempt.number, at.began.data, found["data"])
-    for position, (index, text) in zip(range(at.start, at.stop), found["items"], strict=True):
-        yield StepSample(position, index, *_reader(at, position), text=text)
+    for number, (position, (index, text)) in enumerate(zip(at.positions, found["items"], strict=True)):
+        yield StepSample(position, index, *_reader(at, number), text=text)
 
 
 _BLOCK = 1 << 20

@@ -43,8 +43,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         while trainer.state.step < last:
             if isinstance(task, CausalLM) and trainer.state.step + 1 >= first:
                 if samples is None:
-                    end = trainer.end_position
-                    samples = task.batches(TRAIN, plan.batch, trainer.world, trainer.state, end)
+                    samples = task.batches(TRAIN, plan.batch, trainer.world, trainer.state, trainer.end)
                 losses = sample_losses(trainer, next(samples))
                 if trainer.world.is_main:
                     record = SampleLosses(trainer.state.step + 1, losses)

@@ -44,7 +44,7 @@ class ReplicaComparison(TrainerHook):
     def begin(self, step: int, *, is_loaded: bool) -> None:
         self._places = gather_from_all([own_host(), str(self._world.device)], self._world)
 
-    def after_step(self, step: int, *, has_updated: bool) -> Iterable[NewEvent]:
+    def after_step(self, step: int, *, has_updated: bool, loss: float) -> Iterable[NewEvent]:
         if step % self._part.compare_every:
             return
         found = differing(self._checksums(), self._world.layout)

@@ -35,7 +35,8 @@ from trainkit.run.manifest import (
     set_aside,
     unreadable,
 )
-from trainkit.run.rundir import MANIFEST_NAME, AttemptDir, RunDir
+from trainkit.run.rollbacks import move_aside, read_rollbacks
+from trainkit.run.rundir import MANIFEST_NAME, ROLLED_BACK_SUFFIX, AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import owner_prefix, state_prefix
 from trainkit.trainer.checkpoint.storage import SafeReader, SplittingLoadPlanner
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
@@ -55,7 +56,7 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
     Rank 0 proposes a checkpoint, and each rank verifies some of the checkpoint's files. If any rank finds
     damage, the checkpoint is considered damaged. A damaged checkpoint is logged and renamed, and the next
-    older checkpoint is tried.
+    older checkpoint is tried. Checkpoints from which the run went back are renamed too.
 
     Raises CheckpointError if a checkpoint is temporarily unreadable or was written by a newer trainkit
     version, and if all checkpoints are missing or damaged. The error's exit code is 78 if a newer trainkit
@@ -66,6 +67,9 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
     listed: list[tuple[str, int]] = []
     if world.is_main:
         _remove_leftovers(run)
+        # A client of a network filesystem may have cached that the run had no rollback.
+        refresh_listing(run.path)
+        _move_aside(run)
         listed = [(str(checkpoint.path), checkpoint.step) for checkpoint in reversed(list_published(run))]
     candidates = broadcast_from_main(listed, world)
     for path, step in candidates:
@@ -78,6 +82,10 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
             )
         damage = agree_on_damage(candidate, world)
         if not damage:
+            # A manifest that could not be read at first may belong to a checkpoint from which the run went
+            # back.
+            if broadcast_from_main(world.is_main and candidate.path.name in _move_aside(run), world):
+                continue
             if world.is_main:
                 _restore_best_link(candidate)
             content = broadcast_from_main(candidate.content() if world.is_main else {}, world)
@@ -122,14 +130,24 @@ def list_published(run: RunDir) -> list[Checkpoint]:
 
 
 def _newest_committed_step(run: RunDir) -> int | None:
-    """Return the newest step that events.jsonl records as published and not as rejected, or None."""
+    """Return the newest published step in events.jsonl that was neither rejected nor rolled back, or None."""
     newest: list[int] = []
+    rollbacks = read_rollbacks(run)
     for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
         if event.name == "checkpoint_rejected":
             newest = [other for other in newest if other != event.step]
         elif event.step is not None:
-            newest.append(event.step)
+            later = (item for item in rollbacks if (event.attempt or 0) <= item.attempt)
+            newest += [] if any(event.step > item.step for item in later) else [event.step]
     return newest[-1] if newest else None
+
+
+def _move_aside(run: RunDir) -> list[str]:
+    """Rename the checkpoints from which the run went back, if the rollback itself was interrupted."""
+    moved = move_aside(run)
+    for name in moved:
+        log.warning(f"the run went back from {name}: set aside with the suffix {ROLLED_BACK_SUFFIX}")
+    return moved
 
 
 def _remove_leftovers(run: RunDir) -> None:
@@ -150,6 +168,8 @@ def _describe_lost(run: RunDir) -> str:
     num_damaged = len(rejects(run.checkpoints_dir))
     if num_damaged:
         return f"{num_damaged} set aside as damaged"
+    if any(item.step == 0 for item in read_rollbacks(run)) and _newest_committed_step(run) is None:
+        return ""
     if any(read_events(run, "checkpoint_commit")):
         return "the checkpoints recorded in events.jsonl are missing"
     return ""

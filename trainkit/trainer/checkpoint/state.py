@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import FatalError
+from trainkit.formats import JsonObject
+from trainkit.run.rollbacks import Ranges, Rollback, merged
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizers.interface import ShardedOptimizer
@@ -120,7 +122,8 @@ class TrainingState:
 
     step: int = 0
     samples_seen: int = 0
-    """Position in the data: number of samples consumed so far, over all epochs."""
+    """Number of samples trained so far, over all epochs. Together with `skipped`, this number determines the
+    position in the data."""
     tokens_seen: int = 0
     last_eval_step: int = -1
     best_value: float | None = None
@@ -134,11 +137,24 @@ class TrainingState:
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: StreamState | None = None
     """Position of the data stream; set only on rank 0."""
+    skipped: Ranges = ()
+    """Positions of the samples that the run leaves out."""
+    num_rollbacks: int = 0
+    """Number of rollbacks of the run on which this state is based."""
+    hooks: dict[str, JsonObject] = field(default_factory=dict)
+    """Values of the hooks of capabilities, by capability."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainingState:
-        stream = value.get("stream")
-        return cls(**{**value, "stream": None if stream is None else StreamState(**stream)})
+        stream, skipped = value.get("stream"), merged(value.get("skipped", ()))
+        stream = None if stream is None else StreamState(**stream)
+        return cls(**{**value, "stream": stream, "skipped": skipped})
+
+    def apply(self, rollbacks: Sequence[Rollback]) -> None:
+        """Leave out the samples of all rollbacks of the run that this state does not contain yet."""
+        later = rollbacks[self.num_rollbacks :]
+        self.skipped = merged(self.skipped, *(item.skipped for item in later))
+        self.num_rollbacks = len(rollbacks)
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
