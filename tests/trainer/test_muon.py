@@ -33,6 +33,7 @@ from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.split_master import split_weights
 
 CONFIG = OptimizerConfig(name="muon", weight_decay=0.1, momentum=0.9)
+EXPERTS = {"num_experts": 20, "top_k": 2, "expert_ffn_dim": 72, "num_shared": 1, "first_dense": 1}
 ONE, ZERO = torch.ones(()), torch.zeros(())
 LR, SLOW = 0.01, 0.5
 """The learning rate, and the factor for one of the matrices."""
@@ -40,7 +41,9 @@ MUON = "optimizer.name=muon"
 
 
 def by_hand(direction: np.ndarray) -> np.ndarray:
-    """Return the update of a matrix before the learning rate, in float64."""
+    """Return the update of a matrix, or of each of several, before the learning rate, in float64."""
+    if direction.ndim == 3:
+        return np.stack([by_hand(matrix) for matrix in direction])
     rows, columns = direction.shape
     x = direction / (np.sqrt((direction**2).sum()) + 1e-7)
     for _ in range(5):
@@ -53,10 +56,13 @@ def backward(model: nn.Module, step: int) -> None:
     model(tokens(seed=step), sample_keys()).float().square().mean().backward()
 
 
-def test_twenty_steps_by_hand(monkeypatch):
-    """Matrices of one shape are multiplied together, here up to two at a time."""
+@pytest.mark.parametrize(
+    ("moe", "slow"), [(None, "blocks.1.ffn.down.weight"), (EXPERTS, "blocks.1.moe.experts.down")]
+)
+def test_twenty_steps_by_hand(monkeypatch, moe, slow):
+    """Matrices of one shape are multiplied together, here up to two at a time, or five experts."""
     monkeypatch.setattr(division, "ROUND_ELEMENTS", 2 * 64 * 192)
-    model, slow = nano(qkv_bias=True), "blocks.1.ffn.down.weight"
+    model = nano(qkv_bias=True, moe=moe)
     weights = [
         replace(weight, options=ParameterOptions(lr_scale=SLOW if weight.name == slow else 1.0))
         for weight in weights_of([model])
@@ -67,9 +73,9 @@ def test_twenty_steps_by_hand(monkeypatch):
     matrices = {
         name: param.detach().double().numpy().copy()
         for name, param in mine.items()
-        if name.startswith("blocks") and param.dim() == 2
+        if name.startswith("blocks") and param.dim() > 1 and "router" not in name
     }
-    assert len(matrices) == 2 * 7
+    assert len(matrices) == 2 * 7 + (3 if moe else 0)
     momentum = {name: np.zeros_like(value) for name, value in matrices.items()}
     others = {name: nn.Parameter(value.clone()) for name, value in start.items() if name not in matrices}
     groups = [
@@ -93,7 +99,10 @@ def test_twenty_steps_by_hand(monkeypatch):
         optimizer.collect_gradients()
         optimizer.step(LR, ONE * divisor, ZERO)
         optimizer.zero_grad()
-    assert [*dict(optimizer.state_tensors())][-1] == "blocks.1.ffn.down.weight.momentum"
+    shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.state_tensors()}
+    assert {name: shapes[f"{name}.momentum"] for name in matrices} == {
+        name: value.shape for name, value in matrices.items()
+    }
     for name, param in mine.items():
         expected = torch.from_numpy(matrices[name]).float() if name in matrices else others[name].detach()
         assert (param - start[name]).abs().max() > 1e-2, f"{name} was trained"
@@ -102,7 +111,7 @@ def test_twenty_steps_by_hand(monkeypatch):
 
 def muon_of(kind: str) -> tuple[nn.Module, ShardedMuon]:
     """Return a model and its optimizer, with weights in float32, as bf16 halves or with casts to fp16."""
-    model = nano()
+    model = nano(moe=EXPERTS)
     lowers = split_weights(model, rounds_gradients=False) if kind == "split" else {}
     masters = cast_weights(model, torch.float16) if kind == "cast" else {}
     return model, ShardedMuon(weights_of([model], masters, lowers), CONFIG, ALONE)
@@ -213,7 +222,7 @@ def test_what_muon_refuses():
     model = nano()
     with pytest.raises(FatalError, match=r"tf32x3.*the device cpu"):
         ShardedMuon(weights_of([model]), CONFIG.model_copy(update={"ns_precision": "tf32x3"}), ALONE)
-    with pytest.raises(FatalError, match="role column or row"):
+    with pytest.raises(FatalError, match="role column, row or experts"):
         ShardedMuon([Weight(name, param) for name, param in model.named_parameters()], CONFIG, ALONE)
 
 
@@ -246,6 +255,31 @@ def test_one_curve(tmp_path):
     uneven = [Case("uneven", 1, {}, UNEVEN), Case("uneven-4", 4, {"dp_shard": 4}, UNEVEN)]
     run_cases(tmp_path, uneven, STEPS)
     assert_same_curves(tmp_path, uneven[1:], alone="uneven")
+
+
+MOE = "model.moe={num_experts: 6, top_k: 2, expert_ffn_dim: 32, num_shared: 1, first_dense: 1}"
+EXPERT_CASES = [
+    Case("shard", 2, {"dp_shard": 2}),
+    Case("replicate", 2, {"dp_replicate": 2}),
+    Case("tp", 2, {"tp": 2}),
+    Case("ep", 2, {"dp_shard": 2, "ep": 2}),
+    Case("cp-ep", 2, {"cp": 2, "ep": 2}),
+    Case("shard-4", 4, {"dp_shard": 4}),
+    Case("shard-ep", 4, {"dp_shard": 4, "ep": 2}),
+    Case("shard-tp", 4, {"dp_shard": 2, "tp": 2}),
+    Case("replicate-ep", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    Case("pp-ep", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+]
+"""Of four shards of the 6 experts, three have two experts each, and one has none."""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("parity")
+def test_one_curve_with_experts(tmp_path):
+    steps = (*STEPS, MOE)
+    run_cases(tmp_path, [Case("alone", 1, {})], steps)
+    run_cases(tmp_path, EXPERT_CASES, steps, function=train_in_rounds)
+    assert_same_curves(tmp_path, EXPERT_CASES)
 
 
 CHAIN: list[tuple[int, dict[str, object]]] = [(4, {"dp_shard": 2, "tp": 2}), (1, {}), (2, {"pp": 2})]

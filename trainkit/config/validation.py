@@ -399,9 +399,6 @@ def _muon(config: RunConfig) -> Iterator[KeyProblem]:
         if config.has_user_task:
             hint = "remove optimizer.name, and return torch.optim.Muon from the method optimizers of the task"
         yield key, f"is muon, but {' is '.join(config.model_source)}", hint
-    if config.model.moe is not None:
-        message = "is muon, which does not support experts, but model.moe is set"
-        yield key, message, "set optimizer.name to adamw"
     if config.parallel.offload:
         message = "is muon, but parallel.offload is true, which keeps the matrices on the host"
         yield key, message, "use parallel.dp_shard to save memory, or set optimizer.name to adamw"
