@@ -65,11 +65,11 @@ SIZES = {
     "trainkit/job": (30, 7_082),
     "trainkit/launch": (18, 4_100),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (19, 4_403),
+    "trainkit/plan": (19, 4_414),
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
-    "trainkit/trainer": (54, 12_314),
-    "tests": (388, 66_258),
+    "trainkit/trainer": (54, 12_337),
+    "tests": (388, 66_262),
 }
 """Maps a folder to its number of Python files and lines.
 

@@ -146,6 +146,7 @@ def test_the_traffic_of_experts():
     experts = [weight for weight in EXPERTS if weight.num_experts]
     size = 4 * num_elements(experts)
     for layout, exchanged, shared in (
+        (Layout(), 0, 0),
         (Layout(dp_shard=8, ep=8), 0, 0),
         (Layout(dp_shard=8), 0, 0),
         (Layout(dp_shard=8, ep=2), 2 * size * 3 / 4 / 8, 0),
@@ -157,6 +158,7 @@ def test_the_traffic_of_experts():
         cost = update_cost(experts, layout, "fp32")
         assert cost.exchanged_bytes == pytest.approx(exchanged, rel=1e-4), layout
         assert cost.shared_bytes == pytest.approx(shared, rel=1e-4), layout
+        assert cost.num_exchanges == (cost.num_rounds if exchanged else 0), layout
         assert cost.flops == pytest.approx(96 * flops((64, 128)) / num_ranks(layout), rel=0.2), layout
 
 

@@ -81,8 +81,10 @@ def test_from_four_ranks_to_one_and_to_two(tmp_path: Path, name: str) -> None:
     """Each layout loads every bit of the state, and trains as one process does, apart from rounding."""
     four: dict[str, object] = {"dp_shard": 2, "tp": 2}
     two: dict[str, object] = {"dp_shard": 2}
+    if name.startswith("muon"):  # replicas divide the matrices, and each keeps the momentum of all
+        four, two = {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2}
     if EXPERTS in OPTIMIZERS[name][0]:
-        four, two = {"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "ep": 2}
+        four, two = {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 2, "ep": 2}
     for index, (num_procs, parallel) in enumerate([(4, four), (1, {}), (2, two)], 1):
         stop = () if index == 3 else (f"train.stop_at_step={2 * index}",)
         folder = tmp_path / f"code-{index}"  # the file of an optimizer may move

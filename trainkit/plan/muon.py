@@ -132,6 +132,15 @@ def update_rounds(units: Sequence[Unit], layout: Layout) -> list[list[list[int]]
     return [[rank[number] if number < len(rank) else [] for rank in batches] for number in range(num_rounds)]
 
 
+def exchanges(units: Sequence[Unit], members: Sequence[Sequence[int]], layout: Layout) -> bool:
+    """Return whether the ranks of a replica exchange shards in a round of `update_rounds`.
+
+    They do not if each owner has whole matrices.
+    """
+    num_shards = layout.shards * layout.tp
+    return any(units[index].num_parts < num_shards for owned in members for index in owned)
+
+
 def _batches(units: Sequence[Unit], owned: Sequence[int]) -> list[list[int]]:
     batches: list[list[int]] = []
     size = 0
@@ -180,6 +189,8 @@ class UpdateCost(NamedTuple):
     shared_bytes: int
     """Bytes of updates that a rank sends to the other replicas."""
     num_rounds: int
+    num_exchanges: int
+    """Number of rounds in which the ranks of a replica exchange shards."""
 
 
 def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSchulzPrecision) -> UpdateCost:
@@ -212,6 +223,7 @@ def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSc
         exchanged_bytes=FLOAT32 * exchanged // ranks,
         shared_bytes=FLOAT32 * shared // ranks * (copies - 1),
         num_rounds=len(rounds),
+        num_exchanges=sum(exchanges(units, members, layout) for members in rounds),
     )
 
 

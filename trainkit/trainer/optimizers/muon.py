@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from functools import cached_property
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from trainkit.config.training import OptimizerConfig
 from trainkit.errors import FatalError
 from trainkit.plan.feed_forward import Matrices
 from trainkit.plan.launch import Layout
-from trainkit.plan.muon import Shape, units_of, update_rounds, wide
+from trainkit.plan.muon import Shape, exchanges, units_of, update_rounds, wide
 from trainkit.trainer.distributed import World, copy_group
 from trainkit.trainer.models.model import Weight, as_shard_of, shard_index
 from trainkit.trainer.optimizers.adamw import ShardedAdamW
@@ -45,6 +46,7 @@ Therefore, learning rates and weight decay that were tuned for AdamW are also su
 T = TypeVar("T", bound=Tensor | SplitMaster)
 Box = tuple[slice, slice, slice]
 """The matrices, and their rows and columns, that are on one rank."""
+NOTHING: Box = (slice(0, 0), slice(0, 0), slice(0, 0))
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class _Stack:
     matrices: Matrices
     boxes: list[Box]
     """The part of the weight that each rank of a copy holds."""
-    is_replicated: bool
-    """True if all tensor-parallel ranks hold the same part."""
+    num_holders: int
+    """Number of neighbouring ranks that hold the same part: tensor parallelism does not split experts."""
     settings: tuple[float, float]
     """The factor of the learning rate, and the weight decay."""
 
@@ -75,14 +77,44 @@ class _Matrices:
     """The matrices of one weight that have the same owner."""
 
     stack: _Stack
+    first: int
+    """The index of the first matrix in the weight."""
     count: int
-    shape: Shape
-    own: slice
-    """The matrices of which the shard of `stack` has a part."""
-    parts: list[Box]
-    """The part of the matrices that each rank of a copy holds."""
-    sent: list[Box]
-    """The part of the matrices that each rank of a copy sends to the owner."""
+    rank: int
+    """This rank among the ranks of a copy."""
+
+    @property
+    def shape(self) -> Shape:
+        """Return the numbers of rows and columns of each matrix."""
+        return self.stack.matrices.rows, self.stack.matrices.columns
+
+    @cached_property
+    def parts(self) -> list[Box]:
+        """Return the part of the matrices that each rank of a copy holds."""
+        return [self._part(box) for box in self.stack.boxes]
+
+    @cached_property
+    def sent(self) -> list[Box]:
+        """Return the part of the matrices that each rank of a copy sends to the owner."""
+        holders = self.stack.num_holders
+        return [part if rank % holders == 0 else NOTHING for rank, part in enumerate(self.parts)]
+
+    @cached_property
+    def own(self) -> slice:
+        """Return the matrices of which this rank has a part, as a slice of the shard of `stack`."""
+        box = self.stack.boxes[self.rank]
+        part, offset = self._part(box)[0], self.first - box[0].start
+        return slice(part.start + offset, part.stop + offset) if part.start < part.stop else slice(0, 0)
+
+    @cached_property
+    def num_local(self) -> int:
+        """Return the number of elements on this rank."""
+        return self.momentum.numel()
+
+    @property
+    def num_sent(self) -> int:
+        """Return the number of elements that this rank sends to the owner."""
+        return 0 if self.rank % self.stack.num_holders else self.num_local
 
     @property
     def weight(self) -> Tensor | SplitMaster:
@@ -92,10 +124,17 @@ class _Matrices:
     def momentum(self) -> Tensor:
         return self.stack.momentum[self.own]
 
-    @property
-    def num_local(self) -> int:
-        """Return the number of elements on this rank."""
-        return self.momentum.numel()
+    def _part(self, box: Box) -> Box:
+        """Return the part of a box that is in the matrices, whose first index becomes 0."""
+        start, stop = (min(max(index - self.first, 0), self.count) for index in (box[0].start, box[0].stop))
+        return slice(start, stop), *box[1:]
+
+
+class _Round(NamedTuple):
+    owned: list[list[list[int]]]
+    """For each copy and rank of the copy, the indices of the `_Matrices` to orthogonalize."""
+    exchanges: bool
+    """True if the ranks of a copy exchange shards; False if each owner has whole matrices."""
 
 
 class ShardedMuon(ShardedOptimizer):
@@ -124,7 +163,7 @@ class ShardedMuon(ShardedOptimizer):
                 momentum=_stacked(torch.zeros_like(shard, dtype=torch.float32, requires_grad=False)),
                 matrices=Matrices(*weight.param.shape[-2:], *weight.param.shape[:-2]),
                 boxes=_boxes(weight, layout),
-                is_replicated="tp" not in _split_dims(weight),
+                num_holders=1 if "tp" in _split_dims(weight) else layout.tp,
                 settings=settings_of(weight, config),
             )
             for shard, weight in zip(self._locals, self._weights, strict=True)
@@ -144,14 +183,15 @@ class ShardedMuon(ShardedOptimizer):
             assert equal, f"{stack.name}: {box} is not {index}"
         units = units_of([stack.matrices for stack in self._stacks], layout)
         self._matrices = [
-            _part_of(self._stacks[unit.weight], unit.first, unit.num_matrices, self._rank, layout.tp)
-            for unit in units
+            _Matrices(self._stacks[unit.weight], unit.first, unit.num_matrices, self._rank) for unit in units
         ]
         self._rounds = [
-            [members[first : first + num_shards] for first in range(0, len(members), num_shards)]
+            _Round(
+                [members[first : first + num_shards] for first in range(0, len(members), num_shards)],
+                exchanges(units, members, layout),
+            )
             for members in update_rounds(units, layout)
         ]
-        """For each round, copy and rank of the copy, the indices of the matrices to orthogonalize."""
 
     @torch.no_grad()
     def collect_gradients(self, turn: str = "") -> None:
@@ -168,36 +208,33 @@ class ShardedMuon(ShardedOptimizer):
         for members in self._rounds:
             self._update_round(members, lr, divisor, skip)
 
-    def _update_round(self, members: list[list[list[int]]], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def _update_round(self, members: _Round, lr: float, divisor: Tensor, skip: Tensor) -> None:
         own = self._update_of_own_copy(members, divisor, skip)
-        for copy, owners in enumerate(members):
+        for copy, owners in enumerate(members.owned):
             indices = [index for owned in owners for index in owned]
             update = self._share(own if copy == self._copy else None, copy, indices)
             parts = torch.split(update, [self._matrices[index].num_local for index in indices])
             for index, part in zip(indices, parts, strict=True):
                 self._apply(self._matrices[index], part, lr, skip)
 
-    def _update_of_own_copy(self, members: list[list[list[int]]], divisor: Tensor, skip: Tensor) -> Tensor:
+    def _update_of_own_copy(self, members: _Round, divisor: Tensor, skip: Tensor) -> Tensor:
         """Return this rank's shards of the updates of all matrices that the ranks of its copy own, flat."""
-        for copy, owners in enumerate(members):
+        for copy, owners in enumerate(members.owned):
             if copy != self._copy:
                 for index in (index for owned in owners for index in owned):
                     self._advance(self._matrices[index], None, divisor, skip)
-        owners = members[self._copy]
+        owners = members.owned[self._copy]
         own = [self._matrices[index] for index in owners[self._rank]]
-        ranks = range(len(owners))
-        sizes = [
-            [_num_elements(self._matrices[index].sent[self._rank]) for index in owned] for owned in owners
-        ]
+        sizes = [[self._matrices[index].num_sent for index in owned] for owned in owners]
         to_owners = [sum(owned) for owned in sizes]
-        from_ranks = [sum(_num_elements(matrix.sent[rank]) for matrix in own) for rank in ranks]
+        from_ranks = _sizes([matrices.sent for matrices in own], len(owners))
         sent = torch.empty(sum(to_owners), device=skip.device)
         parts = iter(torch.split(sent, [size for owned in sizes for size in owned]))
         for index in (index for owned in owners for index in owned):
             self._advance(self._matrices[index], next(parts), divisor, skip)
-        received = self._exchange(sent, to_owners, from_ranks)
+        received = self._exchange(sent, to_owners, from_ranks) if members.exchanges else sent
         del sent, parts
-        to_ranks = [sum(_num_elements(matrix.parts[rank]) for matrix in own) for rank in ranks]
+        to_ranks = _sizes([matrices.parts for matrices in own], len(owners))
         from_owners = [sum(self._matrices[index].num_local for index in owned) for owned in owners]
         if own:
             whole = _assemble(own, received, from_ranks)
@@ -206,7 +243,7 @@ class ShardedMuon(ShardedOptimizer):
             whole *= UPDATE_RMS * math.sqrt(max(own[0].shape))
             received = _take_apart(own, whole, to_ranks)
             del whole
-        return self._exchange(received, to_ranks, from_owners)
+        return self._exchange(received, to_ranks, from_owners) if members.exchanges else received
 
     def _advance(self, matrices: _Matrices, out: Tensor | None, divisor: Tensor, skip: Tensor) -> None:
         """Update the momentum of a shard, and write the direction of the update to `out` if it has elements.
@@ -224,8 +261,6 @@ class ShardedMuon(ShardedOptimizer):
 
     def _exchange(self, sent: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
         """Send consecutive parts of a flat tensor to the ranks of this copy, and return what they sent."""
-        if self._copy_group is None:
-            return sent
         received = torch.empty(sum(received_sizes), device=sent.device)
         dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._copy_group)
         return received
@@ -314,25 +349,6 @@ def _boxes(weight: Weight, layout: Layout) -> list[Box]:
     return found
 
 
-def _part_of(stack: _Stack, first: int, count: int, rank: int, tp: int) -> _Matrices:
-    """Return `count` matrices of a weight from the matrix `first`; `rank` is the rank of the copy."""
-    parts = [(_overlap(box[0], first, count), *box[1:]) for box in stack.boxes]
-    if stack.is_replicated:
-        nothing = (slice(0, 0),) * 3
-        sent = [part if number % tp == 0 else nothing for number, part in enumerate(parts)]
-    else:
-        sent = parts
-    offset = first - stack.boxes[rank][0].start
-    own = slice(parts[rank][0].start + offset, parts[rank][0].stop + offset)
-    shape = (stack.matrices.rows, stack.matrices.columns)
-    return _Matrices(stack, count, shape, own if _num_elements(parts[rank]) else slice(0, 0), parts, sent)
-
-
-def _overlap(whole: slice, first: int, count: int) -> slice:
-    """Return the part of a slice from `first` to `first + count`, relative to `first`."""
-    return slice(*(min(max(index - first, 0), count) for index in (whole.start, whole.stop)))
-
-
 def _assemble(own: Sequence[_Matrices], flat: Tensor, sizes: list[int]) -> Tensor:
     """Return whole matrices [batch, m, n], with m <= n, from the parts that the ranks of a copy have sent."""
     count = sum(matrices.count for matrices in own)
@@ -363,6 +379,8 @@ def _shard_views(
     for rank, part in enumerate(torch.split(flat, sizes)):
         shards = torch.split(part, [_num_elements(box[rank]) for box in boxes])
         for matrices, box, found, shard in zip(own, boxes, wholes, shards, strict=True):
+            if not shard.numel():
+                continue
             view = (found if matrices.shape == found.shape[1:] else found.mT)[box[rank]]
             in_whole.append(view)
             in_flat.append(shard.view(view.shape))
@@ -372,6 +390,11 @@ def _shard_views(
 def _chunk(whole: slice, number: int, count: int) -> slice:
     size = -(-(whole.stop - whole.start) // count)
     return slice(*(min(whole.start + index * size, whole.stop) for index in (number, number + 1)))
+
+
+def _sizes(boxes: Sequence[list[Box]], num_ranks: int) -> list[int]:
+    """Return the number of elements that each rank has of several weights; `boxes` has its part of each."""
+    return [sum(_num_elements(box[rank]) for box in boxes) for rank in range(num_ranks)]
 
 
 def _num_elements(box: Box) -> int:
