@@ -68,8 +68,8 @@ SIZES = {
     "trainkit/plan": (19, 4_414),
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
-    "trainkit/trainer": (54, 12_337),
-    "tests": (388, 66_262),
+    "trainkit/trainer": (54, 12_345),
+    "tests": (388, 66_269),
 }
 """Maps a folder to its number of Python files and lines.
 

@@ -1,7 +1,6 @@
 """Compares Muon with a reference computed by hand, and on every layout with one process."""
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,17 +14,18 @@ from tests.support.parity import (
     assert_same_curves,
     run_cases,
 )
-from trainkit.config.training import OptimizerConfig
+from trainkit.config import load_config
+from trainkit.config.training import OptimizerConfig, ParameterGroup
 from trainkit.errors import FatalError
 from trainkit.plan import muon as division
 from trainkit.run.rundir import AttemptDir
-from trainkit.task import ParameterOptions
 from trainkit.trainer.models.model import Weight, weights_of
 from trainkit.trainer.optimizers import newton_schulz
 from trainkit.trainer.optimizers.muon import ShardedMuon
 from trainkit.trainer.optimizers.newton_schulz import orthogonalize_, split_for_tf32
 from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.split_master import split_weights
+from trainkit.trainer.task_check import definite_problem
 
 CONFIG = OptimizerConfig(name="muon", weight_decay=0.1, momentum=0.9)
 EXPERTS = {"num_experts": 20, "top_k": 2, "expert_ffn_dim": 72, "num_shared": 1, "first_dense": 1}
@@ -57,12 +57,9 @@ def backward(model: nn.Module, step: int) -> None:
 def test_twenty_steps_by_hand(monkeypatch, moe, slow):
     """Matrices of one shape are multiplied together, here up to two at a time, or five experts."""
     monkeypatch.setattr(division, "ROUND_ELEMENTS", 2 * 64 * 192)
-    model = nano(qkv_bias=True, moe=moe)
-    weights = [
-        replace(weight, options=ParameterOptions(lr_scale=SLOW if weight.name == slow else 1.0))
-        for weight in weights_of([model])
-    ]
-    optimizer = ShardedMuon(weights, CONFIG, ALONE)
+    model, group = nano(qkv_bias=True, moe=moe), ParameterGroup(match=slow, lr_scale=SLOW)
+    weights = weights_of([model])
+    optimizer = ShardedMuon(weights, CONFIG.model_copy(update={"groups": (group,)}), ALONE)
     mine = {weight.name: weight.param for weight in weights}
     start = {name: param.detach().clone() for name, param in mine.items()}
     matrices = {
@@ -220,6 +217,16 @@ def test_what_muon_refuses():
         ShardedMuon(weights_of([model]), CONFIG.model_copy(update={"ns_precision": "tf32x3"}), ALONE)
     with pytest.raises(FatalError, match="role column, row or experts"):
         ShardedMuon([Weight(name, param) for name, param in model.named_parameters()], CONFIG, ALONE)
+
+
+def test_a_model_without_matrices_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from tests.support.gpt import Gpt\nclass Mine(Gpt):\n    TENSOR_PLAN = {'head': 'head'}\n"
+    )
+    for name, is_refused in (("Mine", True), ("Gpt", False)):
+        overrides = [MUON, f"model.architecture={tmp_path}/mine.py:{name}"]
+        problem = definite_problem(load_config("quickstart", overrides=overrides, environ={}).config)
+        assert (problem is not None and "no matrix" in problem.message) == is_refused
 
 
 UNEVEN = ("model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=2", "model.ffn_dim=9")

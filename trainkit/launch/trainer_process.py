@@ -44,7 +44,7 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     elif config.model.hf is not None:
         sections, file = {**sections, "model": True}, f"{config.model.hf}/config.json:"
     elif file != DECODER:
-        sections |= {"model": True, "data": True}
+        sections |= {"model": True, "data": True, "optimizer": True}
     elif not (is_own(optimizer) or config.optimizer.groups or schedule.is_own):
         return []
     if is_own(optimizer) or config.optimizer.groups:

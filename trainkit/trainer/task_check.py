@@ -25,6 +25,7 @@ from trainkit.trainer.file_optimizer import refuse_optimizer
 from trainkit.trainer.file_schedule import refuse_schedule
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.optimizers.interface import refuse_unused_groups
+from trainkit.trainer.optimizers.muon import refuse_without_matrices
 from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
 from trainkit.trainer.user_task import load_task
 
@@ -65,11 +66,13 @@ def _problem_of_model(config: RunConfig) -> Problem | None:
         else:
             architecture = load_architecture(config.model.architecture)
             refuse_unsupported_layout(config, architecture)
-            if config.optimizer.groups:
+            if config.optimizer.groups or config.optimizer.name == "muon":
                 shape = resolve_model_shape(config.model, tokenizer_vocab_size(config.data))
                 with torch.device("meta"):
                     model = architecture(shape, config.data.seq_len, None)
                 refuse_unused_groups({name for name, _ in model.named_parameters()}, config.optimizer)
+                if config.optimizer.name == "muon":
+                    refuse_without_matrices(model.projections)
     except TaskError as error:
         cause = error.__cause__
         return None if is_task and cause is not None and not isinstance(cause, DEFINITE) else error.problem

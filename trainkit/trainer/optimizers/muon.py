@@ -15,7 +15,7 @@ All communication consists of plain collectives on local shards, in an order tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar, cast
@@ -37,6 +37,7 @@ from trainkit.trainer.optimizers.interface import ShardedOptimizer, settings_of
 from trainkit.trainer.optimizers.newton_schulz import orthogonalize_
 from trainkit.trainer.split_master import SplitMaster, in_float32
 from trainkit.trainer.torch_private import copy_each
+from trainkit.trainer.user_code import TaskError
 
 UPDATE_RMS = 0.2
 """Root mean square of the elements of an update, as AdamW's typical updates (Moonlight, arXiv 2502.16982).
@@ -296,12 +297,16 @@ class ShardedMuon(ShardedOptimizer):
             yield f"{stack.name}.momentum", as_shard_of(stack.momentum.view_as(stack.shard), stack.param)
 
 
-def _refuse(weights: Sequence[Weight], config: OptimizerConfig, world: World) -> None:
-    if not any(weight.is_projection for weight in weights):
+def refuse_without_matrices(names: Collection[str]) -> None:
+    """Raise TaskError if a model has no matrices for Muon; `names` are the `projections` of the model."""
+    if not names:
         hint = "name them in the TENSOR_PLAN of the model, or set optimizer.name to adamw"
-        raise FatalError(
-            "optimizer.name is muon, but no matrix of the model has the role column, row or experts", hint
-        )
+        message = "is muon, but no matrix of the model has the role column, row or experts"
+        raise TaskError("optimizer.name", message, hint)
+
+
+def _refuse(weights: Sequence[Weight], config: OptimizerConfig, world: World) -> None:
+    refuse_without_matrices([weight.name for weight in weights if weight.is_projection])
     if config.ns_precision == "tf32x3" and world.device.type != "cuda":
         message = f"optimizer.ns_precision is tf32x3, but the run uses the device {world.device.type}"
         raise FatalError(message, "use fp32: only GPUs have TF32")
