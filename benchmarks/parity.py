@@ -138,6 +138,19 @@ CASES += [
         ("replicate 2 x shard 4 x ep 2", 8, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
     )
 ]
+CASES += [
+    Case(f"muon, experts: {name}", num_procs, parallel, (*MUON, *EXPERTS))
+    for name, num_procs, parallel in (
+        ("replicate 2", 2, {"dp_replicate": 2}),
+        ("shard 2", 2, {"dp_shard": 2}),
+        ("tp 2", 2, {"tp": 2}),
+        ("ep 2", 2, {"dp_shard": 2, "ep": 2}),
+        ("shard 4 x ep 2", 4, {"dp_shard": 4, "ep": 2}),
+        ("replicate 2 x ep 2", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+        ("pp 2 x ep 2", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+        ("replicate 2 x shard 4 x ep 2", 8, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
+    )
+]
 
 
 def main() -> int:
@@ -163,7 +176,7 @@ def compare(folder: Path, cases: list[Case], steps: int) -> list[str]:
     first = (f"train.steps={SEED_STEPS + steps}", f"train.eval_every={steps // 2}")
     failed = []
     for kind in dict.fromkeys(case.overrides for case in cases):
-        base = folder / (kind[0].partition("=")[0] if kind else "model")
+        base = folder / ("+".join(override.partition("=")[0] for override in kind) or "adamw")
         base.mkdir()
         seed, alone = (
             Case("seed", 1, {}, (*kind, f"train.stop_at_step={SEED_STEPS}")),

@@ -61,6 +61,8 @@ train.steps=null
 train.epochs=2 train.steps=10
 schedule.decay_steps=5
 schedule.decay_steps=181 schedule.name=wsd
+schedule.name=mine.py:f schedule.decay_steps=5 schedule.min_lr_ratio=0.2
+schedule.name=mine.py:f schedule.min_lr_ratio=0.1
 precision.float8=rowwise precision.dtype=fp16
 precision.float8=gather parallel.offload=true
 precision.tf32=true
@@ -118,8 +120,13 @@ def test_contradictions(tmp_path):
 def test_what_does_not_contradict(tmp_path):
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
-    (tmp_path / "effective.yaml").write_text(dump_effective(load(tmp_path, "optimizer.name=sgd").config))
-    load_config(tmp_path / "effective.yaml", environ={})
+    for override in ("optimizer.name=sgd", "schedule.name=mine.py:f"):
+        (tmp_path / "effective.yaml").write_text(dump_effective(load(tmp_path, override).config))
+        load_config(tmp_path / "effective.yaml", environ={})
+    assert load(tmp_path, "schedule.name=mine.py:f").config.schedule.warmup_steps == 0
+    assert (
+        load(tmp_path, "schedule.name=mine.py:f", "schedule.warmup_steps=3").config.schedule.warmup_steps == 3
+    )
     load(tmp_path, "optimizer.name=muon", "optimizer.momentum=0.9", "optimizer.ns_precision=bf16")
     for tp in (2, 4, 8):
         load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")

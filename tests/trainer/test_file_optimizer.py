@@ -1,4 +1,4 @@
-"""Tests sgd, lion and the optimizer of the docs in training: kills, layouts, and what is refused."""
+"""Tests the optimizer of the docs, groups of parameters, and optimizers that are refused."""
 
 from __future__ import annotations
 
@@ -10,113 +10,59 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from tests.support.parity import Case, close, curve, make_trainer, run_cases, saved_tensors, worst_difference
-from tests.support.runs import fork_workers, log_text, make_attempt, train, wait_for, wait_until
+from tests.support.models import ALONE
+from tests.support.own_code import write_lion
+from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from tests.support.runs import log_text, train
 from tests.support.said import said
 from trainkit.config import load_config
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
 from trainkit.run.files import write_json
-from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.task import ParameterOptions
 from trainkit.trainer.file_optimizer import FileOptimizer, load_optimizer_class, refuse_optimizer
 from trainkit.trainer.models.model import Weight
+from trainkit.trainer.optimizers import make_optimizer
 from trainkit.trainer.optimizers.interface import groups_of
-from trainkit.trainer.split_master import SplitMaster
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_code import TaskError
 
-DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
-
-
-def write_signum(folder: Path) -> str:
-    """Write the optimizer that the docs show, and return its name in a config."""
-    section = DOCS.read_text().split("\n## Your own optimizer in 30 lines\n")[1]
-    code = section.split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) <= 30
-    (folder / "signum.py").write_text(code)
-    return f"{folder}/signum.py:Signum"
-
-
-def options_of(name: str, folder: Path) -> list[str]:
-    return {
-        "sgd": ["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.lr=0.1"],
-        "lion": ["optimizer.name=lion", "optimizer.lr=3e-4"],
-        "own": [
-            f"optimizer.name={write_signum(folder)}",
-            "optimizer.options={momentum: 0.8}",
-            "optimizer.lr=3e-4",
-        ],
-    }[name]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    first, second = saved_tensors(one), saved_tensors(other)
-    assert curve(one) == curve(other)
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "lion", "own"])
-def test_killed_after_a_save(tmp_path, name):
-    """The run gets SIGKILL right after a checkpoint was published by an asynchronous save."""
-    common = [*options_of(name, tmp_path), "train.steps=8", "checkpoint.every_steps=1", "model.dropout=0.1"]
-    num_procs = 1 if name == "own" else 2
-    common += ["precision.dtype=bf16", f"parallel.dp_shard={num_procs}"]
-    attempt = train(tmp_path / "whole", common, num_procs)
-    assert ("signum.py:Signum needs float32 parameters" in log_text(attempt)) == (name == "own")
-    run = RunDir(tmp_path / "killed")
-    workers = fork_workers(make_attempt(run.path, common, num_procs), num_procs)
-    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
-    for worker in workers:
-        worker.kill()
-    wait_for(workers)
-    train(run.path, common, num_procs)
-    assert_same(tmp_path / "whole", run.path)
+def test_one_process_keeps_weights_in_float32(tmp_path):
+    """With an optimizer of trainkit, the weights of one process in bf16 would be split in two halves."""
+    options = [f"optimizer.name={write_lion(tmp_path)}", "precision.dtype=bf16", "train.steps=2"]
+    assert "my_lion.py:Lion needs float32 parameters" in log_text(train(tmp_path / "run", options, 1))
 
 
-def load_and_train(rank: int, attempt: AttemptDir) -> None:
-    """Check that the loaded weights and optimizer state equal the newest checkpoint, then train."""
-    saved = saved_tensors(attempt.run.path) if published(attempt.run.checkpoints_dir) else {}
-    trainer = make_trainer(rank, attempt)
-    tensors: dict[str, Any] = dict(trainer._whole_state)
-    if trainer._own is not None:
-        tensors |= {key: item for key, item in trainer._own.collect()[1].items() if "optimizer." in key}
-    state = {key for key in tensors if key.endswith((".momentum_buffer", ".exp_avg", ".average"))}
-    assert not saved or state
-    for key, expected in saved.items():
-        found = tensors[key]
-        whole = found.join() if isinstance(found, SplitMaster) else found
-        assert torch.equal(whole.full_tensor() if isinstance(whole, DTensor) else whole, expected), key
-    trainer.train()
-    close(trainer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "lion", "own"])
-def test_from_four_ranks_to_one_and_to_two(tmp_path, name):
-    """Each layout loads every bit of the state, and trains as one process does, apart from rounding."""
-    layouts = [(4, {"dp_shard": 2, "tp": 2}), (1, {}), (2, {"dp_shard": 2})]
-    for index, (num_procs, parallel) in enumerate(layouts, 1):
-        stop = () if index == len(layouts) else (f"train.stop_at_step={2 * index}",)
-        case = Case("chain", num_procs, parallel, stop)
-        folder = tmp_path / f"code-{index}"  # the file of an optimizer may move
-        folder.mkdir()
-        common = [*options_of(name, folder), "train.steps=6"]
-        run_cases(tmp_path, [case], common, function=load_and_train)
-    run_cases(tmp_path, [Case("alone", 1, {})], common)
-    # The sign of an average near 0 depends on rounding.
-    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < (1e-5 if name == "sgd" else 1e-3)
+def test_the_example_of_the_docs_is_lion(tmp_path):
+    """The example computes the update of trainkit's own Lion."""
+    config = OptimizerConfig(name="lion", lr=0.01, betas=(0.8, 0.98), weight_decay=0.1)
+    torch.manual_seed(0)
+    model, other = nn.Linear(64, 32), nn.Linear(64, 32)
+    other.load_state_dict(model.state_dict())
+    theirs = make_optimizer([Weight(*item) for item in model.named_parameters()], config, ALONE)
+    kind = load_optimizer_class(OptimizerConfig(name=write_lion(tmp_path)))
+    make: Any = kind
+    groups = [{"params": [other.weight]}, {"params": [other.bias], "weight_decay": 0.0}]
+    own = make(groups, lr=0.01, weight_decay=0.1, betas=(0.8, 0.98))
+    for _ in range(5):
+        for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+            param.grad = torch.randn_like(param)
+            twin.grad = param.grad.clone()
+        theirs.collect_gradients()
+        theirs.step(0.01, torch.ones(()), torch.zeros(()))
+        own.step()
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
 
 
 def file_optimizer(folder: Path, **options: Any) -> tuple[FileOptimizer, nn.Module]:
     torch.manual_seed(0)
     config = load_config("quickstart", environ={}).config
-    optimizer = OptimizerConfig(name=write_signum(folder), lr=0.5, weight_decay=0.1, options=options)
+    optimizer = OptimizerConfig(name=write_lion(folder), lr=0.5, weight_decay=0.1, options=options)
     config = config.model_copy(update={"optimizer": optimizer})
     model = nn.Linear(3, 2)
     weights = [Weight(*item) for item in model.named_parameters()]
@@ -124,7 +70,7 @@ def file_optimizer(folder: Path, **options: Any) -> tuple[FileOptimizer, nn.Modu
 
 
 def test_options_decay_schedule_and_skipped_steps(tmp_path):
-    optimizer, model = file_optimizer(tmp_path, momentum=0.0)
+    optimizer, model = file_optimizer(tmp_path, betas=[0.0, 0.0])
     before = model.weight.detach().clone(), model.bias.detach().clone()
     for param in model.parameters():
         param.grad = torch.full_like(param, float("nan"))
@@ -139,7 +85,7 @@ def test_options_decay_schedule_and_skipped_steps(tmp_path):
     optimizer.step(0.25, torch.ones(()), torch.zeros(()))
     torch.testing.assert_close(model.weight.detach(), before[0] * (1 - 0.25 * 0.1) - 0.25)
     torch.testing.assert_close(model.bias.detach(), before[1] - 0.25)
-    assert set(optimizer.collect_state()[1]) == {"optimizer.weight.average", "optimizer.bias.average"}
+    assert set(optimizer.collect_state()[1]) == {"optimizer.weight.exp_avg", "optimizer.bias.exp_avg"}
 
 
 GROUPS = [
@@ -246,12 +192,12 @@ def test_a_step_that_takes_arguments_is_refused(tmp_path, monkeypatch):
 def test_a_run_has_the_code_that_it_was_submitted_with(tmp_path, monkeypatch):
     run, code = RunDir(tmp_path / "run"), tmp_path / "run" / "code"
     code.mkdir(parents=True)
-    write_signum(code)
+    write_lion(code)
     write_json(run.job_file, {"code": {"code": str(code), "workdir": str(code)}, "attempts": []})
     monkeypatch.chdir(tmp_path)
-    shutil.copy(code / "signum.py", "signum.py")
-    Path("signum.py").write_text("")  # the file was edited after the submission
-    optimizer = OptimizerConfig(name="signum.py:Signum")
-    assert load_optimizer_class(optimizer, run).__name__ == "Signum"
-    with pytest.raises(TaskError, match="does not define Signum"):
+    shutil.copy(code / "my_lion.py", "my_lion.py")
+    Path("my_lion.py").write_text("")  # the file was edited after the submission
+    optimizer = OptimizerConfig(name="my_lion.py:Lion")
+    assert load_optimizer_class(optimizer, run).__name__ == "Lion"
+    with pytest.raises(TaskError, match="does not define Lion"):
         load_optimizer_class(optimizer)

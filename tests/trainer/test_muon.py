@@ -1,7 +1,6 @@
 """Compares Muon with a reference computed by hand, and on every layout with one process."""
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,25 +13,22 @@ from tests.support.parity import (
     Case,
     assert_same_curves,
     run_cases,
-    run_chain,
-    saved_tensors,
-    worst_difference,
 )
-from tests.support.runs import fork_workers, losses, make_attempt, train, wait_for, wait_until
-from trainkit.config.training import OptimizerConfig
+from trainkit.config import load_config
+from trainkit.config.training import OptimizerConfig, ParameterGroup
 from trainkit.errors import FatalError
 from trainkit.plan import muon as division
-from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.task import ParameterOptions
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.models.model import Weight, weights_of
 from trainkit.trainer.optimizers import newton_schulz
 from trainkit.trainer.optimizers.muon import ShardedMuon
 from trainkit.trainer.optimizers.newton_schulz import orthogonalize_, split_for_tf32
 from trainkit.trainer.precision import cast_weights
 from trainkit.trainer.split_master import split_weights
+from trainkit.trainer.task_check import definite_problem
 
 CONFIG = OptimizerConfig(name="muon", weight_decay=0.1, momentum=0.9)
+EXPERTS = {"num_experts": 20, "top_k": 2, "expert_ffn_dim": 72, "num_shared": 1, "first_dense": 1}
 ONE, ZERO = torch.ones(()), torch.zeros(())
 LR, SLOW = 0.01, 0.5
 """The learning rate, and the factor for one of the matrices."""
@@ -40,7 +36,9 @@ MUON = "optimizer.name=muon"
 
 
 def by_hand(direction: np.ndarray) -> np.ndarray:
-    """Return the update of a matrix before the learning rate, in float64."""
+    """Return the update of a matrix, or of each of several, before the learning rate, in float64."""
+    if direction.ndim == 3:
+        return np.stack([by_hand(matrix) for matrix in direction])
     rows, columns = direction.shape
     x = direction / (np.sqrt((direction**2).sum()) + 1e-7)
     for _ in range(5):
@@ -53,23 +51,23 @@ def backward(model: nn.Module, step: int) -> None:
     model(tokens(seed=step), sample_keys()).float().square().mean().backward()
 
 
-def test_twenty_steps_by_hand(monkeypatch):
-    """Matrices of one shape are multiplied together, here up to two at a time."""
+@pytest.mark.parametrize(
+    ("moe", "slow"), [(None, "blocks.1.ffn.down.weight"), (EXPERTS, "blocks.1.moe.experts.down")]
+)
+def test_twenty_steps_by_hand(monkeypatch, moe, slow):
+    """Matrices of one shape are multiplied together, here up to two at a time, or five experts."""
     monkeypatch.setattr(division, "ROUND_ELEMENTS", 2 * 64 * 192)
-    model, slow = nano(qkv_bias=True), "blocks.1.ffn.down.weight"
-    weights = [
-        replace(weight, options=ParameterOptions(lr_scale=SLOW if weight.name == slow else 1.0))
-        for weight in weights_of([model])
-    ]
-    optimizer = ShardedMuon(weights, CONFIG, ALONE)
+    model, group = nano(qkv_bias=True, moe=moe), ParameterGroup(match=slow, lr_scale=SLOW)
+    weights = weights_of([model])
+    optimizer = ShardedMuon(weights, CONFIG.model_copy(update={"groups": (group,)}), ALONE)
     mine = {weight.name: weight.param for weight in weights}
     start = {name: param.detach().clone() for name, param in mine.items()}
     matrices = {
         name: param.detach().double().numpy().copy()
         for name, param in mine.items()
-        if name.startswith("blocks") and param.dim() == 2
+        if name.startswith("blocks") and param.dim() > 1 and "router" not in name
     }
-    assert len(matrices) == 2 * 7
+    assert len(matrices) == 2 * 7 + (3 if moe else 0)
     momentum = {name: np.zeros_like(value) for name, value in matrices.items()}
     others = {name: nn.Parameter(value.clone()) for name, value in start.items() if name not in matrices}
     groups = [
@@ -93,7 +91,11 @@ def test_twenty_steps_by_hand(monkeypatch):
         optimizer.collect_gradients()
         optimizer.step(LR, ONE * divisor, ZERO)
         optimizer.zero_grad()
-    assert [*dict(optimizer.state_tensors())][-1] == "blocks.1.ffn.down.weight.momentum"
+    shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.state_tensors()}
+    assert {name: shapes.pop(f"{name}.momentum") for name in matrices} == {
+        name: value.shape for name, value in matrices.items()
+    }
+    assert {name.rpartition(".")[0] for name in shapes} == others.keys(), "AdamW has no state of a matrix"
     for name, param in mine.items():
         expected = torch.from_numpy(matrices[name]).float() if name in matrices else others[name].detach()
         assert (param - start[name]).abs().max() > 1e-2, f"{name} was trained"
@@ -102,7 +104,7 @@ def test_twenty_steps_by_hand(monkeypatch):
 
 def muon_of(kind: str) -> tuple[nn.Module, ShardedMuon]:
     """Return a model and its optimizer, with weights in float32, as bf16 halves or with casts to fp16."""
-    model = nano()
+    model = nano(moe=EXPERTS)
     lowers = split_weights(model, rounds_gradients=False) if kind == "split" else {}
     masters = cast_weights(model, torch.float16) if kind == "cast" else {}
     return model, ShardedMuon(weights_of([model], masters, lowers), CONFIG, ALONE)
@@ -173,7 +175,7 @@ def test_singular_values_near_one():
 
 
 def test_only_bf16_depends_strongly_on_rounding_errors_of_the_gradient():
-    """The bounds are those that docs/layouts.md states, for matrices of full and of low rank."""
+    """The bounds are those that docs/optimizers.md states, for matrices of full and of low rank."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = 128, 512
     full = torch.randn(1, rows, columns, generator=generator)
@@ -213,8 +215,18 @@ def test_what_muon_refuses():
     model = nano()
     with pytest.raises(FatalError, match=r"tf32x3.*the device cpu"):
         ShardedMuon(weights_of([model]), CONFIG.model_copy(update={"ns_precision": "tf32x3"}), ALONE)
-    with pytest.raises(FatalError, match="role column or row"):
+    with pytest.raises(FatalError, match="role column, row or experts"):
         ShardedMuon([Weight(name, param) for name, param in model.named_parameters()], CONFIG, ALONE)
+
+
+def test_a_model_without_matrices_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from tests.support.gpt import Gpt\nclass Mine(Gpt):\n    TENSOR_PLAN = {'head': 'head'}\n"
+    )
+    for name, is_refused in (("Mine", True), ("Gpt", False)):
+        overrides = [MUON, f"model.architecture={tmp_path}/mine.py:{name}"]
+        problem = definite_problem(load_config("quickstart", overrides=overrides, environ={}).config)
+        assert (problem is not None and "no matrix" in problem.message) == is_refused
 
 
 UNEVEN = ("model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=2", "model.ffn_dim=9")
@@ -248,38 +260,26 @@ def test_one_curve(tmp_path):
     assert_same_curves(tmp_path, uneven[1:], alone="uneven")
 
 
-CHAIN: list[tuple[int, dict[str, object]]] = [(4, {"dp_shard": 2, "tp": 2}), (1, {}), (2, {"pp": 2})]
+MOE = "model.moe={num_experts: 6, top_k: 2, expert_ffn_dim: 32, num_shared: 1, first_dense: 1}"
+EXPERT_CASES = [
+    Case("shard", 2, {"dp_shard": 2}),
+    Case("replicate", 2, {"dp_replicate": 2}),
+    Case("tp", 2, {"tp": 2}),
+    Case("ep", 2, {"dp_shard": 2, "ep": 2}),
+    Case("cp-ep", 2, {"cp": 2, "ep": 2}),
+    Case("shard-4", 4, {"dp_shard": 4}),
+    Case("shard-ep", 4, {"dp_shard": 4, "ep": 2}),
+    Case("shard-tp", 4, {"dp_shard": 2, "tp": 2}),
+    Case("replicate-ep", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    Case("pp-ep", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+]
+"""Of four shards of the 6 experts, three have two experts each, and one has none."""
 
 
 @pytest.mark.slow
-def test_a_chain_of_layouts(tmp_path):
-    """Every momentum has one name and its whole shape, whatever the layout."""
-    run_chain(tmp_path, CHAIN, [MUON])
-    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
-    chain, alone = (saved_tensors(tmp_path / name) for name in ("chain", "alone"))
-    momentum = {name for name in alone if name.endswith(".momentum")}
-    assert len(momentum) == 4 * 7
-    assert chain.keys() == alone.keys()
-    for name in momentum:
-        difference = (chain[name] - alone[name]).norm() / alone[name].norm()
-        assert difference < 1e-4, name
-        assert not {name.replace("momentum", kind) for kind in ("exp_avg", "exp_avg_sq", "step")} & {*alone}
-
-
-@pytest.mark.slow
-def test_killed_after_a_save(tmp_path):
-    """The resumed run computes the same bits as a run that was not interrupted."""
-    options = [MUON, "train.steps=7", "checkpoint.every_steps=1", "parallel.dp_shard=2", "model.dropout=0.1"]
-    train(tmp_path / "whole", options, 2)
-    run = RunDir(tmp_path / "killed")
-    workers = fork_workers(make_attempt(run.path, options, 2), 2)
-    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
-    for worker in workers:
-        worker.kill()
-    wait_for(workers)
-    train(run.path, options, 2)
-    assert losses(run.path) == losses(tmp_path / "whole")
-    found, expected = (saved_tensors(tmp_path / name) for name in ("killed", "whole"))
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+@pytest.mark.xdist_group("parity")
+def test_one_curve_with_experts(tmp_path):
+    steps = (*STEPS, MOE)
+    run_cases(tmp_path, [Case("alone", 1, {})], steps)
+    run_cases(tmp_path, EXPERT_CASES, steps, function=train_in_rounds)
+    assert_same_curves(tmp_path, EXPERT_CASES)

@@ -122,7 +122,7 @@ from curves import Frequency
 class Own(Frequency):
 """
 EXAMPLES = {
-    "SGD with a cosine of your own": "cosine.py:Own",
+    "The optimizer of a task": "cosine.py:Own",
     "Which optimizers work": "muon.py:Own",
     "Losses by turns: a GAN": "gan.py:GAN",
     "A moving average of the weights": "average.py:Own",

@@ -15,11 +15,10 @@ from trainkit.config import yamlfile
 from trainkit.config.hf_model import BALANCING, CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.optimizers import kind_of
 from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
 from trainkit.config.section import Section
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
-from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
+from trainkit.config.training import DECODER, NAMED, TRANSFORMERS, ModelConfig, named_defaults
 from trainkit.config.validation import contradictions
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file, without
 from trainkit.errors import ConfigError, Problem, UsageError
@@ -113,7 +112,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
         # train.epochs determines the number of steps, so set train.steps to null instead of its default.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
-    merged = _with_optimizer_defaults(merged)
+    merged = _with_named_defaults(merged)
     try:
         config = _validated(merged, reader.cwd)
     except ValidationError as error:
@@ -150,12 +149,13 @@ def _validated(tree: Entry, cwd: Path) -> RunConfig:
     return config_class(content).model_validate(content)
 
 
-def _with_optimizer_defaults(tree: Entry) -> Entry:
-    """Set the keys of `optimizer` that no layer sets to the defaults of the optimizer."""
-    name = tree.find(("optimizer", "name"))
-    for key, value in {} if name is None else kind_of(str(name.value)).defaults.items():
-        if tree.find(("optimizer", key)) is None:
-            tree = merge(tree, entry_at(("optimizer", key), value, DEFAULT))
+def _with_named_defaults(tree: Entry) -> Entry:
+    """Set the keys that no layer sets to the defaults of the optimizer and of the schedule."""
+    for section in NAMED:
+        name = tree.find((section, "name"))
+        for key, value in {} if name is None else named_defaults(section, str(name.value)).items():
+            if tree.find((section, key)) is None:
+                tree = merge(tree, entry_at((section, key), value, DEFAULT))
     return tree
 
 

@@ -27,6 +27,7 @@ from trainkit.config.schema import (
     sections,
     show_value,
 )
+from trainkit.config.training import SCHEDULES
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.errors import Problem
 from trainkit.folders import INTERPOLATION, NOT_EVALUATED
@@ -68,6 +69,9 @@ GPU_TYPE = ("resources", "gpu_type")
 TIME = ("resources", "time")
 TIMES = (TIME, ("resources", "slice"), ("resources", "time_min"))
 OPTIMIZER = ("optimizer", "name")
+SCHEDULE = ("schedule", "name")
+NAMES: dict[tuple[str, ...], tuple[str, ...]] = {OPTIMIZER: tuple(OPTIMIZERS), SCHEDULE: SCHEDULES}
+"""Maps keys to the words that are valid values, besides FILE.py:NAME."""
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
 GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
 """Matches a GPU type and count in the syntax of sbatch's --gres and --gpus-per-node."""
@@ -84,6 +88,7 @@ _ACCUMULATES = (
 )
 _SHARDS = "the default, parallel.dp_shard: -1, shards the model over all processes, as FSDP does"
 _OPTIMIZER = "for another optimizer, set optimizer.name to FILE.py:CLASS; see docs/optimizers.md"
+_SCHEDULE = "for another schedule, set schedule.name to FILE.py:FUNCTION; see docs/optimizers.md"
 _LAUNCHES = "trainkit sets this value; `--launcher accelerate` writes a config for accelerate"
 _FOLDER = "`--run-dir DIR` sets the run folder, which contains all output of the run"
 _HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits a Hydra application"
@@ -357,8 +362,8 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
 
 def _words(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words that are valid values for the key."""
-    if path == OPTIMIZER:
-        return tuple(OPTIMIZERS)
+    if path in NAMES:
+        return NAMES[path]
     field = field_schema(path)
     options = field.get("anyOf", [field])
     return tuple(str(word) for option in options for word in option.get("enum", ()))
@@ -389,6 +394,8 @@ def _default_hint(path: tuple[str, ...]) -> str:
         return f"for example {path[0]}: {{{key}: {show_value(default_values()[f'{path[0]}.{key}'])}}}"
     if path == OPTIMIZER:
         return _OPTIMIZER
+    if path == SCHEDULE:
+        return _SCHEDULE
     if path == MEMORY:
         return "for example 64G, 3.5G or 512M; 0 means all memory of a node"
     default = default_values().get(".".join(path))

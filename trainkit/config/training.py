@@ -1,10 +1,11 @@
 """Defines the config sections for the computation: model, data, training, optimizer, schedule, precision."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
-from trainkit.config.optimizers import OPTIMIZERS
+from trainkit.config.optimizers import OPTIMIZERS, kind_of
 from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, key
 from trainkit.formats import JsonObject
 
@@ -272,7 +273,9 @@ class OptimizerConfig(Section):
         "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW. For "
         "lion, the coefficients of the update and of the running average; the default is then [0.9, 0.99].",
     )
-    eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability (AdamW only).")
+    eps: Positive = key(
+        1.0e-8, "Term added to the denominator for numerical stability (adamw, adamw_8bit and muon)."
+    )
     momentum: BelowOne = key(
         0.9,
         "Factor of the earlier gradients (sgd and muon); with 0, sgd keeps no optimizer state. For muon, the "
@@ -293,19 +296,50 @@ class OptimizerConfig(Section):
     options: JsonObject = key({}, "Keyword arguments for your own optimizer (FILE.py:CLASS only).")
 
 
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+SCHEDULE_NAMES = ", ".join(SCHEDULES)
+
+
 class ScheduleConfig(Section):
     """The learning rate schedule."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = key(
-        "cosine", "Shape of the schedule after warmup; wsd is constant with a decay at the end."
+    name: str = key(
+        "cosine",
+        f"Shape of the schedule after warmup: {SCHEDULE_NAMES}, or FILE.py:FUNCTION for your own function of "
+        "the step and the number of steps. wsd is constant with a decay at the end.",
+        pattern=rf"^({'|'.join(SCHEDULES)}|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
+        allowed=f"{SCHEDULE_NAMES} or FILE.py:FUNCTION",
     )
-    warmup_steps: NotNegative = key(20, "Number of steps over which the learning rate rises linearly from 0.")
+    warmup_steps: NotNegative = key(
+        20,
+        "Number of steps over which the learning rate rises linearly from 0. For FILE.py:FUNCTION, the "
+        "default is 0.",
+    )
     min_lr_ratio: Fraction = key(
-        0.1, "Final learning rate as a fraction of the peak; with 0, the last step changes no weights."
+        0.1,
+        "Final learning rate as a fraction of the peak (cosine, linear and wsd); with 0, the last step "
+        "changes no weights.",
     )
     decay_steps: AtLeastOne | None = key(
         None, "Number of steps of the final decay (wsd only); null decays over the last fifth of the run."
     )
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether `name` is FILE.py:FUNCTION, a user's schedule."""
+        return self.name not in SCHEDULES
+
+
+Named = Literal["optimizer", "schedule"]
+NAMED: tuple[Named, ...] = ("optimizer", "schedule")
+"""The sections whose key `name` determines the defaults of other keys."""
+
+
+def named_defaults(section: Named, name: str) -> Mapping[str, JsonValue]:
+    """Return the keys of a section whose defaults the optimizer or the schedule `name` replaces."""
+    if section == "optimizer":
+        return kind_of(name).defaults
+    return {} if name in SCHEDULES else {"warmup_steps": 0}
 
 
 class PrecisionConfig(Section):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.optimizers import OPTIMIZERS, OWN, is_own, kind_of
 from trainkit.config.schema import RunConfig, capabilities_of
-from trainkit.config.training import DECODER, TRANSFORMERS, OptimizerConfig
+from trainkit.config.training import DECODER, TRANSFORMERS, OptimizerConfig, ScheduleConfig
 from trainkit.errors import KeyProblem, Problem
 from trainkit.folders import INTERPOLATION
 from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, shown_value, time_limit_s
@@ -57,7 +57,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _nodes(config),
         _times(config),
         _length(config, loaded.origins),
-        _decay(config),
+        _schedule(loaded),
         _variables(config),
         _secrets(config),
         _precision(config),
@@ -211,7 +211,7 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
             f" {steps / warmup:.0%} of optimizer.lr"
         )
     schedule = config.schedule
-    decays = schedule.name != "constant" and (steps is None or steps > warmup)
+    decays = schedule.name != "constant" and not schedule.is_own and (steps is None or steps > warmup)
     if decays and schedule.min_lr_ratio == 0:
         yield (
             "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step has no "
@@ -405,9 +405,6 @@ def _muon(config: RunConfig) -> Iterator[KeyProblem]:
         if config.has_user_task:
             hint = "remove optimizer.name, and return torch.optim.Muon from the method optimizers of the task"
         yield key, f"is muon, but {' is '.join(config.model_source)}", hint
-    if config.model.moe is not None:
-        message = "is muon, which does not support experts, but model.moe is set"
-        yield key, message, "set optimizer.name to adamw"
     if config.parallel.offload:
         message = "is muon, but parallel.offload is true, which keeps the matrices on the host"
         yield key, message, "use parallel.dp_shard to save memory, or set optimizer.name to adamw"
@@ -487,8 +484,16 @@ def _length(config: RunConfig, origins: Mapping[str, str]) -> Iterator[KeyProble
         yield "train.epochs", message, hint
 
 
-def _decay(config: RunConfig) -> Iterator[KeyProblem]:
-    schedule, steps, key = config.schedule, config.train.steps, "schedule.decay_steps"
+def _schedule(loaded: LoadedConfig) -> Iterator[KeyProblem]:
+    schedule, steps = loaded.config.schedule, loaded.config.train.steps
+    key, ratio = "schedule.min_lr_ratio", schedule.min_lr_ratio
+    # The config of a run contains the values of all keys.
+    is_of_run = all(loaded.set_by_user(f"schedule.{name}") for name in ScheduleConfig.model_fields)
+    is_set = loaded.set_by_user(key) and not is_of_run
+    if schedule.is_own and (is_set or ratio != ScheduleConfig().min_lr_ratio):
+        message = f"is {ratio:g}, but schedule.name is {schedule.name}, which does not use this key"
+        yield key, message, "remove schedule.min_lr_ratio; your own function returns the final learning rate"
+    key = "schedule.decay_steps"
     if schedule.decay_steps is None:
         return
     if schedule.name != "wsd":

@@ -88,6 +88,11 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
     before, step, steps = so_far.config, so_far.step, after.train.steps
     if not so_far.saved or before.train.steps is None or steps is None:
         return None
+    schedule = f"{after.schedule.name} over {plural(steps, 'step')}"
+    if before.schedule.is_own or after.schedule.is_own:
+        # Only the trainer executes a user's schedule.
+        old_schedule = f"{before.schedule.name} over {plural(before.train.steps, 'step')}"
+        return None if schedule == old_schedule else f"{old_schedule} before, now {schedule}"
     old = partial(
         learning_rate,
         total_steps=before.train.steps,
@@ -97,7 +102,6 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
     now = learning_rate(step + 1, steps, peak, after.schedule)
     if isclose(now, old(step + 1), rel_tol=1e-3):
         return None
-    schedule = f"{after.schedule.name} over {plural(steps, 'step')}"
     return f"{old(step):.3g} at step {step}, {now:.3g} at step {step + 1}: {schedule}"
 
 

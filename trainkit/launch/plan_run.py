@@ -126,7 +126,8 @@ def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyPr
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
         message = f"is {source}, which is neither a run folder nor a checkpoint"
         yield "model.init_from", message, "`trainkit ckpt ls RUN` lists the checkpoints of a run"
-    for key, name in (config.model_source, ("optimizer.name", config.optimizer.name)):
+    optimizer, schedule = ("optimizer.name", config.optimizer.name), ("schedule.name", config.schedule.name)
+    for key, name in (config.model_source, optimizer, schedule):
         file, _, _ = name.rpartition(":")
         # A task may also be defined in an installed module, but other code is always defined in a file.
         if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():

@@ -26,34 +26,39 @@ CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """Return the problems that the trainer would find in the code of a task, an architecture or an optimizer.
+    """Return the problems that the trainer would find in the code of the user.
 
-    File paths are relative to `folder`. Prints a note and returns an empty list if the code cannot run on
-    this host within `CHECK_TIMEOUT_S`, because the code may still run in the job's environment.
+    The code defines a task, an architecture, an optimizer or a schedule. File paths are relative to `folder`.
+    Prints a note and returns an empty list if the code cannot run on this host within `CHECK_TIMEOUT_S`,
+    because the code may still run in the job's environment.
     """
     config = loaded.config
     launch = config.launch
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     if any(elsewhere) or launch.modules or launch.setup:
         return []
-    (key, file), optimizer = config.model_source, config.optimizer.name
+    (key, file), optimizer, schedule = config.model_source, config.optimizer.name, config.schedule
     sections: dict[str, bool | set[str]] = {"parallel": True}
     if key == "task":
         sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype", "groups"}}
     elif config.model.hf is not None:
         sections, file = {**sections, "model": True}, f"{config.model.hf}/config.json:"
     elif file != DECODER:
-        sections |= {"model": True, "data": True}
-    elif not is_own(optimizer) and not config.optimizer.groups:
+        sections |= {"model": True, "data": True, "optimizer": True}
+    elif not (is_own(optimizer) or config.optimizer.groups or schedule.is_own):
         return []
     if is_own(optimizer) or config.optimizer.groups:
         sections |= {"optimizer": True, "model": True, "data": True}
+    if schedule.is_own:
+        sections |= {"schedule": True, "train": {"steps", "epochs"}}
     # `_check` caches its result for these values, because most trials of a sweep share them. The modification
     # time of a file is part of the cache key; a module is identified only by its name.
     values = config.model_dump_json(by_alias=True, include=sections)
-    files = [folder / name.rpartition(":")[0] for name in (file, optimizer)]
+    files = [folder / name.rpartition(":")[0] for name in (file, optimizer, schedule.name)]
     modified_ns = tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files)
-    checked = "optimizer" if file == DECODER else key
+    checked = key
+    if file == DECODER:
+        checked = "schedule" if schedule.is_own and not is_own(optimizer) else "optimizer"
     return [loaded.problem(*item) for item in _check(checked, values, folder, tuple(files), modified_ns)]
 
 

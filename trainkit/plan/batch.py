@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -200,15 +200,27 @@ def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str
     return scaled, reason
 
 
-def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
+OwnSchedule = Callable[[int, int], float]
+"""Returns the fraction of the peak learning rate for a step and the number of steps."""
+
+
+def learning_rate(
+    step: int,
+    total_steps: int,
+    peak_lr: float,
+    config: ScheduleConfig,
+    own: OwnSchedule | None = None,
+) -> float:
     """Return the learning rate for a step; steps are numbered from 1 to `total_steps`.
 
     Warmup is linear and reaches the peak learning rate at step `warmup_steps`. The schedule `wsd` (warmup,
     stable, decay; arXiv 2404.06395) stays at the peak learning rate and then decays linearly over the last
-    `decay_steps`.
+    `decay_steps`. `own` is the user's schedule if `config` names one.
     """
     if step <= config.warmup_steps:
         return peak_lr * step / config.warmup_steps
+    if own is not None:
+        return peak_lr * own(step, total_steps)
     floor = peak_lr * config.min_lr_ratio
     if config.name == "constant":
         return peak_lr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from trainkit.config.training import MoeConfig, Score
 from trainkit.errors import Problem
@@ -17,6 +17,30 @@ from trainkit.errors import Problem
 FLOAT32, INT64 = 4, 8
 EXPERT_MULTIPLE = 8
 """Grouped matrix products need rows of a multiple of 16 bytes, which are 8 numbers in 16-bit dtypes."""
+
+
+class Matrices(NamedTuple):
+    """The matrices of one weight of a block, which have the same numbers of rows and columns."""
+
+    rows: int
+    columns: int
+    num_experts: int = 0
+    """Number of experts, each of which has one of the matrices; 0 if the weight is a single matrix."""
+
+    @property
+    def num_matrices(self) -> int:
+        """Return the number of matrices."""
+        return self.num_experts or 1
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements of all the matrices."""
+        return self.num_matrices * self.rows * self.columns
+
+
+def swiglu_matrices(dim: int, ffn_dim: int, num_experts: int = 0) -> list[Matrices]:
+    """Return the gate, up and down matrices of a SwiGLU network, or of `num_experts` such networks."""
+    return [*[Matrices(ffn_dim, dim, num_experts)] * 2, Matrices(dim, ffn_dim, num_experts)]
 
 
 @dataclass(frozen=True)
@@ -65,6 +89,10 @@ class FeedForwardKind(Protocol):
 
     def expert_params(self, dim: int) -> int:
         """Return the number of parameters of the experts that expert parallelism divides over ranks."""
+        ...
+
+    def matrices(self, dim: int) -> list[Matrices]:
+        """Return the matrices of the network, except the router's, in the order of the model's parameters."""
         ...
 
     def active_params(self, dim: int) -> int:
@@ -127,6 +155,9 @@ class Dense(FeedForwardKind):
     def expert_params(self, dim: int) -> int:
         return 0
 
+    def matrices(self, dim: int) -> list[Matrices]:
+        return swiglu_matrices(dim, self.ffn_dim)
+
     def active_params(self, dim: int) -> int:
         return self.params(dim)
 
@@ -171,6 +202,10 @@ class RoutedExperts(FeedForwardKind):
 
     def expert_params(self, dim: int) -> int:
         return 3 * dim * self.moe.num_experts * self.moe.ffn_dim
+
+    def matrices(self, dim: int) -> list[Matrices]:
+        experts = swiglu_matrices(dim, self.moe.ffn_dim, self.moe.num_experts)
+        return [*experts, *(swiglu_matrices(dim, self.moe.shared_dim) if self.moe.num_shared else [])]
 
     def active_params(self, dim: int) -> int:
         return dim * self.moe.num_experts + 3 * dim * self.hidden

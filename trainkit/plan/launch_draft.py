@@ -11,9 +11,9 @@ from trainkit.capability import Ranks
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.optimizers import kind_of
 from trainkit.config.running import RequeueConfig
 from trainkit.config.schema import capabilities_of
+from trainkit.config.training import NAMED, named_defaults
 from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import plural, time_limit_s
@@ -245,9 +245,11 @@ class LaunchDraft:
         lr, self.reasons["lr"] = scaled_lr(
             optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base
         )
-        for key, value in kind_of(optimizer.name).defaults.items():
-            if not self.loaded.set_by_user(f"optimizer.{key}"):
-                self.reasons[key] = f"{value}: default of {optimizer.name}"
+        for section in NAMED:
+            name = getattr(self.loaded.config, section).name
+            for key, value in named_defaults(section, name).items():
+                if not self.loaded.set_by_user(f"{section}.{key}"):
+                    self.reasons[key] = f"{value}: default of {name}"
         return lr
 
     def threads_per_worker(self, world_size: int) -> int | None:

@@ -26,7 +26,7 @@ from trainkit.plan.feed_forward import FeedForwardKind
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_of_block
-from trainkit.plan.muon import STATE_BYTES, UpdateCost, block_matrices, num_elements, update_cost
+from trainkit.plan.muon import STATE_BYTES, UpdateCost, num_elements, stage_matrices, update_cost
 from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
     IMBALANCE,
@@ -344,7 +344,9 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     # split.
     is_cast = not work.is_wrapped and work.dtype != "fp32" and not work.splits_masters
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
-    optimizer = 0 if work.parallel.offload else _optimizer_bytes(work, params.whole, params.num_layers)
+    optimizer = 0.0
+    if not work.parallel.offload:
+        optimizer = _optimizer_bytes(work, params.whole, params.num_layers, params.num_dense)
     state = a_param * on_device, round(optimizer / work.shards)
     found: dict[str, Parts] = {}
     for name, gradients, activations, loss, buffers in (
@@ -355,15 +357,18 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     return Memory(found)
 
 
-def _optimizer_bytes(work: StepWork, num_params: int, num_layers: int, tp: int | None = None) -> float:
+def _optimizer_bytes(
+    work: StepWork, num_params: int, num_layers: int, num_dense: int, tp: int | None = None
+) -> float:
     """Return the bytes of the optimizer state of parameters that include `num_layers` blocks.
 
+    `num_dense` of the blocks have a dense feed-forward network, in a model with experts.
     Tensor parallelism of degree `tp`, or by default of the layout's degree, has split the parameters.
     """
     found = (work.optimizer_bytes + work.added_bytes) * num_params
     if work.muon is not None:
-        matrices = num_elements(block_matrices(work.shape)) * num_layers // (tp or work.layout.tp)
-        found -= (work.optimizer_bytes - STATE_BYTES) * matrices
+        matrices = stage_matrices(work.shape, num_layers, num_dense)
+        found -= (work.optimizer_bytes - STATE_BYTES) * num_elements(matrices, tp or work.layout.tp)
     return found
 
 
@@ -373,21 +378,20 @@ def muon_cost(work: StepWork, pp_rank: int) -> UpdateCost | None:
         return None
     layout = work.layout
     params = rank_params(work.shape, layout, work.parallel.pp_schedule, pp_rank)
-    return _update_cost(
-        work.shape, params.num_layers, work.shards * layout.tp, layout.dp_replicate, work.muon
-    )
+    ranks = Layout(layout.dp_replicate, layout.shards, layout.tp, ep=layout.ep)
+    return _update_cost(work.shape, params.num_layers, params.num_dense, ranks, work.muon)
 
 
 @lru_cache(maxsize=4096)
 def _update_cost(
-    shape: ModelShape, num_layers: int, num_shards: int, num_replicas: int, precision: NewtonSchulzPrecision
+    shape: ModelShape, num_layers: int, num_dense: int, layout: Layout, precision: NewtonSchulzPrecision
 ) -> UpdateCost:
-    return update_cost(block_matrices(shape) * num_layers, num_shards, num_replicas, precision)
+    return update_cost(stage_matrices(shape, num_layers, num_dense), layout, precision)
 
 
 def muon_text(work: StepWork, cost: UpdateCost) -> str:
     """Return a sentence about the cost of an update with Muon."""
-    matrices = num_elements(block_matrices(work.shape)) * work.shape.num_layers
+    matrices = num_elements(stage_matrices(work.shape, work.shape.num_layers, work.shape.dense_layers))
     prefix, unit = ("T", 1e12) if cost.flops >= 1e12 else ("G", 1e9)
     text = (
         f"muon for {matrices / num_params(work.shape):.0%} of the parameters, adamw for the rest; an update "
@@ -535,7 +539,8 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
 def checkpoint_bytes(work: StepWork) -> int:
     """Return the checkpoint size in bytes: the float32 weights and the optimizer state."""
     whole = num_params(work.shape)
-    return round(FLOAT32 * whole + _optimizer_bytes(work, whole, work.shape.num_layers, tp=1))
+    num_layers, num_dense = work.shape.num_layers, work.shape.dense_layers
+    return round(FLOAT32 * whole + _optimizer_bytes(work, whole, num_layers, num_dense, tp=1))
 
 
 def state_bytes(work: StepWork) -> int:

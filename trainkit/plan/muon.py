@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainkit.config.training import NewtonSchulzPrecision
+from trainkit.plan.feed_forward import Matrices
+from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape
 
 ITERATIONS = 5
@@ -20,11 +22,36 @@ ROUND_ELEMENTS = 1 << 24
 
 Small matrices of the same shape are multiplied together, because each would leave most of a GPU idle.
 """
+UNITS_PER_RANK = 4
+"""Minimum number of units of experts per rank, if there are enough matrices; more units divide the work more
+evenly, but each takes some time on the host."""
 STATE_BYTES = 4
 """Bytes of optimizer state for each element of a matrix: the momentum, in float32."""
 FLOAT32 = 4
 Shape = tuple[int, int]
 """The numbers of rows and columns of a matrix."""
+
+
+class Unit(NamedTuple):
+    """A matrix, or the matrices of some experts in one weight, which have the same owner."""
+
+    weight: int
+    """The index of the weight among the weights of a pipeline stage."""
+    first: int
+    """The index of the first matrix in the weight."""
+    num_matrices: int
+    shape: Shape
+    part: int
+    num_parts: int
+    """The owner is one of the ranks whose number among the shards is `part` modulo `num_parts`."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_matrices * self.shape[0] * self.shape[1]
+
+    @property
+    def flops(self) -> int:
+        return self.num_matrices * flops(self.shape)
 
 
 def wide(shape: Shape) -> Shape:
@@ -38,52 +65,116 @@ def flops(shape: Shape) -> int:
     return ITERATIONS * (4 * m * m * n + 2 * m**3)
 
 
-def assign_owners(shapes: Sequence[Shape], num_ranks: int) -> list[list[int]]:
-    """Return the indices of the matrices that each rank owns, with the most expensive matrices first.
+def num_ranks(layout: Layout) -> int:
+    """Return the number of ranks of a pipeline stage, which divide its matrices."""
+    return layout.dp_replicate * layout.shards * layout.tp
 
-    Each matrix goes to the rank that has the least work so far.
+
+def num_parts(weight: Matrices, layout: Layout) -> int:
+    """Return the number of groups of ranks that have different experts of a weight, as whole or in shards.
+
+    A group orthogonalizes its own experts, so that no other rank needs them. Without expert parallelism,
+    sharding divides the experts. If some ranks then have more experts than others, all ranks are one group.
     """
-    order = sorted(range(len(shapes)), key=lambda index: (-flops(shapes[index]), wide(shapes[index]), index))
-    owned: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for index in order:
-        load, rank = loads[0]
-        owned[rank].append(index)
-        heapq.heapreplace(loads, (load + flops(shapes[index]), rank))
+    parts = layout.shards if layout.ep == 1 else layout.ep
+    return parts if weight.num_experts and weight.num_experts % parts == 0 else 1
+
+
+def units_of(weights: Sequence[Matrices], layout: Layout) -> list[Unit]:
+    """Return the units into which the matrices of a pipeline stage are divided, ordered by weight."""
+    per_rank = sum(weight.num_experts for weight in weights) // num_ranks(layout)
+    units: list[Unit] = []
+    for index, weight in enumerate(weights):
+        shape, parts = (weight.rows, weight.columns), num_parts(weight, layout)
+        in_part = weight.num_matrices // parts
+        size = max(1, min(in_part, ROUND_ELEMENTS // (shape[0] * shape[1]), per_rank // UNITS_PER_RANK))
+        for part in range(parts):
+            for first in range(0, in_part, size):
+                count = min(size, in_part - first)
+                units.append(Unit(index, part * in_part + first, count, shape, part, parts))
+    return units
+
+
+def assign_owners(units: Sequence[Unit], layout: Layout) -> list[list[int]]:
+    """Return the indices of the units that each rank of a pipeline stage owns.
+
+    Units with the fewest possible owners come first, and among these the most expensive ones. Each unit goes
+    to the possible owner that has the least work so far.
+    """
+    order = sorted(
+        range(len(units)), key=lambda index: (-units[index].flops, wide(units[index].shape), index)
+    )
+    loads = [0] * num_ranks(layout)
+    owned: list[list[int]] = [[] for _ in loads]
+    for parts in sorted({unit.num_parts for unit in units}, reverse=True):
+        heaps: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+        for rank, load in enumerate(loads):
+            heapq.heappush(heaps[rank // layout.tp % parts], (load, rank))
+        for index in order:
+            if (unit := units[index]).num_parts != parts:
+                continue
+            heap = heaps[unit.part]
+            rank = heap[0][1]
+            owned[rank].append(index)
+            loads[rank] += unit.flops
+            heapq.heapreplace(heap, (loads[rank], rank))
     return owned
 
 
-def update_rounds(shapes: Sequence[Shape], num_ranks: int) -> list[list[list[int]]]:
-    """Return the rounds of an update: for each round and rank, the indices of the matrices to orthogonalize.
+def update_rounds(units: Sequence[Unit], layout: Layout) -> list[list[list[int]]]:
+    """Return the rounds of an update: for each round and rank, the indices of the units to orthogonalize.
 
-    All matrices of a rank in one round have the same shape, apart from transposition.
+    The ranks are those of a pipeline stage. All matrices of a rank in one round have the same shape, apart
+    from transposition.
     """
-    batches = [_batches(shapes, owned) for owned in assign_owners(shapes, num_ranks)]
+    batches = [_batches(units, owned) for owned in assign_owners(units, layout)]
     num_rounds = max(map(len, batches))
     return [[rank[number] if number < len(rank) else [] for rank in batches] for number in range(num_rounds)]
 
 
-def _batches(shapes: Sequence[Shape], owned: Sequence[int]) -> list[list[int]]:
+def exchanges(units: Sequence[Unit], members: Sequence[Sequence[int]], layout: Layout) -> bool:
+    """Return whether the ranks of a replica exchange shards in a round of `update_rounds`.
+
+    They do not if each owner has whole matrices.
+    """
+    num_shards = layout.shards * layout.tp
+    return any(units[index].num_parts < num_shards for owned in members for index in owned)
+
+
+def _batches(units: Sequence[Unit], owned: Sequence[int]) -> list[list[int]]:
     batches: list[list[int]] = []
+    size = 0
     for index in owned:
-        m, n = wide(shapes[index])
-        last = batches[-1] if batches else []
-        if last and wide(shapes[last[0]]) == (m, n) and (len(last) + 1) * m * n <= ROUND_ELEMENTS:
-            last.append(index)
+        unit = units[index]
+        size += unit.num_elements
+        if batches and wide(units[batches[-1][0]].shape) == wide(unit.shape) and size <= ROUND_ELEMENTS:
+            batches[-1].append(index)
         else:
             batches.append([index])
+            size = unit.num_elements
     return batches
 
 
-def block_matrices(shape: ModelShape) -> list[Shape]:
-    """Return the shapes of the matrices of a decoder block that Muon updates, in the order of the model."""
-    attention = [(shape.query_dim, shape.dim), *[(shape.kv_dim, shape.dim)] * 2, (shape.dim, shape.query_dim)]
-    return [*attention, *[(shape.ffn_dim, shape.dim)] * 2, (shape.dim, shape.ffn_dim)]
+def block_matrices(shape: ModelShape, layer: int) -> list[Matrices]:
+    """Return the matrices of a decoder block that Muon updates, in the order of the model's parameters."""
+    key, query = Matrices(shape.kv_dim, shape.dim), Matrices(shape.query_dim, shape.dim)
+    attention = [query, key, key, Matrices(shape.dim, shape.query_dim)]
+    return attention + shape.feed_forward(layer).matrices(shape.dim)
 
 
-def num_elements(shapes: Sequence[Shape]) -> int:
-    """Return the total number of elements of matrices."""
-    return sum(rows * columns for rows, columns in shapes)
+def stage_matrices(shape: ModelShape, num_layers: int, num_dense: int) -> list[Matrices]:
+    """Return the matrices of a pipeline stage that Muon updates.
+
+    The feed-forward networks of `num_dense` of the `num_layers` blocks are as in the first block of the
+    model, and the others are as in the last block.
+    """
+    first, last = block_matrices(shape, 0), block_matrices(shape, shape.num_layers - 1)
+    return first * num_dense + last * (num_layers - num_dense)
+
+
+def num_elements(weights: Sequence[Matrices], tp: int = 1) -> int:
+    """Return the number of elements on one of `tp` ranks; tensor parallelism does not split experts."""
+    return sum(weight.num_elements // (1 if weight.num_experts else tp) for weight in weights)
 
 
 class UpdateCost(NamedTuple):
@@ -98,45 +189,60 @@ class UpdateCost(NamedTuple):
     shared_bytes: int
     """Bytes of updates that a rank sends to the other replicas."""
     num_rounds: int
+    num_exchanges: int
+    """Number of rounds in which the ranks of a replica exchange shards."""
 
 
-def update_cost(
-    shapes: Sequence[Shape], num_shards: int, num_replicas: int, precision: NewtonSchulzPrecision
-) -> UpdateCost:
-    """Return the cost of an update on `num_replicas` replicas of a stage, each split over `num_shards` ranks.
+def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSchulzPrecision) -> UpdateCost:
+    """Return the cost of updating the matrices of one pipeline stage.
 
     The bytes sent are averages over the ranks.
     """
-    num_ranks = num_shards * num_replicas
-    rounds, total = update_rounds(shapes, num_ranks), num_elements(shapes)
-    work = [0] * num_ranks
+    units, ranks, copies = units_of(weights, layout), num_ranks(layout), layout.dp_replicate
+    rounds = update_rounds(units, layout)
+    work = [0] * ranks
     peak = 0
     for members in rounds:
-        for rank, batch in enumerate(members):
-            work[rank] += sum(flops(shapes[index]) for index in batch)
+        for rank, indices in enumerate(members):
+            batch = [units[index] for index in indices]
+            work[rank] += sum(unit.flops for unit in batch)
             if batch:
-                peak = max(peak, _peak_bytes(shapes[batch[0]], len(batch), num_shards, precision))
-    shard = FLOAT32 * total // num_shards
+                has_experts = weights[batch[0].weight].num_experts > 0
+                peak = max(peak, _peak_bytes(batch, layout, precision, has_experts=has_experts))
+    exchanged = shared = 0
+    for weight in weights:
+        # Tensor parallelism does not split experts. One rank sends a shard to the owner, but the owner sends
+        # the update to each rank that has the shard.
+        receivers = layout.tp if weight.num_experts else 1
+        owners = layout.shards * layout.tp // num_parts(weight, layout)
+        exchanged += (1 + receivers) * weight.num_elements * (owners - 1) // owners
+        shared += weight.num_elements * receivers
     return UpdateCost(
         flops=max(work),
         peak_bytes=peak,
-        exchanged_bytes=2 * shard * (num_shards - 1) // num_ranks,
-        shared_bytes=shard * (num_replicas - 1) // num_replicas,
+        exchanged_bytes=FLOAT32 * exchanged // ranks,
+        shared_bytes=FLOAT32 * shared // ranks * (copies - 1),
         num_rounds=len(rounds),
+        num_exchanges=sum(exchanges(units, members, layout) for members in rounds),
     )
 
 
-def _peak_bytes(shape: Shape, batch: int, num_shards: int, precision: NewtonSchulzPrecision) -> int:
+def _peak_bytes(
+    batch: Sequence[Unit], layout: Layout, precision: NewtonSchulzPrecision, *, has_experts: bool
+) -> int:
     """Return the peak bytes of a round, which is in the iterations, or in the update of a shard.
 
     In an iteration, these are a matrix [m, n], the next one, and two matrices [m, m]. In the update of a
     shard, these are all shards in transit, and two intermediate results.
     """
-    m, n = wide(shape)
-    iteration, moved = batch * (2 * m * n + 2 * m * m), batch * m * n + 2 * m * n // num_shards
+    (m, n), count = wide(batch[0].shape), sum(unit.num_matrices for unit in batch)
+    num_shards = layout.shards * layout.tp // batch[0].num_parts
+    receivers = layout.tp if has_experts else 1
+    shard = max(unit.num_elements for unit in batch) * receivers // num_shards
+    iteration, moved = count * (2 * m * n + 2 * m * m), count * m * n * receivers + 2 * shard
     if precision == "bf16":
-        return max(FLOAT32 * batch * m * n + 2 * iteration, FLOAT32 * moved)
+        return max(FLOAT32 * count * m * n + 2 * iteration, FLOAT32 * moved)
     if precision == "tf32x3":
         # A product of float32 matrices needs both halves of each matrix, and the result.
-        iteration += batch * (3 * m * n + 2 * m * m)
+        iteration += count * (3 * m * n + 2 * m * m)
     return FLOAT32 * max(iteration, moved)

@@ -114,10 +114,9 @@ def _update(work: StepWork) -> Iterator[Flow]:
     """Yield the communication of an update with Muon, which needs whole matrices."""
     cost, layout = _muon_cost(work), work.layout
     if cost is not None:
-        num_shards, rounds = work.shards * layout.tp, cost.num_rounds
-        yield Flow("exchange", cost.exchanged_bytes, 2 * rounds, num_shards, 1)
-        copies = layout.dp_replicate
-        yield Flow("share", cost.shared_bytes, rounds * copies, copies, num_shards)
+        num_shards, copies = work.shards * layout.tp, layout.dp_replicate
+        yield Flow("exchange", cost.exchanged_bytes, 2 * cost.num_exchanges, num_shards, 1)
+        yield Flow("share", cost.shared_bytes, cost.num_rounds * copies, copies, num_shards)
 
 
 def _muon_cost(work: StepWork) -> UpdateCost | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,15 +13,13 @@ from torch.optim import Optimizer
 from trainkit.config.optimizers import is_own
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
-from trainkit.errors import TrainkitError
 from trainkit.plan.launch import Layout
-from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizers.interface import groups_of
 from trainkit.trainer.own_optimizers import OwnOptimizers, TorchOptimizers, updates_by_element
-from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, import_file, line_of
+from trainkit.trainer.user_code import TaskError, describe, line_of, named_in_file
 from trainkit.trainer.user_task import UserTask
 
 NAME, OPTIONS = "optimizer.name", "optimizer.options"
@@ -53,21 +50,11 @@ def load_optimizer_class(optimizer: OptimizerConfig, run: RunDir | None = None) 
     Raises TaskError if the class cannot be imported, or does not accept `optimizer.options`.
     """
     name = optimizer.name
-    file, _, class_name = name.rpartition(":")
-    path = Path(file).absolute() if run is None else copied_file(run, file)
+    class_name = name.rpartition(":")[2]
     hint = (
         "FILE.py:CLASS names a subclass of torch.optim.Optimizer; FILE.py is relative to the current folder"
     )
-    if not path.is_file():
-        raise TaskError(NAME, f"is {name}, but there is no file {path}", hint)
-    try:
-        module = import_file(path, as_script=False)
-    except TrainkitError:
-        raise
-    except Exception as error:
-        message = f"is {name}, but {path} cannot be imported: {describe(error)}"
-        raise TaskError(NAME, message, TRACEBACK_HINT) from error
-    found = getattr(module, class_name, None)
+    path, found = named_in_file(NAME, name, hint, run)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise TaskError(NAME, f"is {name}, but {path} does not define {class_name} as an Optimizer", hint)
     signature = inspect.signature(found)

@@ -33,6 +33,7 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.file_optimizer import make_own_optimizers
+from trainkit.trainer.file_schedule import load_schedule
 from trainkit.trainer.hooks import TrainerHooks, trained_model
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
 from trainkit.trainer.optimizers import make_optimizer
@@ -171,6 +172,7 @@ class Trainer:
         if config.optimizer.groups:
             names = [weight.name for weight in self.built.weights if weight.param.requires_grad]
             refuse_unused_groups({*chain(*gather_from_all(names, world))}, config.optimizer)
+        self._own_schedule = load_schedule(config.schedule, attempt.run)
         own = make_own_optimizers(task, self.built.weights, layout, attempt.run)
         self.optimizer: ShardedOptimizer = own or make_optimizer(
             self.built.weights, config.optimizer, world, compiled=compiled
@@ -267,7 +269,7 @@ class Trainer:
     def _optimizer_step(self) -> tuple[StepReport, float]:
         """Compute and apply one optimizer step; wait for the device only after the update is enqueued."""
         step = self.state.step + 1
-        lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
+        lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule, self._own_schedule)
         shown_lr = self.optimizer.begin_step(lr)
         self.built.forward_backward.begin_step(step)
         self.progress.begin_step(step)

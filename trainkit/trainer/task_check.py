@@ -1,4 +1,4 @@
-"""Check a user's task, architecture or optimizer before a run is submitted.
+"""Check a user's task, architecture, optimizer or schedule before a run is submitted.
 
 ``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. The command then imports
 the task, or checks that an architecture's class supports the layout. Finally, the command prints a line that
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +22,10 @@ from trainkit.errors import Problem, TrainkitError
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.file_optimizer import refuse_optimizer
+from trainkit.trainer.file_schedule import refuse_schedule
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.optimizers.interface import refuse_unused_groups
+from trainkit.trainer.optimizers.muon import refuse_without_matrices
 from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
 from trainkit.trainer.user_task import load_task
 
@@ -34,15 +36,17 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 def definite_problem(config: RunConfig) -> Problem | None:
     """Return a problem that makes the code of a user unusable on any machine, or None."""
-    return _problem_of_model(config) or _problem_of_optimizer(config)
+    found = _problem_of_model(config) or _problem_of(refuse_optimizer, config)
+    return found or _problem_of(refuse_schedule, config)
 
 
-def _problem_of_optimizer(config: RunConfig) -> Problem | None:
+def _problem_of(refuse: Callable[[RunConfig], None], config: RunConfig) -> Problem | None:
     try:
-        refuse_optimizer(config)
+        refuse(config)
     except TaskError as error:
         cause = error.__cause__
-        return None if cause is not None and not isinstance(cause, (*DEFINITE, ValueError)) else error.problem
+        is_definite = isinstance(cause, (*DEFINITE, ValueError, ArithmeticError, LookupError))
+        return error.problem if cause is None or is_definite else None
     return None
 
 
@@ -62,11 +66,13 @@ def _problem_of_model(config: RunConfig) -> Problem | None:
         else:
             architecture = load_architecture(config.model.architecture)
             refuse_unsupported_layout(config, architecture)
-            if config.optimizer.groups:
+            if config.optimizer.groups or config.optimizer.name == "muon":
                 shape = resolve_model_shape(config.model, tokenizer_vocab_size(config.data))
                 with torch.device("meta"):
                     model = architecture(shape, config.data.seq_len, None)
                 refuse_unused_groups({name for name, _ in model.named_parameters()}, config.optimizer)
+                if config.optimizer.name == "muon":
+                    refuse_without_matrices(model.projections)
     except TaskError as error:
         cause = error.__cause__
         return None if is_task and cause is not None and not isinstance(cause, DEFINITE) else error.problem

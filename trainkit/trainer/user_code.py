@@ -86,6 +86,26 @@ def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
     return module
 
 
+def named_in_file(key: str, name: str, hint: str, run: RunDir | None) -> tuple[Path, object]:
+    """Return the file and the object that `name` specifies as FILE.py:NAME; the object may be None.
+
+    If `run` is given, the file is loaded from the run's code snapshot, so that later edits have no effect.
+    Raises TaskError for the config key `key` if there is no such file, or if it cannot be imported.
+    """
+    file, _, own_name = name.rpartition(":")
+    path = Path(file).absolute() if run is None else copied_file(run, file)
+    if not path.is_file():
+        raise TaskError(key, f"is {name}, but there is no file {path}", hint)
+    try:
+        module = import_file(path, as_script=False)
+    except TrainkitError:
+        raise
+    except Exception as error:
+        message = f"is {name}, but {path} cannot be imported: {describe(error)}"
+        raise TaskError(key, message, TRACEBACK_HINT) from error
+    return path, getattr(module, own_name, None)
+
+
 def describe(error: BaseException) -> str:
     """Return an exception as text, with the innermost line that is not in an installed package."""
     text = f"{type(error).__name__}: {error}"

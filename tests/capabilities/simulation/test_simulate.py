@@ -18,7 +18,7 @@ from trainkit.capabilities.simulation import Simulation
 from trainkit.capabilities.simulation.worker import simulate as simulate_rank
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory import rank_memory
+from trainkit.plan.memory import Memory, rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.files import read_json, write_json
@@ -56,13 +56,17 @@ def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> S
     return simulate(make_attempt(tmp_path / "run", [*batch, *options], num_procs), rank)
 
 
-def foretold(tmp_path: Path, rank: int) -> int:
-    """Return the peak memory in bytes of a rank of the last attempt, as `trainkit plan` estimates it."""
+def memory_foretold(tmp_path: Path, rank: int) -> Memory:
+    """Return the memory of a rank of the last attempt, as `trainkit plan` estimates it."""
     attempt = RunDir(tmp_path / "run").attempt(1)
     config, plan = read_effective(attempt.config_file), LaunchPlan.from_dict(read_json(attempt.plan_file))
     shape = resolve_model_shape(config.model, 1)
     work = work_of(config, shape, plan.layout, plan.batch, device="cpu")
-    return rank_memory(work, plan.layout.place(rank).pp).peak
+    return rank_memory(work, plan.layout.place(rank).pp)
+
+
+def foretold(tmp_path: Path, rank: int) -> int:
+    return memory_foretold(tmp_path, rank).peak
 
 
 def test_a_shard_of_32(tmp_path: Path) -> None:
@@ -82,6 +86,9 @@ def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
     assert saved == pytest.approx(found.num_params * (8 - 2 - 8 / 128), rel=0.01)
 
 
+SMALL = ("data.seq_len=16", "train.device_batch_size=1", "model.vocab_size=512")
+
+
 @pytest.mark.parametrize(
     ("num_procs", "options", "collectives"),
     [
@@ -94,11 +101,19 @@ def test_muon_gathers_a_round_of_matrices(
     tmp_path: Path, num_procs: int, options: list[str], collectives: Any
 ) -> None:
     """The update needs the most memory, except with replicas, because the batch is small."""
-    small = ("data.seq_len=16", "train.device_batch_size=1", "model.num_layers=2", "model.vocab_size=512")
-    options = [*WIDE, *small, "model.ffn_dim=8192", *options, "optimizer.name=muon"]
+    options = [*WIDE, *SMALL, "model.num_layers=2", "model.ffn_dim=8192", *options, "optimizer.name=muon"]
     found = found_for(tmp_path, num_procs, *options)
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.005)
     assert {kind: found.collectives.get(kind) for kind in collectives} == collectives
+
+
+def test_muon_gathers_a_round_of_experts(tmp_path: Path) -> None:
+    """The update needs the most memory, because the model has many blocks."""
+    experts = "model.moe={num_experts: 8, top_k: 1, expert_ffn_dim: 2048}"
+    options = [experts, "model.num_layers=12", "parallel.dp_shard=4", "parallel.ep=2", "optimizer.name=muon"]
+    found = found_for(tmp_path, 4, *WIDE, *SMALL, *options)
+    update = memory_foretold(tmp_path, 0).phases["update"]
+    assert found.peak_bytes["total"] == pytest.approx(update.total, rel=0.0005)
 
 
 @pytest.mark.parametrize("options", [["parallel.dp_shard=2"], ["parallel.tp=2"]])

@@ -114,7 +114,7 @@ class ReplayPlan:
         if started is None or self.at.job.code:
             return ()  # The run has its own copy of the code, so later edits do not affect the replay.
         config = self.at.config
-        named = (config.task, config.model.architecture, config.optimizer.name)
+        named = (config.task, config.model.architecture, config.optimizer.name, config.schedule.name)
         with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
         return tuple(

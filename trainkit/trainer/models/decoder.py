@@ -264,7 +264,7 @@ class Decoder(Model):
         "blocks.*.ffn.up": "column",
         "blocks.*.ffn.down": "row",
         "blocks.*.moe.router": "stream",
-        "blocks.*.moe.experts": "stream",
+        "blocks.*.moe.experts": "experts",
         "blocks.*.moe.shared": "whole_input",
         "blocks.*.moe.shared.gate": "column",
         "blocks.*.moe.shared.up": "column",

@@ -20,12 +20,13 @@ from trainkit.plan.model_shape import ModelShape
 from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
-Role = Literal["embedding", "norm", "stream", "whole_input", "column", "heads", "row", "head"]
+Role = Literal["embedding", "norm", "stream", "experts", "whole_input", "column", "heads", "row", "head"]
 """Roles that determine how tensor parallelism splits a module or its inputs.
 
 ``column`` splits a weight matrix by its outputs, and ``row`` by its inputs. ``whole_input`` gathers the whole
 sequence before the module is called. Modules with the role ``norm`` or ``stream`` process each position
-separately, and receive only this rank's slice of the sequence. Modules with the role ``heads`` process each
+separately, and receive only this rank's slice of the sequence. So do modules with the role ``experts``, whose
+parameters with three dimensions have a matrix for each expert. Modules with the role ``heads`` process each
 attention head [B, T, heads, C] separately, and receive only this rank's heads. Every module with parameters
 of its own needs a role other than ``whole_input``.
 """
@@ -155,16 +156,16 @@ class Model(nn.Module):
 
     @property
     def projections(self) -> set[str]:
-        """Return the names of the weight matrices that tensor parallelism splits within the `layers`."""
-        layers = {*self.layers}
+        """Return the names of the matrices that tensor parallelism splits in the `layers`, and of experts."""
+        layers, num_dims = {*self.layers}, {"column": 2, "row": 2, "experts": 3}
         return {
             f"{path}.{name}"
             for layer, own in self.named_modules()
             if own in layers
             for path, module in own.named_modules(prefix=layer)
-            if self.role(path) in ("column", "row")
+            if (role := self.role(path)) in num_dims
             for name, param in module.named_parameters(recurse=False)
-            if param.dim() == 2
+            if param.dim() == num_dims[role]
         }
 
     @property

@@ -94,6 +94,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
         if sequence_parallel
         else None,
         "stream": SumsGradients() if sequence_parallel else None,
+        "experts": SumsGradients() if sequence_parallel else None,
         "whole_input": _WholeInput(stream),
         "column": ColwiseParallel(),
         "heads": SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
