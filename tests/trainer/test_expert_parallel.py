@@ -35,6 +35,9 @@ LAYOUTS = (
     Layout(dp_shard=4, ep=2),
     Layout(dp_replicate=2, dp_shard=2, ep=2),
     Layout(dp_shard=2, cp=2, ep=4),
+    Layout(dp_shard=2, tp=2, ep=2),
+    Layout(dp_replicate=2, tp=2, ep=2),
+    Layout(tp=4, ep=2),
 )
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -105,14 +108,14 @@ def check_layouts(world: World) -> None:
         torch.testing.assert_close(x.grad, x_grads[world.rank], rtol=1e-5, atol=1e-6)
         for own, param in zip(model.parameters(), whole.parameters(), strict=True):
             # FSDP averages over data-parallel ranks, like the loss of a step, which is scaled to match.
-            mean = param.grad[tuple(shard_index(own))] / world.size
+            mean = param.grad[tuple(shard_index(own))] / (layout.dp * layout.cp)
             torch.testing.assert_close(local_tensor(own.grad), mean, rtol=1e-5, atol=1e-6)
         weights = [Weight(name, param) for name, param in model.named_parameters()]
         optimizer = ShardedAdamW(weights, OptimizerConfig(), layout)
         optimizer.collect_gradients()
         total = optimizer.square_sum()
         dist.all_reduce(total)
-        assert total.sqrt().item() * world.size == pytest.approx(norm, rel=1e-6)
+        assert total.sqrt().item() * layout.dp * layout.cp == pytest.approx(norm, rel=1e-6)
 
 
 def test_every_layout_computes_what_one_process_does():
