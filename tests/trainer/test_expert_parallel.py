@@ -1,5 +1,6 @@
 """Tests that experts on several ranks compute what they compute on one, with their gradients and shards."""
 
+import signal
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.parity import curve, run_chain, saved_tensors, worst_difference
-from tests.support.runs import fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
+from tests.support.runs import events, fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
 from trainkit.run.manifest import published
@@ -142,16 +143,36 @@ def test_killed_after_a_save(tmp_path: Path) -> None:
     options = [MOE, *layout, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0"]
     train(tmp_path / "whole", options, 2)
     run = RunDir(tmp_path / "killed")
-    workers = fork_workers(make_attempt(run.path, options, 2), 2)
-    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
-    for worker in workers:
-        worker.kill()
-    wait_for(workers)
+    train_and_kill(run, options, 2, step=3)
     train(run.path, options, 2)
     assert curve(run.path) == curve(tmp_path / "whole")
     found, expected = saved_tensors(run.path), saved_tensors(tmp_path / "whole")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def train_and_kill(run: RunDir, options: list[str], num_procs: int, step: int) -> None:
+    """Train until a checkpoint of the step exists, and kill the ranks, which must not have finished."""
+    workers = fork_workers(make_attempt(run.path, options, num_procs), num_procs)
+    wait_until(lambda: any(item.step >= step for item in published(run.checkpoints_dir)))
+    for worker in workers:
+        worker.kill()
+    assert {*wait_for(workers)} == {-signal.SIGKILL}
+
+
+def test_a_chain_of_degrees_with_kills(tmp_path: Path) -> None:
+    """A run resumes with fewer ranks per layer of experts, each time after all ranks were killed."""
+    moe = MOE.replace("num_experts: 4", "num_experts: 8")
+    options = [moe, "model.dropout=0.1", "train.steps=12", "checkpoint.every_steps=1", "data.num_workers=0"]
+    train(tmp_path / "alone", options)
+    run = RunDir(tmp_path / "chain")
+    train_and_kill(run, [*options, "parallel.tp=2", "parallel.ep=8"], 8, step=2)
+    train_and_kill(run, [*options, "parallel.ep=2"], 2, step=5)
+    train(run.path, options)
+    first, second = (event["step"] for event in events(run.path, "resumed"))
+    assert first >= 2
+    assert second >= 5
+    assert worst_difference(run.path, tmp_path / "alone") < 1e-5
 
 
 class Counts(DispatchMode):
