@@ -137,6 +137,7 @@ CASES += [
         ("ep 4 x tp 2, compile", 4, {"dp_shard": 2, "tp": 2, "ep": 4, **COMPILE}),
         ("replicate 2 x tp 2 x ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}),
         ("tp 4 x ep 2", 4, {"tp": 4, "ep": 2}),
+        ("pp 2 x tp 2 x ep 2, selective", 4, {"pp": 2, "tp": 2, "ep": 2, **SELECTIVE}),
         ("shard 2 x cp 2 x tp 2 x ep 4", 8, {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}),
         (
             "pp 2 zbv x cp 2 x ep 4, recompute",
