@@ -82,6 +82,30 @@ def test_the_heads_of_qwen_3(tmp_path):
         assert (model.qk_norm, model.qkv_bias) == (True, False)
 
 
+EXPERTS = {
+    **{"model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32},
+    **{"num_experts_per_tok": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "sliding_window": None},
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "qk_norm", "qkv_bias"),
+    [
+        ({"max_window_layers": 3, "sliding_window": 16}, True, False),  # all three layers come before it
+        ({"model_type": "glm4_moe", "partial_rotary_factor": 1.0, "attention_bias": True}, False, True),
+        ({"model_type": "glm4_moe", "rope_parameters": {"partial_rotary_factor": 1.0}}, False, False),
+    ],
+)
+def test_experts_with_sigmoid_scores(tmp_path, changes, qk_norm, qkv_bias):
+    write(tmp_path / "model", **{**EXPERTS, **changes})
+    model = load(tmp_path).config.model
+    assert (model.architecture, model.qk_norm, model.qkv_bias) == ("llama", qk_norm, qkv_bias)
+    moe = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32, "num_shared": 1, "first_dense": 1}
+    moe |= {"score": "sigmoid", "norm_topk": True, "scale": 2.5, "bias_rate": 0.0, "aux_coef": 0.0}
+    assert model.moe.model_dump() == moe
+
+
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
 OTHER_MODELS: list[dict[str, Any]] = [
     *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}),
@@ -90,6 +114,9 @@ OTHER_MODELS: list[dict[str, Any]] = [
     {"model_type": "mistral", "sliding_window": 4096},
     *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "dynamic"}, {"rope_type": "llama3"})),
     *({"rope_scaling": {**YARN, **more}} for more in ({"mscale": 1.0}, {"truncate": False})),
+    *({**EXPERTS, **more} for more in ({"n_group": 2}, {"without": "n_shared_experts"})),
+    {**EXPERTS, "sliding_window": 16, "max_window_layers": 2},
+    {**EXPERTS, "model_type": "glm4_moe"},
 ]
 
 

@@ -115,6 +115,11 @@ def test_expert_parallelism_exchanges_the_rows_of_tokens(mode, exchanges):
     [ep] = [flow for flow in traffic(work) if flow.kind == "ep"]
     assert ep.num_bytes == 30 * exchanges * (4096 * 4 * 4096 * 2) * 7 // 8
     assert (ep.ranks, ep.stride) == (8, 1)
+    # Tensor-parallel ranks divide the rows, and the experts.
+    [split] = [
+        flow for flow in traffic(replace(work, layout=Layout(dp_shard=16, tp=4, ep=8))) if flow.kind == "ep"
+    ]
+    assert split == replace(ep, num_bytes=ep.num_bytes // 4)
 
 
 def test_experts_of_other_ranks_are_not_gathered():

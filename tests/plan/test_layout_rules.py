@@ -56,20 +56,22 @@ def test_layouts_that_experts_rule_out():
         resolve_model_shape(ModelConfig(preset="nano", dim=96, num_heads=4, moe=each), 257)
         for each in (moe, None)
     )
+    split, whole = ParallelConfig(), ParallelConfig(sequence_parallel=False)
     cases = [
-        (without, Layout(dp_shard=4, ep=4)),
-        (with_experts, Layout(dp_shard=8, ep=8)),
-        (with_experts, Layout(dp_shard=2, tp=2, ep=2)),
-        (with_experts, Layout(dp_shard=32, ep=2)),
+        (without, Layout(dp_shard=4, ep=4), split),
+        (with_experts, Layout(dp_shard=8, ep=8), split),
+        (with_experts, Layout(dp_shard=2, tp=2, ep=2), whole),
+        (with_experts, Layout(dp_shard=32, ep=2), split),
     ]
-    for shape, layout in cases:
-        found = layout_problems(StepWork(shape, layout, ParallelConfig(), 64, 8, 1))
+    for shape, layout, parallel in cases:
+        found = layout_problems(StepWork(shape, layout, parallel, 64, 8, 1))
         said("\n".join(f"{item.key} {item.message}; {item.hint}" for item in found))
-    for layout in (Layout(dp_shard=4, ep=4), Layout(2, 2, cp=2, ep=4), Layout(dp_shard=2, pp=2, ep=2)):
-        assert list(layout_problems(StepWork(with_experts, layout, ParallelConfig(), 64, 8, 1))) == []
+    for degrees in ({"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}, {"tp": 2, "dp_shard": 2}):
+        work = StepWork(with_experts, Layout(**degrees, ep=4), split, 64, 8, 1)
+        assert list(layout_problems(work)) == []
     said(make_layout(ParallelConfig(ep=4, cp=2), 8)[1])
     with pytest.raises(ConfigError) as error:
-        make_layout(ParallelConfig(ep=4, tp=2, cp=2), 12)
+        make_layout(ParallelConfig(ep=8, tp=2, cp=2), 12)
     said(error.value.message)
 
 

@@ -68,6 +68,9 @@ def test_experts_are_sharded_over_all_shards_but_gathered_by_their_own_ranks():
     assert before["update"] == after["update"]
     fewer = before["loss"].buffers - after["loss"].buffers
     assert fewer == 2 * experts * 7 // 8, "ZeRO-2 keeps all gathered parameters"
+    split = rank_params(shape, Layout(dp_shard=16, tp=4, ep=8), "1f1b", 0)
+    assert split.experts == divided.experts
+    assert split.whole - (split.gathered - split.experts) == experts // 4, "16 ranks have a quarter"
 
 
 def test_a_block_by_hand():

@@ -31,7 +31,7 @@ def need(*modules: str) -> None:
 
 
 def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
-    """Write a model with random weights, biases and norms."""
+    """Write a model with random weights, biases and norms, and random biases of its routers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     preload("tests.support.preloaded_hf")
@@ -39,14 +39,15 @@ def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for param in model.parameters():
+        biases = [item for name, item in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for param in (*model.parameters(), *biases):
             if param.dim() == 1:
                 param.add_(torch.randn_like(param) * 0.1)
     model.save_pretrained(folder)
     return folder
 
 
-def export_run(run: Path, out: Path, merge: bool = False) -> None:
+def export_run(run: Path, out: Path, merge: bool = False, dtype: str = "fp32") -> None:
     """Export a run as `trainkit ckpt export` does, without a process that imports all libraries again."""
     from trainkit.capabilities.export.worker import ExportRequest, export
 
@@ -54,7 +55,7 @@ def export_run(run: Path, out: Path, merge: bool = False) -> None:
     config_file = folder.attempt(folder.attempt_numbers()[-1]).config_file
     out.mkdir()
     checkpoint = chosen_checkpoint(folder, None).path
-    export(ExportRequest(str(run), str(config_file), str(checkpoint), str(out), "fp32", merge=merge))
+    export(ExportRequest(str(run), str(config_file), str(checkpoint), str(out), dtype, merge=merge))
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Tests that experts on several ranks compute what they compute on one, with their gradients and shards."""
 
+import signal
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.parity import curve, run_chain, saved_tensors, worst_difference
-from tests.support.runs import fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
+from tests.support.runs import events, fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
 from trainkit.run.manifest import published
@@ -35,6 +36,9 @@ LAYOUTS = (
     Layout(dp_shard=4, ep=2),
     Layout(dp_replicate=2, dp_shard=2, ep=2),
     Layout(dp_shard=2, cp=2, ep=4),
+    Layout(dp_shard=2, tp=2, ep=2),
+    Layout(dp_replicate=2, tp=2, ep=2),
+    Layout(tp=4, ep=2),
 )
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -105,14 +109,14 @@ def check_layouts(world: World) -> None:
         torch.testing.assert_close(x.grad, x_grads[world.rank], rtol=1e-5, atol=1e-6)
         for own, param in zip(model.parameters(), whole.parameters(), strict=True):
             # FSDP averages over data-parallel ranks, like the loss of a step, which is scaled to match.
-            mean = param.grad[tuple(shard_index(own))] / world.size
+            mean = param.grad[tuple(shard_index(own))] / (layout.dp * layout.cp)
             torch.testing.assert_close(local_tensor(own.grad), mean, rtol=1e-5, atol=1e-6)
         weights = [Weight(name, param) for name, param in model.named_parameters()]
         optimizer = ShardedAdamW(weights, OptimizerConfig(), layout)
         optimizer.collect_gradients()
         total = optimizer.square_sum()
         dist.all_reduce(total)
-        assert total.sqrt().item() * world.size == pytest.approx(norm, rel=1e-6)
+        assert total.sqrt().item() * layout.dp * layout.cp == pytest.approx(norm, rel=1e-6)
 
 
 def test_every_layout_computes_what_one_process_does():
@@ -139,16 +143,36 @@ def test_killed_after_a_save(tmp_path: Path) -> None:
     options = [MOE, *layout, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0"]
     train(tmp_path / "whole", options, 2)
     run = RunDir(tmp_path / "killed")
-    workers = fork_workers(make_attempt(run.path, options, 2), 2)
-    wait_until(lambda: any(item.step >= 3 for item in published(run.checkpoints_dir)))
-    for worker in workers:
-        worker.kill()
-    wait_for(workers)
+    train_and_kill(run, options, 2, step=3)
     train(run.path, options, 2)
     assert curve(run.path) == curve(tmp_path / "whole")
     found, expected = saved_tensors(run.path), saved_tensors(tmp_path / "whole")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def train_and_kill(run: RunDir, options: list[str], num_procs: int, step: int) -> None:
+    """Train until a checkpoint of the step exists, and kill the ranks, which must not have finished."""
+    workers = fork_workers(make_attempt(run.path, options, num_procs), num_procs)
+    wait_until(lambda: any(item.step >= step for item in published(run.checkpoints_dir)))
+    for worker in workers:
+        worker.kill()
+    assert {*wait_for(workers)} == {-signal.SIGKILL}
+
+
+def test_a_chain_of_degrees_with_kills(tmp_path: Path) -> None:
+    """A run resumes with fewer ranks per layer of experts, each time after all ranks were killed."""
+    moe = MOE.replace("num_experts: 4", "num_experts: 8")
+    options = [moe, "model.dropout=0.1", "train.steps=12", "checkpoint.every_steps=1", "data.num_workers=0"]
+    train(tmp_path / "alone", options)
+    run = RunDir(tmp_path / "chain")
+    train_and_kill(run, [*options, "parallel.tp=2", "parallel.ep=8"], 8, step=2)
+    train_and_kill(run, [*options, "parallel.ep=2"], 2, step=5)
+    train(run.path, options)
+    first, second = (event["step"] for event in events(run.path, "resumed"))
+    assert first >= 2
+    assert second >= 5
+    assert worst_difference(run.path, tmp_path / "alone") < 1e-5
 
 
 class Counts(DispatchMode):

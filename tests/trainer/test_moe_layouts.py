@@ -26,6 +26,9 @@ DATA_PARALLEL = [
     Case("replicate-ep", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     Case("ep-4", 4, {"dp_shard": 4, "ep": 4, "activation_checkpointing": "full"}),
     Case("pp-ep", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+    Case("tp-ep", 4, {"dp_shard": 2, "tp": 2, "ep": 2, "activation_checkpointing": "full"}),
+    Case("tp-ep-4", 4, {"dp_shard": 2, "tp": 2, "ep": 4, "activation_checkpointing": "selective"}),
+    Case("replicate-tp-ep", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}),
 ]
 CASES = [
     *DATA_PARALLEL,

@@ -40,6 +40,21 @@ QWEN3_HEAD_DIM = 128
 """Default value of `head_dim` for Qwen3 models in transformers; other models divide `hidden_size`."""
 WINDOWS = {"mistral": 4096, "mixtral": None}
 """Default values of `sliding_window` in transformers."""
+DOTS1_WINDOWS = {"sliding_window": 4096, "max_window_layers": 62}
+"""Default values for Dots1 models in transformers; layers from `max_window_layers` on have a window."""
+GLM_ROTARY_FACTOR = 0.5
+"""Default value of `partial_rotary_factor` for GLM models with experts in transformers."""
+SIGMOID_FAMILIES = ("dots1", "glm4_moe")
+"""Families whose routers have sigmoid scores and biases, and whose blocks have shared experts."""
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral", *SIGMOID_FAMILIES)
+SIGMOID_KEYS = {
+    "num_experts": "n_routed_experts",
+    "num_shared": "n_shared_experts",
+    "first_dense": "first_k_dense_replace",
+    "norm_topk": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+}
+"""Maps entries of `model.moe` to keys in config.json, for the families in `SIGMOID_FAMILIES`."""
 BALANCING = ("bias_rate", "aux_coef")
 """Entries of `model.moe` that control how a run balances the load, and are not properties of the model."""
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -143,9 +158,11 @@ def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
 def _unlike_decoder(content: JsonObject) -> str:
     """Return the reason why trainkit's decoder does not support the model; empty if it does."""
     model_type = content["model_type"]
-    if model_type not in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
+    if model_type not in ("llama", "mistral", "qwen2", "qwen3", *EXPERT_FAMILIES):
         return f"model_type is {model_type}"
-    missing = [key for key in SIZES.values() if key not in content]
+    is_sigmoid, is_glm = model_type in SIGMOID_FAMILIES, model_type == "glm4_moe"
+    needed_keys = (*SIZES.values(), *(SIGMOID_KEYS.values() if is_sigmoid else ()))
+    missing = [key for key in needed_keys if content.get(key) is None]
     if missing:
         return f"config.json has no {missing[0]}"
     theta, rope = _rope(content)
@@ -153,13 +170,24 @@ def _unlike_decoder(content: JsonObject) -> str:
     has_windows = any(item != "full_attention" for item in content.get("layer_types") or ())
     if model_type in ("mistral", "mixtral"):
         has_windows = has_windows or content.get("sliding_window", WINDOWS[model_type]) is not None
+    if model_type == "dots1":
+        windows = {**DOTS1_WINDOWS, **content}
+        after_layers = (
+            windows["sliding_window"] and windows["num_hidden_layers"] > windows["max_window_layers"]
+        )
+        has_windows = has_windows or bool(after_layers)
+    if is_glm:
+        rope = {"partial_rotary_factor": content.get("partial_rotary_factor", GLM_ROTARY_FACTOR), **rope}
     expected = {
         "hidden_act": (content.get("hidden_act", "silu"), "silu"),
         "attention_dropout": (content.get("attention_dropout", 0.0), 0.0),
         "mlp_bias": (content.get("mlp_bias", False), False),
-        # Qwen2 has biases only for queries, keys and values, but `attention_bias` in Llama also adds a bias
-        # to the output projection.
-        "attention_bias": (content.get("attention_bias", False) and model_type != "qwen2", False),
+        # Qwen2 and GLM have biases only for queries, keys and values, but `attention_bias` in Llama also adds
+        # a bias to the output projection.
+        "attention_bias": (
+            content.get("attention_bias", False) and model_type not in ("qwen2", "glm4_moe"),
+            False,
+        ),
         "use_sliding_window": (content.get("use_sliding_window", False), False),
         "sliding_window": (has_windows, False),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
@@ -171,6 +199,8 @@ def _unlike_decoder(content: JsonObject) -> str:
             "mlp_only_layers": (dense, list(range(len(dense)))),
             "router_jitter_noise": (content.get("router_jitter_noise", 0.0), 0.0),
         }
+    if is_sigmoid:
+        expected |= {"n_group": (content.get("n_group", 1), 1)}
     for key, (found, needed) in expected.items():
         if found != needed:
             return f"{key} is {found}"
@@ -210,22 +240,30 @@ def _head_dim(content: JsonObject) -> int | None:
 
 
 def _decoder_values(content: JsonObject) -> JsonObject:
-    theta, rope = _rope(content)
+    kind, (theta, rope) = content["model_type"], _rope(content)
     return {
         **{key: content[theirs] for key, theirs in SIZES.items()},
         "num_kv_heads": content.get("num_key_value_heads") or content["num_attention_heads"],
         "rope_theta": float(theta or 0.0),
         "rope_scaling": _rope_scaling(rope),
         "head_dim": _head_dim(content),
-        "qkv_bias": content["model_type"] == "qwen2",
-        "qk_norm": content["model_type"] in ("qwen3", "qwen3_moe"),
+        "qkv_bias": kind == "qwen2" or (kind == "glm4_moe" and content.get("attention_bias", False)),
+        "qk_norm": kind in ("qwen3", "qwen3_moe", "dots1") or content.get("use_qk_norm", False),
         "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
-        **({"moe": _experts(content)} if content["model_type"] in ("qwen3_moe", "mixtral") else {}),
+        **({"moe": _experts(content)} if kind in EXPERT_FAMILIES else {}),
     }
 
 
 def _experts(content: JsonObject) -> JsonObject:
     """Return the value of `model.moe`, without balancing the load, as transformers trains by default."""
+    if content["model_type"] in SIGMOID_FAMILIES:
+        return {
+            **{key: content[theirs] for key, theirs in SIGMOID_KEYS.items()},
+            "top_k": content["num_experts_per_tok"],
+            "expert_ffn_dim": content["moe_intermediate_size"],
+            "score": "sigmoid",
+            **dict.fromkeys(BALANCING, 0.0),
+        }
     is_mixtral = content["model_type"] == "mixtral"
     return {
         "num_experts": content["num_experts"] if "num_experts" in content else content["num_local_experts"],

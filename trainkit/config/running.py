@@ -76,7 +76,7 @@ class ParallelConfig(Section):
     ep: AtLeastOne = key(
         1,
         "Number of ranks over which the experts of a layer are divided (expert parallelism); must divide "
-        "dp_shard x cp.",
+        "dp_shard x cp x tp.",
     )
     sequence_parallel: bool = key(
         True, "Shard the norms and the residual stream along the sequence if tp > 1."

@@ -65,7 +65,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    """Number of ranks over which experts are divided: groups of neighbouring ranks of ``dp_shard x cp``."""
+    """Number of ranks over which experts are divided: groups of neighbours among `expert_ranks`."""
 
     @property
     def shards(self) -> int:
@@ -73,9 +73,20 @@ class Layout:
         return self.dp_shard * self.cp
 
     @property
+    def expert_ranks(self) -> int:
+        """Return the number of ranks over which the experts of one replica can be divided and sharded.
+
+        Tensor-parallel ranks route different tokens, because sequence parallelism splits the tokens.
+        """
+        return self.shards * self.tp
+
+    @property
     def expert_shards(self) -> int:
-        """Return the number of ranks over which each expert's parameters are sharded."""
-        return self.shards // self.ep
+        """Return the number of ranks over which each expert's parameters are sharded.
+
+        Without expert parallelism, every tensor-parallel rank has all experts.
+        """
+        return self.shards if self.ep == 1 else self.expert_ranks // self.ep
 
     @property
     def dp(self) -> int:

@@ -80,13 +80,15 @@ def _expert_problems(work: StepWork) -> Iterator[Problem]:
         message = f"is {layout.ep}, but the model has no experts"
         yield Problem("parallel.ep", message, hint="set model.moe, or set parallel.ep to 1")
         return
-    if layout.tp > 1:
-        message = f"is {layout.ep}, but parallel.tp is {layout.tp}"
-        hint = "set one of them to 1: experts divided over ranks do not support tensor parallelism yet"
+    if layout.tp > 1 and not work.parallel.sequence_parallel:
+        message = f"is {layout.ep} and parallel.tp is {layout.tp}, but parallel.sequence_parallel is false"
+        hint = (
+            "set parallel.sequence_parallel to true: otherwise, tensor-parallel ranks route the same tokens"
+        )
         yield Problem("parallel.ep", message, hint=hint)
     if moe.num_experts % layout.ep:
         message = f"is {layout.ep}, which does not divide the {moe.num_experts} experts of model.moe"
-        hint = f"set parallel.ep to {divisors(math.gcd(moe.num_experts, layout.shards))}"
+        hint = f"set parallel.ep to {divisors(math.gcd(moe.num_experts, layout.expert_ranks))}"
         yield Problem("parallel.ep", message, hint=hint)
     # Each expert's matrices are sharded in their rows, which `fully_shard` can only divide evenly.
     for name, size in (("expert_ffn_dim", moe.ffn_dim), ("model.dim", work.shape.dim)):
@@ -171,10 +173,11 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
         )
         raise _problem("dp_shard", message, "use -1 to derive the degree from the number of processes")
     layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
-    if layout.shards % layout.ep:
-        of = f"parallel.dp_shard {shard}" + (f" x parallel.cp {layout.cp}" if layout.cp > 1 else "")
+    if layout.expert_ranks % layout.ep:
+        others = {name: degree for name, degree in (("cp", layout.cp), ("tp", layout.tp)) if degree > 1}
+        of = " x ".join(f"parallel.{name} {degree}" for name, degree in {"dp_shard": shard, **others}.items())
         message = f"is {layout.ep}, which does not divide {of}"
-        raise _problem("ep", message, f"set parallel.ep to {divisors(layout.shards)}")
+        raise _problem("ep", message, f"set parallel.ep to {divisors(layout.expert_ranks)}")
     return layout, describe_layout(layout) + note
 
 

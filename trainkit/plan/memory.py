@@ -57,6 +57,7 @@ class RankParams(NamedTuple):
     experts: int
     """Number of parameters of the rank's experts, if experts are divided over `ep` ranks; otherwise 0."""
     ep: int
+    tp: int
     num_dense: int
     """Number of blocks with a dense feed-forward network, in a model with experts."""
     embedding: int
@@ -77,9 +78,13 @@ class RankParams(NamedTuple):
         return dense * num_dense + self.block * (count - num_dense)
 
     def experts_elsewhere(self, count: int) -> int:
-        """Return the number of parameters of experts in the rank's first blocks that other ranks have."""
+        """Return the number of parameters by which the shards of the rank's first blocks exceed the blocks.
+
+        The shards of all ranks with the same tensor-parallel rank contain 1 / tp of all experts. The result
+        is negative if a rank has more experts than that.
+        """
         num_routed = self.num_layers - self.num_dense
-        in_a_block = self.experts * (self.ep - 1) // max(1, num_routed)
+        in_a_block = (self.whole - self.gathered) // max(1, num_routed)
         return in_a_block * max(0, count - self.num_dense)
 
     @property
@@ -89,8 +94,8 @@ class RankParams(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Return the number of parameters including all experts, which are sharded over all shards."""
-        return self.gathered + self.experts * (self.ep - 1)
+        """Return the number of parameters in the shards of all ranks with the same tensor-parallel rank."""
+        return self.gathered - self.experts + self.experts * self.ep // self.tp
 
 
 @lru_cache(maxsize=4096)
@@ -105,7 +110,7 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
     matrix = shape.vocab_size * shape.dim // layout.tp
     has_head = stages - 1 in mine
     has_embedding = 0 in mine and not (has_head and shape.tie_embeddings)
-    sizes = max(blocks, default=0), sum(blocks), own if layout.ep > 1 else 0, layout.ep
+    sizes = max(blocks, default=0), sum(blocks), own if layout.ep > 1 else 0, layout.ep, layout.tp
     num_dense = num_dense if shape.moe else 0
     return RankParams(tuple(map(len, layers)), *sizes, num_dense, matrix * has_embedding, matrix * has_head)
 
@@ -130,10 +135,10 @@ def _mean_of_blocks(
 def _ranks_of(work: StepWork, kind: FeedForwardKind) -> float:
     """Return the number of ranks that split the activations of a feed-forward network.
 
-    If experts are divided over ranks, the number is below 1 for the rank that receives the most rows.
+    If experts are divided over ranks, the number is smaller for the rank that receives the most rows.
     """
     if work.divides(kind):
-        return 1 / IMBALANCE
+        return work.layout.tp / IMBALANCE
     return work.layout.tp if kind.is_split or work.parallel.sequence_parallel else 1
 
 

@@ -74,7 +74,7 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     yield Flow("scatter", passes * same * (shards - 1) // shards, passes * calls, shards, layout.tp)
     if layout.ep > 1:
         # The experts of each layer are units of their own, sharded over fewer ranks.
-        group = layout.expert_shards, layout.tp * layout.ep
+        group = layout.expert_shards, layout.ep
         share, units = (group[0] - 1) / group[0], params.num_layers - params.num_dense
         sent = gathers * times * work.block_itemsize * params.experts
         yield Flow("gather", round(sent * share), gathers * times * units, *group)
@@ -102,9 +102,9 @@ def _activations(work: StepWork) -> Iterator[Flow]:
         # and outputs again if the whole block is recomputed. An exchange of numbers of rows precedes both.
         passes = (params.num_layers - params.num_dense) * work.passes_per_step
         times, numbers = (6, 2) if mode == "full" else (4, 1)
-        rows = work.tokens_per_pass * shape.moe.top_k * work.itemsize * shape.dim
+        rows = work.tokens_per_pass // layout.tp * shape.moe.top_k * work.itemsize * shape.dim
         sent = passes * times * rows * (layout.ep - 1) // layout.ep
-        yield Flow("ep", sent, passes * (times + numbers), layout.ep, layout.tp)
+        yield Flow("ep", sent, passes * (times + numbers), layout.ep, 1)
     calls = 2 * len(params.layers) * work.passes_per_step
     sent = calls * work.tokens_per_pass * stream_bytes(work)
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)

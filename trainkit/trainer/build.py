@@ -366,6 +366,7 @@ def assemble(
     sums = sums_in_float32(parallel, layout, config.precision.dtype, bool(config.precision.float8))
     can_split = is_cast and dtype == SPLIT_DTYPE
     reason = _own_optimizer(config) if can_split else ""
+    read_weight = task.read_weight if task.reads_weights else None
     lowers = split_weights(model_parts[0], rounds_gradients=not sums) if can_split and not reason else {}
     masters = cast_weights(model_parts[0], dtype) if is_cast else {}
     if sums:
@@ -382,7 +383,6 @@ def assemble(
             pipeline.set_shapes(dtype)  # A pass that determines shapes would be counted as a load.
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         sum_tied = partial(sum_tied_gradients, tied, world)
-        read_weight = task.read_weight
         return BuiltModel(
             model_parts, weights, pipeline, None, read_weight, sum_tied, load_balance, update_scales
         )
@@ -396,7 +396,7 @@ def assemble(
         model_parts,
         weights,
         forward_backward,
-        read_weight=task.read_weight,
+        read_weight=read_weight,
         load_balance=load_balance,
         update_scales=update_scales,
         unsplit_reason=reason,

@@ -99,7 +99,7 @@ class World:
     expert_mesh: DeviceMesh | None = None
     """The mesh of the experts' parameters; None unless experts are divided over several ranks.
 
-    The dimension ``dp_shard`` of `mesh` is divided into ``expert_shard`` and ``ep``.
+    The dimensions ``dp_shard`` and ``tp`` of `mesh` together are divided into ``expert_shard`` and ``ep``.
     """
     is_simulated: bool = False
     """True if the other ranks are only simulated and tensors contain no data."""
@@ -330,7 +330,6 @@ def build_expert_mesh(device: torch.device, layout: Layout) -> DeviceMesh | None
         "dp_replicate": layout.dp_replicate,
         "expert_shard": layout.expert_shards,
         "ep": layout.ep,
-        "tp": layout.tp,
     }
     dims = {name: size for name, size in sizes.items() if size > 1 or name == "expert_shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))

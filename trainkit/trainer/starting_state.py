@@ -87,7 +87,8 @@ def resume(
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
     if built.read_weight is not None:
-        read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
+        biases = {} if built.load_balance is None else built.load_balance.biases
+        read_initial_weights(built.weights, biases, built.read_weight, resumed=chosen is not None)
     if chosen is None:
         if config.model.init_from is not None:
             base = task.data_identity().get(BASE_FINGERPRINT)

@@ -151,6 +151,9 @@ precision: {dtype: bf16}
     said(given(tmp_path, "megatron", text).files[MEGATRON_ARGS])  # a device batch has 4 microbatches
     text = "parallel: {tp: 2}"
     assert given(tmp_path, "megatron", text).files == {MEGATRON_ARGS: "--tensor-model-parallel-size 2\n"}
+    flags = "--expert-model-parallel-size 2\n--expert-tensor-parallel-size 1\n"
+    found = given(tmp_path, "megatron", text.replace("tp: 2", "tp: 2, ep: 2")).files[MEGATRON_ARGS]
+    assert found == f"--tensor-model-parallel-size 2\n{flags}"
 
 
 def test_megatron_refuses_a_flag_that_the_command_has(tmp_path):

@@ -126,10 +126,12 @@ def test_an_average_of_the_weights(tmp_path: Path, options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_experts_on_several_ranks(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("layout", [{"dp_shard": 8}, {"dp_shard": 2, "tp": 4}], ids=str)
+def test_experts_on_several_ranks(tmp_path: Path, layout: dict[str, int], mode: str) -> None:
     """The plan expects a rank with more rows than the mean, and simulated ranks all have the mean."""
     moe = "model.moe={num_experts: 8, top_k: 2, expert_ffn_dim: 512, num_shared: 1}"
-    options = (moe, "parallel.dp_shard=8", "parallel.ep=4", f"parallel.activation_checkpointing={mode}")
+    degrees = {**layout, "ep": 4, "activation_checkpointing": mode}
+    options = [moe, "model.num_kv_heads=4", *(f"parallel.{key}={value}" for key, value in degrees.items())]
     found = found_for(tmp_path, 8, *WIDE, *options)
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.05)
     # In each of four layers, one exchange of numbers of rows, and four of rows.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,13 +37,15 @@ from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.loader import other_weights
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.models.hf_names import hf_family, hf_names, hf_values
+from trainkit.trainer.models.hf_names import has_stored_biases, hf_family, hf_names, hf_values
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
 """Maximum size of a weight file in bytes. Published models usually use the same limit, because a model hub
 may reject larger files."""
+BUFFER = "buffer."
+"""Prefix of the names of buffers in a checkpoint."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
@@ -95,12 +98,13 @@ def export(request: ExportRequest) -> list[str]:
 def _unlike_transformers(config: RunConfig, reader: SafeReader) -> str | None:
     """Return a property of the decoder that no supported model in transformers has, or None."""
     model, moe = config.model, config.model.moe
+    if moe is not None and moe.score == "sigmoid":
+        return None if moe.num_shared else "model.moe with score sigmoid and num_shared 0"
     if model.qk_norm and model.qkv_bias:
         return "both model.qk_norm and model.qkv_bias"
     if moe is None:
         return None
     unlike = {
-        "score sigmoid": moe.score == "sigmoid",
         f"scale {moe.scale:g}": moe.scale != 1.0,
         f"num_shared {moe.num_shared}": moe.num_shared > 0,
         "qkv_bias": model.qkv_bias,
@@ -112,12 +116,15 @@ def _unlike_transformers(config: RunConfig, reader: SafeReader) -> str | None:
         }
     found = next((what for what, is_unlike in unlike.items() if is_unlike), None)
     if found is not None:
-        return f"model.moe with {found}"
-    shapes = {name: item.size for name, item in saved_tensors(reader, "buffer.").items()}
-    biases = {f"buffer.{name}": torch.empty(size) for name, size in shapes.items()}
+        return f"model.moe with score softmax and {found}"
+    shapes = {name: item.size for name, item in saved_tensors(reader, BUFFER).items()}
+    biases = {f"{BUFFER}{name}": torch.empty(size) for name, size in shapes.items()}
     load_tensors(reader, biases)
     if any(bias.any() for bias in biases.values()):
-        return "the router's biases of this run (train with model.moe.bias_rate: 0 to export the model)"
+        return (
+            "score softmax and biases of the router, which balanced the load of this run (to export a model, "
+            "train with model.moe.bias_rate: 0, or with score: sigmoid and shared experts)"
+        )
     return None
 
 
@@ -157,6 +164,9 @@ def _export_decoder(
     saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
+    saved = {f"model.{name}": item for name, item in saved.items()}
+    if has_stored_biases(shape):
+        saved |= {f"{BUFFER}{name}": item for name, item in saved_tensors(reader, BUFFER).items()}
     settings = decoder_settings(shape, config, dtype)
     (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
     files: list[dict[str, torch.Size]] = [{}]
@@ -165,18 +175,26 @@ def _export_decoder(
             files.append({})
         files[-1][name] = item.size
     index: dict[str, str] = {}
+    total_size = 0
     for number, sizes in enumerate(files, 1):
         file = FILE_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         theirs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, size in sizes.items():
-            names = hf_names(name, shape)
-            theirs |= dict.fromkeys(names, (dtype, tuple(size[1:] if len(names) > 1 else size)))
+            names, is_bias = _names(name, shape), name.startswith(BUFFER)
+            # Rounded biases would choose other experts, so transformers keeps biases in float32 too.
+            stored_dtype = torch.float32 if is_bias else dtype
+            theirs |= dict.fromkeys(names, (stored_dtype, tuple(size[1:] if len(names) > 1 else size)))
         write_safetensors(out / file, theirs, _values(sizes, shape, reader, replaced))
         index |= dict.fromkeys(theirs, file)
+        total_size += sum(math.prod(size) * own.itemsize for own, size in theirs.values())
     if len(files) > 1:
-        total = _num_bytes([item.size for item in saved.values()], dtype)
-        record = {"metadata": {"total_size": total}, "weight_map": index}
+        record = {"metadata": {"total_size": total_size}, "weight_map": index}
         (out / INDEX_NAME).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _names(name: str, shape: ModelShape) -> list[str]:
+    """Return the names in transformers of a tensor in a checkpoint."""
+    return hf_names(name.partition(".")[2], shape)
 
 
 def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
@@ -189,17 +207,17 @@ def _values(
     """Yield the values of `hf_names`; read about 1 GiB at a time to limit the number of load plans."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
-        group[f"model.{name}"] = torch.empty(size)
+        group[name] = torch.empty(size)
         if index == len(sizes) or sum(value.nbytes for value in group.values()) >= 1 << 30:
             load_tensors(reader, group, replaced)
             for ours, value in group.items():
-                yield from hf_values(hf_names(ours.removeprefix("model."), shape), value)
+                yield from hf_values(_names(ours, shape), value)
             group = {}
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json content that describes trainkit's decoder as a transformers model."""
-    family, names = hf_family(shape), {"qwen3_moe": "Qwen3Moe"}
+    family, names = hf_family(shape), {"qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
     scaling = shape.rope_scaling
     settings: dict[str, object] = {
         "architectures": [f"{names.get(family, family.capitalize())}ForCausalLM"],
@@ -241,6 +259,22 @@ def _expert_settings(shape: ModelShape) -> dict[str, object]:
     """Return the entries of config.json that describe the experts."""
     if (moe := shape.moe) is None:
         return {}
+    if hf_family(shape) == "glm4_moe":
+        return {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.ffn_dim,
+            "n_shared_experts": moe.num_shared,
+            "first_k_dense_replace": moe.first_dense,
+            "norm_topk_prob": moe.norm_topk,
+            "routed_scaling_factor": moe.scale,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": shape.qk_norm,
+            "attention_bias": shape.qkv_bias,
+            "partial_rotary_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+        }
     settings: dict[str, object] = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
     if hf_family(shape) == "mixtral":
         return {**settings, "intermediate_size": moe.ffn_dim, "sliding_window": None}

@@ -304,11 +304,14 @@ def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
     # With pipeline parallelism, trainkit splits a device batch into microbatches.
     micro = batch and batch.device_batch_size // (batch.pp_microbatches or 1)
     whole = batch and batch.global_batch_size if train.global_batch_size is not None else None
+    # By default, Megatron splits the experts over the tensor-parallel ranks before `ep` divides them.
+    split_experts = 1 if layout.ep > 1 and layout.tp > 1 else None
     return job.only_set(
         ("parallel.tp", "--tensor-model-parallel-size", layout.tp),
         ("parallel.pp", "--pipeline-model-parallel-size", layout.pp),
         ("parallel.cp", "--context-parallel-size", layout.cp),
         ("parallel.ep", "--expert-model-parallel-size", layout.ep),
+        ("parallel.ep", "--expert-tensor-parallel-size", split_experts),
         ("parallel.sequence_parallel", "--sequence-parallel", "" if sequence else None),
         (RECOMPUTE, "--recompute-granularity", None if recompute == "none" else recompute),
         (RECOMPUTE, "--recompute-method", "uniform" if recompute == "full" else None),

@@ -164,8 +164,7 @@ def enumerate_layouts(
 ) -> Iterator[Layout]:
     """Yield all layouts of `world_size` processes that keep tensor parallelism within a node.
 
-    The degree cp is 1 unless `splits_sequence` is set. The degree ep divides `num_experts`, and is 1 with
-    tensor parallelism.
+    The degree cp is 1 unless `splits_sequence` is set. The degree ep divides `num_experts`.
     """
     factors = divisors_of(world_size)
     tps = [tp for tp in factors if tp <= node_size]
@@ -173,7 +172,7 @@ def enumerate_layouts(
         if world_size % (tp * pp * cp) == 0:
             dp = world_size // (tp * pp * cp)
             for shard in divisors_of(dp):
-                for ep in divisors_of(math.gcd(num_experts, shard * cp) if tp == 1 else 1):
+                for ep in divisors_of(math.gcd(num_experts, shard * cp * tp)):
                     yield Layout(dp // shard, shard, tp, pp, cp, ep)
 
 

@@ -265,11 +265,15 @@ PARTS = ("model.", "buffer.")
 
 
 @torch.no_grad()
-def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
-    """Fill weights from the model's files; in a resumed run, only weights that checkpoints do not contain.
+def read_initial_weights(
+    weights: Sequence[Weight], buffers: Mapping[str, Tensor], read: ReadWeight, *, resumed: bool
+) -> None:
+    """Fill weights and buffers from the model's files; if resumed, only what checkpoints do not contain.
 
     Raises FatalError if a tensor's shape in the file differs from its shape in the model.
     """
+    for name, buffer in () if resumed else buffers.items():
+        buffer.copy_(read(name, [slice(None)]))
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
             continue

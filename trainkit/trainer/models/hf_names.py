@@ -1,6 +1,7 @@
 """Translate the names of a decoder's parameters to and from the names of models in transformers.
 
-The files of transformers contain one matrix per expert, and the decoder has one tensor for all experts.
+The files of transformers contain one matrix per expert, and the decoder has one tensor for all experts. The
+biases with which routers choose experts are buffers, and are translated as well.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ _BLOCK = {
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
+    "moe.shared.gate": "mlp.shared_experts.gate_proj",
+    "moe.shared.up": "mlp.shared_experts.up_proj",
+    "moe.shared.down": "mlp.shared_experts.down_proj",
 }
-_ROUTER = {"qwen3_moe": "mlp.gate", "mixtral": "block_sparse_moe.gate"}
-_EXPERT = {"qwen3_moe": "mlp.experts.{}.{}", "mixtral": "block_sparse_moe.experts.{}.{}"}
-_MATRIX = {
-    "qwen3_moe": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
-}
+_MATRIX = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL_MATRIX = {"gate": "w1", "up": "w3", "down": "w2"}
 _ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
@@ -41,24 +41,35 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 def hf_family(shape: ModelShape) -> str:
     """Return the value of `model_type` in transformers for models with the shape."""
     if shape.moe is not None:
-        return "qwen3_moe" if shape.qk_norm else "mixtral"
+        return "glm4_moe" if has_stored_biases(shape) else "qwen3_moe" if shape.qk_norm else "mixtral"
     return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
 
 
+def has_stored_biases(shape: ModelShape) -> bool:
+    """Return whether models in transformers with the shape store the biases of their routers."""
+    return shape.moe is not None and shape.moe.score == "sigmoid"
+
+
 def hf_names(name: str, shape: ModelShape) -> list[str]:
-    """Return the names under which transformers stores a decoder's parameter: one, or one for each expert."""
+    """Return the names under which transformers stores a parameter or the biases of a router.
+
+    The experts of a layer have one name each. The result is empty for biases that transformers does not have.
+    """
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:
         return [f"{_ENDS[module]}.{kind}"]
     layer, part = f"model.layers.{match[1]}", match[2]
-    if not part.startswith("moe.") or shape.moe is None:
-        return [f"{layer}.{_BLOCK[part]}.{kind}"]
-    family = hf_family(shape)
+    is_mixtral = hf_family(shape) == "mixtral"
+    experts = f"{layer}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+    if part == "moe.router" and kind == "bias":
+        return [f"{experts}.gate.e_score_correction_bias"] if has_stored_biases(shape) else []
     if part == "moe.router":
-        return [f"{layer}.{_ROUTER[family]}.{kind}"]
-    stored = _EXPERT[family], _MATRIX[family][kind]
-    return [f"{layer}.{stored[0].format(e, stored[1])}.weight" for e in range(shape.moe.num_experts)]
+        return [f"{experts}.gate.{kind}"]
+    if part == "moe.experts" and shape.moe is not None:
+        matrix = (_MIXTRAL_MATRIX if is_mixtral else _MATRIX)[kind]
+        return [f"{experts}.experts.{expert}.{matrix}.weight" for expert in range(shape.moe.num_experts)]
+    return [f"{layer}.{_BLOCK[part]}.{kind}"]
 
 
 def hf_values(names: Sequence[str], value: Tensor) -> Iterator[Tensor]:
@@ -69,11 +80,13 @@ def hf_values(names: Sequence[str], value: Tensor) -> Iterator[Tensor]:
 def read_decoder_weight(
     weights: StoredWeights, shape: ModelShape, name: str, index: Sequence[slice]
 ) -> Tensor:
-    """Read a slice of a decoder parameter from the files of a model whose family `hf_family` returns.
+    """Read a slice of a parameter, or of the biases of a router, from the files of a model of transformers.
 
-    Raises FatalError if the files do not contain the parameter.
+    Biases that transformers does not have are zeros. Raises FatalError if the files do not contain the name.
     """
     stored = hf_names(name, shape)
+    if not stored and shape.moe is not None:
+        return torch.zeros(shape.moe.num_experts)[tuple(index)]
     missing = next((each for each in stored if each not in weights), None)
     if missing is not None:
         raise FatalError(

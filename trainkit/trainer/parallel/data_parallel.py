@@ -122,7 +122,7 @@ def apply_data_parallel(
         assert isinstance(model, Model)
         layers, (first, last) = model.layers, end_units(model, MIN_UNIT_BYTES)
     units = communication_units(layers, MIN_UNIT_BYTES)
-    if layout.shards == 1 and layout.dp_replicate > 1 and not offload:
+    if layout.shards == 1 and layout.dp_replicate > 1 and not offload and expert_mesh is None:
         replicate_mesh = mesh["dp_replicate"]
         for module in float32:
             replicate(module, replicate_mesh, whole)
@@ -217,7 +217,7 @@ def gradient_switch(
         group = world.mesh["dp_replicate"].get_group()
         return HostReduction(model, group, masters, local_gradient).set_enabled
     layout = world.layout
-    is_sharded = layout.shards > 1
+    is_sharded = max(layout.shards, layout.expert_shards) > 1
     reduce: GradientSwitch = model.set_requires_gradient_sync
     if is_sharded or (parallel.offload and world.size == 1):
         # Disable only the all-reduce: the reduce-scatter must run after every microbatch, because unsharded

@@ -29,6 +29,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
+from trainkit.trainer.models.experts import Experts
 from trainkit.trainer.models.model import (
     Model,
     Role,
@@ -79,7 +80,8 @@ def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tens
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
     """Split the modules that the model's plan contains; ``*`` matches one component of a name.
 
-    With `loss_parallel`, the logits are a DTensor sharded over the vocabulary.
+    With `loss_parallel`, the logits are a DTensor sharded over the vocabulary. Experts stay unchanged if
+    expert parallelism divides them over the tensor-parallel ranks.
     """
     sequence_parallel = parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
@@ -102,7 +104,11 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
         "head": logits,
     }
     _check_plan_is_complete(model)
-    found = {name: styles[role] for name, _ in model.named_modules() if (role := model.role(name))}
+    found = {
+        name: styles[role]
+        for name, module in model.named_modules()
+        if (role := model.role(name)) and not (parallel.ep > 1 and isinstance(module, Experts))
+    }
     parallelize_module(model, mesh, {name: style for name, style in found.items() if style is not None})
 
 
@@ -151,11 +157,14 @@ class _WholeInput(ModuleStyle):
         self.stream = stream
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            first = DTensor.from_local(args[0], mesh, [self.stream], run_check=False)
-            return (first.redistribute(placements=[Replicate()]), *args[1:])
+        inner, stream = module.forward, self.stream
 
-        module.register_forward_pre_hook(gather)
+        # A hook would gather outside the module, whose whole input would then be stored for recomputation.
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            first = DTensor.from_local(x, mesh, [stream], run_check=False)
+            return inner(first.redistribute(placements=[Replicate()]), *args, **kwargs)
+
+        module.forward = forward
         return module
 
 
