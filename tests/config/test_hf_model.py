@@ -86,8 +86,13 @@ YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
 OTHER_MODELS: list[dict[str, Any]] = [
     *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}),
     {"model_type": "qwen3", "attention_bias": True},
-    *({"attention_bias": True}, {"attention_dropout": 0.1}, {"model_type": "mistral"}),
-    {"model_type": "mistral", "sliding_window": 4096},
+    *({"attention_bias": True}, {"attention_dropout": 0.1}, {"layer_types": ["sliding_attention"] * 3}),
+    {"model_type": "mistral", "layer_types": ["full_attention"] * 3},
+    {"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    *({"model_type": "gemma2", **key} for key in ({"hidden_activation": "gelu"}, {"attention_bias": True})),
+    {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+    {"model_type": "gemma3_text", "sliding_window": None},
+    {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
     *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "dynamic"}, {"rope_type": "llama3"})),
     *({"rope_scaling": {**YARN, **more}} for more in ({"mscale": 1.0}, {"truncate": False})),
 ]

@@ -11,38 +11,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from trainkit.config.hf_families import ENDS, Family, closest_family
 from trainkit.errors import FatalError
-from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.model_shape import ModelShape, model_values
 from trainkit.safetensors import StoredWeights
 
-_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
-_ROUTER = {"qwen3_moe": "mlp.gate", "mixtral": "block_sparse_moe.gate"}
-_EXPERT = {"qwen3_moe": "mlp.experts.{}.{}", "mixtral": "block_sparse_moe.experts.{}.{}"}
-_MATRIX = {
-    "qwen3_moe": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
-}
-_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-def hf_family(shape: ModelShape) -> str:
-    """Return the value of `model_type` in transformers for models with the shape."""
-    if shape.moe is not None:
-        return "qwen3_moe" if shape.qk_norm else "mixtral"
-    return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+def hf_family(shape: ModelShape) -> Family:
+    """Return the family of models in transformers to which a decoder of this shape belongs."""
+    return closest_family(model_values(shape))[0]
 
 
 def hf_names(name: str, shape: ModelShape) -> list[str]:
@@ -50,15 +29,13 @@ def hf_names(name: str, shape: ModelShape) -> list[str]:
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:
-        return [f"{_ENDS[module]}.{kind}"]
+        return [f"{ENDS[module]}.{kind}"]
+    modules = hf_family(shape).block_modules
     layer, part = f"model.layers.{match[1]}", match[2]
-    if not part.startswith("moe.") or shape.moe is None:
-        return [f"{layer}.{_BLOCK[part]}.{kind}"]
-    family = hf_family(shape)
-    if part == "moe.router":
-        return [f"{layer}.{_ROUTER[family]}.{kind}"]
-    stored = _EXPERT[family], _MATRIX[family][kind]
-    return [f"{layer}.{stored[0].format(e, stored[1])}.weight" for e in range(shape.moe.num_experts)]
+    if shape.moe is None or part != "moe.experts":
+        return [f"{layer}.{modules[part]}.{kind}"]
+    stored = modules[f"{part}.{kind}"]
+    return [f"{layer}.{stored.format(expert)}.weight" for expert in range(shape.moe.num_experts)]
 
 
 def hf_values(names: Sequence[str], value: Tensor) -> Iterator[Tensor]:
