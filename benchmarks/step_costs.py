@@ -192,7 +192,7 @@ def show_masks() -> None:
         packed = torch.where(torch.arange(1, TOKENS + 1) % length == 0, end, 1)[None]
         documents, positions = document_index(packed, end), torch.arange(TOKENS)
         dense = dense_mask(positions, TOKENS, torch.bfloat16, documents=documents)
-        mask = block_mask(documents)
+        mask = block_mask(positions, documents=documents)
         parts = mask.kv_num_blocks, mask.full_kv_num_blocks
         sizes = [item.numel() * item.element_size() for item in mask.as_tuple() if isinstance(item, Tensor)]
         all_blocks = (TOKENS // MASK_BLOCK) ** 2

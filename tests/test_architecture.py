@@ -68,8 +68,8 @@ SIZES = {
     "trainkit/plan": (19, 4_252),
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
-    "trainkit/trainer": (53, 12_285),
-    "tests": (386, 66_057),
+    "trainkit/trainer": (53, 12_294),
+    "tests": (388, 66_224),
 }
 """Maps a folder to its number of Python files and lines.
 

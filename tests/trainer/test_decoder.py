@@ -290,7 +290,7 @@ def test_packed_documents_have_the_logits_of_each_alone(lengths):
 
 
 @pytest.mark.parametrize("length", [256, 300])
-@pytest.mark.parametrize("window", [None, 1, 50, 129, 255])
+@pytest.mark.parametrize("window", [None, 50, 129])
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.02, 0.3, 1.0])
 def test_blocks_of_documents(length, window, share):
     """The kernel's blocks (skipped, whole or masked) give the same result as the mask in memory."""
@@ -299,7 +299,7 @@ def test_blocks_of_documents(length, window, share):
     packed[0] = 0
     packed[0, -2] = EOS  # a long document ends inside the last block, which may be incomplete
     documents, positions = document_index(packed, EOS), torch.arange(length)
-    mask = block_mask(documents, window)
+    mask = block_mask(positions, window, documents)
     dense = dense_mask(positions, length, torch.float32, window, documents)[:, 0] == 0
     number, inside = (
         F.pad(cells, (0, -length % MASK_BLOCK) * 2)

@@ -15,7 +15,7 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention
 
 from trainkit.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from trainkit.config.training import Activation
@@ -130,32 +130,42 @@ def dense_mask(
     return mask.masked_fill_(~allowed, -torch.inf)[:, None]
 
 
-def block_mask(documents: Tensor, window: int | None = None) -> BlockMask:
-    """Return the mask of `dense_mask` for all positions as a BlockMask for `block_attention`.
+def block_mask(positions: Tensor, window: int | None = None, documents: Tensor | None = None) -> BlockMask:
+    """Return the mask of `dense_mask` for all `positions`, int64 [T], as a BlockMask for `block_attention`.
 
     The attention kernel computes the mask on the fly and skips blocks that contain only other documents, or
     only positions outside of the window. Document indices [B, T] increase with the position, so the first and
     last index in each block determine which blocks can be skipped.
     """
-    length = documents.shape[1]
-    starts = torch.arange(0, length, MASK_BLOCK, device=documents.device)
+    length = len(positions)
+    starts = positions[::MASK_BLOCK]
     ends = (starts + MASK_BLOCK - 1).clamp(max=length - 1)
-    first, last = documents[:, starts], documents[:, ends]
-    whole = (last[:, :, None] == first[:, None, :]).tril(-1)
-    partly = (first[:, :, None] <= last[:, None, :]).tril()
+    whole = (starts[:, None] > starts)[None]
+    partly = (starts[:, None] >= starts)[None]
     if window is not None:
-        whole &= ends[:, None] - starts < window
-        partly &= starts[:, None] - ends < window
-    partly &= ~whole
-
-    def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[sample, query] == documents[sample, key])
-
+        whole = whole & (ends[:, None] - starts < window)
+        partly = partly & (starts[:, None] - ends < window)
+    if documents is not None:
+        first, last = documents[:, starts], documents[:, ends]
+        whole = whole & (last[:, :, None] == first[:, None, :])
+        partly = partly & (first[:, :, None] <= last[:, None, :])
+    partly = partly & ~whole
     # A tensor, because compiled blocks would be specialized on a Python integer.
-    limit = documents.new_full((), window or length)
+    limit = positions.new_full((), length if window is None else window)
 
-    def allowed_in_window(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return allowed(sample, head, query, key) & (query - key < limit)
+    def in_order(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def in_window(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < limit)
+
+    mask_mods = [in_order if window is None else in_window]
+    if documents is not None:
+
+        def in_document(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return documents[sample, query] == documents[sample, key]
+
+        mask_mods.append(in_document)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number of selected blocks in each row, and block indices with selected blocks first."""
@@ -163,7 +173,7 @@ def block_mask(documents: Tensor, window: int | None = None) -> BlockMask:
         return marks.sum(-1).int(), marks.argsort(dim=-1, descending=True, stable=True).int()
 
     sizes, parts = (length, length), (*listed(partly), *listed(whole))
-    mask_mod = allowed if window is None else allowed_in_window
+    mask_mod = and_masks(*mask_mods)
     return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=MASK_BLOCK, mask_mod=mask_mod, seq_lengths=sizes)
 
 
@@ -459,8 +469,7 @@ class Decoder(Model):
             if not self.needs_mask(window, num_keys):
                 masks[window] = None
             elif self.masks_blocks:
-                one = self.queries.new_zeros(1, length) if documents is None else documents
-                masks[window] = block_mask(one, limit)
+                masks[window] = block_mask(self.queries[:length], limit, documents)
             else:
                 masks[window] = dense_mask(self.queries[:length], num_keys, x.dtype, limit, documents)
         return masks
