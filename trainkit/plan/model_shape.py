@@ -60,6 +60,14 @@ class ModelShape:
         every = self.full_attention_every
         return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
 
+    def attended(self, seq_len: int) -> float:
+        """Return twice the mean number of positions to which a token attends, averaged over the blocks.
+
+        Without a sliding window, the result is `seq_len`.
+        """
+        windows = [min(self.window(layer) or seq_len, seq_len) for layer in range(self.num_layers)]
+        return sum(window * (2 - window / seq_len) for window in windows) / self.num_layers
+
     @property
     def dense_layers(self) -> int:
         """Return the number of blocks, from the first one, that have a dense feed-forward network."""
@@ -265,10 +273,10 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) ->
 
     The formula is ``6 N + 12 L H Q T`` from PaLM, appendix B (arXiv 2204.02311). N includes the blocks and
     the output projection (even if tied), but not the embedding, which is only a lookup, nor the experts that
-    do not process the token. With `causal`, the term of attention is halved, because a causal mask allows
-    half of the scores.
+    do not process the token. With sliding windows, T is `ModelShape.attended`. With `causal`, the term of
+    attention is halved, because a causal mask allows half of the scores.
     """
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     matmul_params = num_active_params(shape) - embeddings + shape.vocab_size * shape.dim
-    attention = (6 if causal else 12) * shape.num_layers * shape.query_dim * seq_len
+    attention = (6 if causal else 12) * shape.num_layers * shape.query_dim * shape.attended(seq_len)
     return float(6 * matmul_params + attention)

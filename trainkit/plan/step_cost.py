@@ -257,9 +257,11 @@ def rank_flops(work: StepWork, pp_rank: int) -> float:
     """Return the FLOPs of one rank per step, from ``6 N + 12 L h T`` per token (arXiv 2204.02311).
 
     N excludes the experts that do not process a token. Tensor-parallel ranks are assumed to divide the work
-    of experts, as they do with sequence parallelism.
+    of experts, as they do with sequence parallelism. With sliding windows, T is `ModelShape.attended`, except
+    that context-parallel ranks also compute the scores outside of the windows.
     """
     shape, layout = work.shape, work.layout
+    attended = shape.attended(work.seq_len) if layout.cp == 1 else work.seq_len
     params, dim = _params(work, pp_rank), shape.dim
     kinds = (
         (shape.feed_forward(0), params.num_dense),
@@ -272,7 +274,7 @@ def rank_flops(work: StepWork, pp_rank: int) -> float:
     blocks = 6 * sum(
         kind.active_params(dim) * number * (IMBALANCE if work.divides(kind) else 1) for kind, number in kinds
     )
-    attention = 12 * dim * (shape.query_dim + shape.kv_dim) + 12 * shape.query_dim * work.seq_len
+    attention = 12 * dim * (shape.query_dim + shape.kv_dim) + 12 * shape.query_dim * attended
     head = 6 * dim * shape.vocab_size if params.head else 0
     tokens = work.tokens_per_pass * work.passes_per_step
     return tokens * (blocks + attention * params.num_layers + head) / layout.tp
