@@ -65,11 +65,11 @@ SIZES = {
     "trainkit/job": (30, 7_082),
     "trainkit/launch": (18, 4_094),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (19, 4_289),
+    "trainkit/plan": (19, 4_295),
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (53, 12_294),
-    "tests": (388, 66_272),
+    "tests": (388, 66_276),
 }
 """Maps a folder to its number of Python files and lines.
 

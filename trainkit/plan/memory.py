@@ -175,8 +175,7 @@ def block_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
     num_inner = 4 if not work.is_fused else 2 if work.float8 else 3
     inner = kind.saved(shape.dim, num_inner) / _ranks_of(work, kind)
     normed = 0 if work.is_fused and work.float8 else 2 * shape.dim
-    num_norms = 4 if shape.post_norms else 2
-    a_token = num_norms * _norm_bytes(work) + item * (normed + attended / layout.tp + inner)
+    a_token = shape.norms_per_block * _norm_bytes(work) + item * (normed + attended / layout.tp + inner)
     if work.materializes_scores:
         # The outputs of tanh and softmax are float32; a 16-bit copy of the latter is multiplied by values.
         a_token += (2 * FLOAT32 + (item if item < FLOAT32 else 0)) * _scores(work)
@@ -233,7 +232,9 @@ def _split_gradient_bytes(work: StepWork, kind: FeedForwardKind) -> int:
     shape = work.shape
     split = (shape.query_dim + 2 * shape.kv_dim) / work.layout.tp
     split += kind.output_gradients(shape.dim) / _ranks_of(work, kind)
-    norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
+    norms = (
+        shape.norms_per_block * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
+    )
     return round(work.tokens_per_pass * (norms + work.itemsize * (2 * shape.dim + split)))
 
 

@@ -80,6 +80,11 @@ class ModelShape:
         return RoutedExperts(self.moe)
 
     @property
+    def norms_per_block(self) -> int:
+        """Return the number of RMSNorms in a block that process the residual stream or a change of it."""
+        return 4 if self.post_norms else 2
+
+    @property
     def query_dim(self) -> int:
         """Return the total size of all query heads, which can differ from `dim`."""
         return self.num_heads * self.head_dim
@@ -263,7 +268,7 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 def num_params_of_block(shape: ModelShape, layer: int) -> int:
     """Return the number of parameters of one decoder block."""
     attention = 2 * shape.dim * (shape.query_dim + shape.kv_dim)
-    norms = (4 if shape.post_norms else 2) * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
+    norms = shape.norms_per_block * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
     biases = (shape.query_dim + 2 * shape.kv_dim) if shape.qkv_bias else 0
     return attention + biases + shape.feed_forward(layer).params(shape.dim) + norms
 

@@ -241,7 +241,7 @@ def recompute_share(work: StepWork) -> float:
         return 0.0
     if mode == "full":
         is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in DEFERRED_WEIGHT_GRADS
-        num_weights = MATRICES + (4 if shape.qk_norm else 2)
+        num_weights = MATRICES + shape.norms_per_block + (2 if shape.qk_norm else 0)
         return (1 + num_weights) / 3 if is_apart else 1 / 3
     attention = shape.kv_dim + shape.query_dim
     kind = shape.feed_forward(shape.num_layers - 1)
