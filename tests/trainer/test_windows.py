@@ -8,6 +8,7 @@ import torch
 
 from tests.support.models import nano, sample_keys, tokens
 from tests.support.parity import Case, assert_same_curves, run_cases, worst_difference
+from trainkit.capabilities.generate.worker import logits_of
 from trainkit.trainer.models.decoder import block_attention, capped_attention, causal_attention
 
 WINDOW = {"sliding_window": 4, "full_attention_every": 2, "num_layers": 2}
@@ -40,6 +41,15 @@ def test_attention_in_blocks_equals_attention_with_a_mask_in_memory(cap, config)
         with torch.no_grad():
             found, expected = (one(packed, sample_keys()) for one in (in_blocks, model))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_generation_computes_windows_and_soft_caps_for_a_part_of_a_sample():
+    model = nano(**WINDOW, logit_soft_cap=0.1, attention_soft_cap=0.5).eval()
+    with torch.no_grad():
+        found = logits_of(model, torch.device("cpu"))(tokens(1)[0, :9].tolist())
+        whole = model(tokens(1), sample_keys(1))[0, 8]
+    torch.testing.assert_close(found, 0.1 * torch.tanh(whole / 0.1))
+    assert found.abs().max() < 0.1
 
 
 def test_a_large_cap_changes_nothing():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from trainkit.config.rope import ROPE_SCALINGS, scaling_keys
 from trainkit.formats import JsonObject
 
-NEEDS: dict[str, object] = {"attention_dropout": 0.0}
+NEEDS: dict[str, object] = {"attention_dropout": 0.0, "mlp_bias": False}
 """Maps an entry of config.json to the only value that the decoder supports, in every family."""
 REQUIRED = object()
 """Default of an entry that every config.json contains."""
@@ -92,7 +92,7 @@ ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_hea
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models in transformers; each model of the family is one value of the `model` section."""
+    """A family of models in transformers."""
 
     model_type: str
     class_name: str
@@ -101,7 +101,7 @@ class Family:
     """Maps keys to the values that all models of the family have, where they differ from `OPTIONS`."""
     entries: Mapping[str, Entry] = field(default_factory=dict)
     """Maps keys to entries of config.json, in addition to `SIZES`."""
-    needs: Mapping[str, object] = field(default_factory=lambda: {"hidden_act": "silu"})
+    needs: Mapping[str, object] = field(default_factory=lambda: _SWIGLU)
     """Maps other entries of config.json to the only value that the decoder supports, which is also the
     default value in transformers."""
     head_dim: int | None = None
@@ -120,6 +120,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
+        """Return whether the models of the family have experts."""
         return any(key.startswith(EXPERTS) for key in self.entries)
 
     @property
@@ -196,7 +197,7 @@ class Family:
     def _rope(self, content: JsonObject) -> JsonObject:
         """Return the rotary embedding's base and scaling from a transformers 4 or 5 config.json."""
         rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-        rope = rope.get(FULL, {}) if WINDOWED in rope else rope
+        rope = (rope.get(FULL) or {}) if {FULL, WINDOWED} & {*rope} else rope
         return {"rope_theta": content.get("rope_theta", self.rope_theta), **rope}
 
     def _local_rope(self, content: JsonObject) -> JsonObject:
@@ -320,8 +321,8 @@ _FIRST_LAYERS = Entry(
     read=lambda layers: len(layers or ()),  # type: ignore[arg-type]
     write=lambda number: list(range(number)),  # type: ignore[call-overload]
 )
-_SWIGLU = {"hidden_act": "silu"}
-_NO_WINDOW = {**_SWIGLU, "use_sliding_window": False}
+_SWIGLU = {"hidden_act": "silu", "attention_bias": False}
+_NO_WINDOW = {"use_sliding_window": False}
 _EXPERTS_OF_LLAMA: dict[str, object] = {
     "moe.num_shared": 0,
     "moe.score": "softmax",
@@ -359,16 +360,16 @@ def _soft_caps(attention: float | None, logits: float | None) -> dict[str, Entry
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "Llama", needs={**_SWIGLU, "mlp_bias": False, "attention_bias": False}),
+        Family("llama", "Llama"),
         Family("mistral", "Mistral", entries={"sliding_window": _names("sliding_window", default=4096)}),
         # Qwen2 has biases only for queries, keys and values, but `attention_bias` in Llama also adds a bias
         # to the output projection.
-        Family("qwen2", "Qwen2", {"qkv_bias": True}, needs=_NO_WINDOW),
+        Family("qwen2", "Qwen2", {"qkv_bias": True}, needs={"hidden_act": "silu", **_NO_WINDOW}),
         Family(
             "qwen3",
             "Qwen3",
             {"qk_norm": True},
-            needs={**_NO_WINDOW, "attention_bias": False},
+            needs={**_SWIGLU, **_NO_WINDOW},
             head_dim=128,
         ),
         Family(
@@ -382,7 +383,7 @@ FAMILIES = {
                 "moe.norm_topk": _names("norm_topk_prob", default=False),
                 "moe.first_dense": _FIRST_LAYERS,
             },
-            needs={**_NO_WINDOW, "attention_bias": False, "decoder_sparse_step": 1},
+            needs={**_SWIGLU, **_NO_WINDOW, "decoder_sparse_step": 1},
             modules={
                 "moe.router": "mlp.gate",
                 "moe.experts.gate": "mlp.experts.{}.gate_proj",

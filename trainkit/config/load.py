@@ -204,8 +204,9 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         problems += _sizes_of_transformers(tree, model, shipped)
         values = {key: value for key, value in values.items() if key == "vocab_size"}
     derived: dict[tuple[str, ...], Any] = {("model", key): value for key, value in values.items()}
-    experts = (derived.pop(("model", "moe")) if values.get("moe") else None) or {}
-    derived |= {("model", "moe", name): value for name, value in experts.items()}
+    if experts := derived.get(("model", "moe")):
+        del derived["model", "moe"]
+        derived |= {("model", "moe", name): value for name, value in experts.items()}
     derived["model", "architecture"] = chosen
     derived["model", "preset"] = DEFAULT_PRESET
     tokenizer = tree.find(("data", "tokenizer"))
