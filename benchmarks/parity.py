@@ -92,7 +92,19 @@ OTHER_MODELS = [
 ]
 MUON = ("optimizer.name=muon", "optimizer.lr=0.003")
 """Overrides for Muon, which gathers whole matrices; its reference is a run of one process with Muon."""
+GEMMA = (
+    "train.z_loss=0.1",
+    "model={sliding_window: 5, full_attention_every: 3, rope_local_theta: 100, attention_soft_cap: 0.5, "
+    "logit_soft_cap: 1, activation: gelu_tanh, post_norms: true, zero_centered_norms: true, "
+    "scale_embeddings: true, qk_norm: true, tie_embeddings: true}",
+)
+"""Overrides for the blocks of Gemma and the z-loss."""
 OTHER_MODELS += [
+    (
+        "gemma",
+        GEMMA,
+        ("compile", "tp 2", "cp 2, compile, recompute", "pp 2 zbv, recompute", "pp 2 zbv x tp 2"),
+    ),
     (
         "muon",
         MUON,

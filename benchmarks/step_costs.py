@@ -44,9 +44,16 @@ from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import loss_chunks
 from trainkit.trainer import build
-from trainkit.trainer.causal_lm import CausalLM
+from trainkit.trainer.causal_lm import nll_sum
 from trainkit.trainer.forward_backward import _ChunkedLoss
-from trainkit.trainer.models.decoder import MASK_BLOCK, Block, document_blocks, document_mask, rope_table
+from trainkit.trainer.models.decoder import (
+    MASK_BLOCK,
+    Block,
+    block_mask,
+    dense_mask,
+    document_index,
+    rope_table,
+)
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizers.adamw import ShardedAdamW
 from trainkit.trainer.progress import Progress
@@ -170,7 +177,7 @@ def count_loss() -> CountKernels:
         x, head = (torch.empty(size, shape.dim, dtype=torch.bfloat16) for size in (tokens, shape.vocab_size))
         labels = torch.empty(tokens, dtype=torch.int64)
         chunks = loss_chunks(Layout(), shape, tokens)
-        inputs = x.requires_grad_(), head.requires_grad_(), labels, partial(CausalLM.nll_sum, None), chunks
+        inputs = x.requires_grad_(), head.requires_grad_(), labels, nll_sum, chunks
         with patch("trainkit.trainer.forward_backward._add_product", add_product), CountKernels() as count:
             _ChunkedLoss.apply(*inputs).backward()
     return count
@@ -183,7 +190,9 @@ def show_masks() -> None:
     print("|---|---|---|---|---|")
     for length in (TOKENS, 1024, 256):
         packed = torch.where(torch.arange(1, TOKENS + 1) % length == 0, end, 1)[None]
-        dense, mask = document_mask(packed, end, torch.bfloat16), document_blocks(packed, end)
+        documents, positions = document_index(packed, end), torch.arange(TOKENS)
+        dense = dense_mask(positions, TOKENS, torch.bfloat16, documents=documents)
+        mask = block_mask(positions, documents=documents)
         parts = mask.kv_num_blocks, mask.full_kv_num_blocks
         sizes = [item.numel() * item.element_size() for item in mask.as_tuple() if isinstance(item, Tensor)]
         all_blocks = (TOKENS // MASK_BLOCK) ** 2

@@ -98,6 +98,7 @@ data.document_mask=true parallel.cp=2
 data.document_mask=true parallel.pp=2
 data.document_mask=true model.architecture=mine.py:Mine
 data.document_mask=true task=mine.py:Mine
+train.z_loss=0.001 task=mine.py:Mine
 notify.webhook=https://hooks.example.org/services/T0P
 notify.webhook=hooks.example.org/x
 notify.webhook=MY_HOOK launch.env.MY_HOOK=https://hooks.example.org/services/T0P

@@ -106,12 +106,44 @@ def test_experts_with_sigmoid_scores(tmp_path, changes, qk_norm, qkv_bias):
     assert model.moe.model_dump() == moe
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 10_000, "rope_scaling": LINEAR},
+        {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e6}}, "without": "rope_theta"},
+        {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {}}, "without": "rope_theta"},
+    ],
+)
+@pytest.mark.parametrize(
+    "layers", [{"sliding_window_pattern": 2}, {"layer_types": ["sliding_attention", "full_attention"] * 2}]
+)
+def test_the_blocks_of_gemma_3(tmp_path, rope, layers):
+    write(
+        tmp_path / "model", model_type="gemma3_text", num_hidden_layers=4, sliding_window=9, **rope, **layers
+    )
+    model = load(tmp_path).config.model
+    assert (model.rope_theta, model.rope_local_theta) == (1e6, 1e4)
+    assert model.rope_scaling == {"type": "linear", "factor": 8.0}
+    assert (model.sliding_window, model.full_attention_every, model.query_pre_attn_scalar) == (9, 2, 256)
+    assert (model.head_dim, model.tie_embeddings, model.activation) == (256, True, "gelu_tanh")
+    assert "model.post_norms: is False" in problem(tmp_path, "model.post_norms=false")
+    assert "model.moe: is" in problem(tmp_path, "model.moe={num_experts: 4}")
+
+
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
 OTHER_MODELS: list[dict[str, Any]] = [
     *({"model_type": "gpt2"}, {"without": "hidden_size"}, {"hidden_act": "gelu"}),
     {"model_type": "qwen3", "attention_bias": True},
-    *({"attention_bias": True}, {"attention_dropout": 0.1}, {"model_type": "mistral"}),
-    {"model_type": "mistral", "sliding_window": 4096},
+    *({"attention_bias": True}, {"attention_dropout": 0.1}, {"layer_types": ["sliding_attention"] * 3}),
+    {"model_type": "mistral", "layer_types": ["full_attention"] * 3},
+    {"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    *({"model_type": "gemma2", **key} for key in ({"hidden_activation": "gelu"}, {"attention_bias": True})),
+    {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+    {"model_type": "gemma3_text", "sliding_window": None},
+    {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
     *({"rope_scaling": {"factor": 2.0, **kind}} for kind in ({"type": "dynamic"}, {"rope_type": "llama3"})),
     *({"rope_scaling": {**YARN, **more}} for more in ({"mscale": 1.0}, {"truncate": False})),
     *({**EXPERTS, **more} for more in ({"n_group": 2}, {"without": "n_shared_experts"})),

@@ -47,6 +47,40 @@ def test_the_size_of_qwen_3():
     assert sum(param.numel() for param in built.parameters()) == num_params(shape)
 
 
+GEMMA = {"tie_embeddings": True, "activation": "gelu_tanh", "post_norms": True, "head_dim": 256}
+GEMMAS = {
+    2_614_341_888: {
+        **{"dim": 2304, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 9216, "vocab_size": 256_000},
+        **{"sliding_window": 4096, "full_attention_every": 2},
+    },
+    999_885_952: {
+        **{"dim": 1152, "num_heads": 4, "num_kv_heads": 1, "ffn_dim": 6912, "vocab_size": 262_144},
+        **{"sliding_window": 512, "full_attention_every": 6, "qk_norm": True},
+    },
+}
+
+
+@pytest.mark.parametrize("params", GEMMAS)
+def test_the_sizes_of_gemma(params):
+    """Gemma 2 2B and Gemma 3 1B have 26 blocks, with four norms each."""
+    shape = resolve_model_shape(ModelConfig(num_layers=26, **GEMMA, **GEMMAS[params]), 1)
+    with torch.device("meta"):
+        built = Decoder(shape, 8)
+    assert num_params(shape) == sum(param.numel() for param in built.parameters()) == params
+
+
+@pytest.mark.parametrize(("window", "every", "limits"), [(64, 3, (64, 64, 512)), (600, None, (512,) * 3)])
+def test_windows_lower_the_flops_of_attention(window, every, limits):
+    config = ModelConfig(preset="nano", num_layers=3, sliding_window=window, full_attention_every=every)
+    shape = resolve_model_shape(config, 257)
+    seen = sum(min(position + 1, limit) for limit in limits for position in range(512)) / 512 / 3
+    assert shape.attended(512) == pytest.approx(2 * seen, rel=1 / 64)
+    flops = [flops_per_token(each, 512) for each in (shape, replace(shape, sliding_window=None))]
+    saved = 12 * 3 * shape.query_dim * (512 - shape.attended(512))
+    assert flops[1] - flops[0] == pytest.approx(saved)
+    assert (saved > 0) == (window < 512)
+
+
 def test_small_presets_are_small_and_grow():
     def size(preset: Preset) -> int:
         return num_params_of_blocks(resolve_model_shape(ModelConfig(preset=preset), 256))
@@ -76,6 +110,8 @@ rope_scaling: {factor: 2}
 rope_scaling: {type: linear, factor: 2, beta_fast: 3}
 rope_scaling: {type: 3, factor: 2}
 rope_scaling: {type: yarn, factor: linear, original_max_position_embeddings: 32}
+full_attention_every: 2, rope_local_theta: 100
+activation: gelu_tanh, moe: {num_experts: 4}
 dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1
 """.splitlines()
 

@@ -10,7 +10,12 @@ import torch
 
 from tests.support.ranks import preload
 from trainkit.capabilities.export.command import chosen_checkpoint
+from trainkit.config import load_config
+from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
+from trainkit.safetensors import StoredWeights
+from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.hf_names import read_decoder_weight
 
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -56,6 +61,20 @@ def export_run(run: Path, out: Path, merge: bool = False, dtype: str = "fp32") -
     out.mkdir()
     checkpoint = chosen_checkpoint(folder, None).path
     export(ExportRequest(str(run), str(config_file), str(checkpoint), str(out), dtype, merge=merge))
+
+
+def decoder_of(folder: Path) -> Decoder:
+    """Return trainkit's decoder with the weights of a model of transformers."""
+    config = load_config(None, overrides=[f"model.hf={folder}", "data.tokenizer=bytes"], layers=False).config
+    assert config.model.architecture == "llama"
+    model = Decoder(resolve_model_shape(config.model, 320), 24).eval()
+    weights = StoredWeights(folder)
+    model.rebuild_buffers()
+    biases = {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in model.routers.items()}
+    with torch.no_grad():
+        for name, tensor in {**dict(model.named_parameters()), **biases}.items():
+            tensor.copy_(read_decoder_weight(weights, model.shape, name, [slice(None)] * tensor.dim()))
+    return model
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from trainkit.plan.step_work import loss_chunks
 from trainkit.trainer.build import recompute_and_compile
 from trainkit.trainer.causal_lm import IGNORE_LABEL, Microbatch
 from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward, _ChunkedLoss
-from trainkit.trainer.models.decoder import MASK_BLOCK, Decoder, document_blocks, document_mask
+from trainkit.trainer.models.decoder import MASK_BLOCK, Decoder, block_mask, dense_mask, document_index
 from trainkit.trainer.parallel.context import repeat_kv_heads
 from trainkit.trainer.progress import Progress
 
@@ -290,14 +290,17 @@ def test_packed_documents_have_the_logits_of_each_alone(lengths):
 
 
 @pytest.mark.parametrize("length", [256, 300])
+@pytest.mark.parametrize("window", [None, 50, 129])
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.02, 0.3, 1.0])
-def test_blocks_of_documents(length, share):
+def test_blocks_of_documents(length, window, share):
     """The kernel's blocks (skipped, whole or masked) give the same result as the mask in memory."""
     generator = torch.Generator().manual_seed(length)
     packed = torch.where(torch.rand(3, length, generator=generator) < share, EOS, 0)
     packed[0] = 0
     packed[0, -2] = EOS  # a long document ends inside the last block, which may be incomplete
-    mask, dense = document_blocks(packed, EOS), document_mask(packed, EOS, torch.float32)[:, 0] == 0
+    documents, positions = document_index(packed, EOS), torch.arange(length)
+    mask = block_mask(positions, window, documents)
+    dense = dense_mask(positions, length, torch.float32, window, documents)[:, 0] == 0
     number, inside = (
         F.pad(cells, (0, -length % MASK_BLOCK) * 2)
         .unfold(1, MASK_BLOCK, MASK_BLOCK)

@@ -52,6 +52,8 @@ SCHEDULE = "1f1b" if torch.__version__ < "2.12" else "zbv"
 """torch 2.11 has each stage send to the next before its first step, which gloo cannot do on one rank."""
 BF16, TASK = "precision.dtype=bf16", f"task={Path(tasks.__file__)}:Classify"
 
+WINDOWS = ("model.sliding_window=100", "model.attention_soft_cap=5", "model.logit_soft_cap=3")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -74,6 +76,8 @@ LAYOUTS = {
         (BF16, "data.document_mask=true", "parallel.compile=true", "optimizer.name=adamw_8bit"),
         tolerance=5e-4,
     ),
+    "windows": Layout(1, (BF16, *WINDOWS, "parallel.compile=true"), tolerance=5e-4),
+    "windows-cp": Layout(2, (BF16, *WINDOWS, "parallel.cp=2"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2", SMALL)),
     "replicate": Layout(

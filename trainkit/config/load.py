@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.config import yamlfile
-from trainkit.config.hf_model import BALANCING, CONFIG_NAME, DERIVED, SIZES, HFModel, find_hf_model
+from trainkit.config.hf_families import BALANCING, MODEL_KEYS
+from trainkit.config.hf_model import CONFIG_NAME, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
@@ -203,8 +204,9 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         problems += _sizes_of_transformers(tree, model, shipped)
         values = {key: value for key, value in values.items() if key == "vocab_size"}
     derived: dict[tuple[str, ...], Any] = {("model", key): value for key, value in values.items()}
-    experts = derived.pop(("model", "moe"), {})
-    derived |= {("model", "moe", name): value for name, value in experts.items()}
+    if experts := derived.get(("model", "moe")):
+        del derived["model", "moe"]
+        derived |= {("model", "moe", name): value for name, value in experts.items()}
     derived["model", "architecture"] = chosen
     derived["model", "preset"] = DEFAULT_PRESET
     tokenizer = tree.find(("data", "tokenizer"))
@@ -227,7 +229,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
 
 def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterator[Problem]:
     """Yield a problem for each model size in `tree` that differs from the size in the model's config.json."""
-    for key in (*SIZES, *DERIVED):
+    for key in MODEL_KEYS:
         found = tree.find(("model", key))
         if found is None or found.origin.startswith(shipped):
             continue

@@ -25,6 +25,7 @@ RopeKey = Literal[
     "attention_factor",
 ]
 Score = Literal["softmax", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
@@ -103,6 +104,43 @@ class ModelConfig(Section):
         allowed="a mapping with `type` (llama3, linear or yarn) and numbers above 0 for factor, "
         "original_max_position_embeddings, low_freq_factor, high_freq_factor, beta_fast, beta_slow or "
         "attention_factor",
+    )
+    sliding_window: AtLeastOne | None = key(
+        None,
+        "Number of positions to which a token attends, counted back from its own position, as in Mistral; "
+        "null lets a token attend to all earlier positions.",
+    )
+    full_attention_every: AtLeastOne | None = key(
+        None,
+        "With N, every Nth block ignores sliding_window: 2 in Gemma 2, and 6 in Gemma 3. null applies the "
+        "window to all blocks.",
+    )
+    rope_local_theta: Positive | None = key(
+        None,
+        "Base of the rotary position embedding in blocks with a sliding window, which rope_scaling then does "
+        "not affect, as in Gemma 3; null uses rope_theta.",
+    )
+    query_pre_attn_scalar: Positive | None = key(
+        None, "Attention scores are divided by the square root of this number; null uses head_dim."
+    )
+    attention_soft_cap: Positive | None = key(
+        None, "Limit c of attention scores s, computed as c * tanh(s / c), as in Gemma 2; null sets no limit."
+    )
+    logit_soft_cap: Positive | None = key(
+        None, "Limit c of logits x, computed as c * tanh(x / c), as in Gemma 2; null sets no limit."
+    )
+    activation: Activation = key(
+        "silu", "Activation of feed-forward networks: silu, or gelu_tanh as in Gemma (not with experts)."
+    )
+    post_norms: bool = key(
+        False,
+        "Also apply an RMSNorm to the output of attention and of the feed-forward network, as in Gemma.",
+    )
+    zero_centered_norms: bool = key(
+        False, "Multiply by 1 + weight instead of by the weight in every RMSNorm, as in Gemma."
+    )
+    scale_embeddings: bool = key(
+        False, "Multiply the output of the embedding by the square root of dim, as in Gemma."
     )
     qkv_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
     qk_norm: bool = key(False, "Apply an RMSNorm to each query and key head, as in Qwen3.")
@@ -212,6 +250,13 @@ class TrainConfig(Section):
         "global_batch_size: 16}]. After these stages, each step has global_batch_size samples. Not supported "
         "with pipeline parallelism.",
         allowed="a list of mappings with `steps` and `global_batch_size` (integers of at least 1)",
+    )
+    z_loss: float = key(
+        0.0,
+        "Coefficient of the squared logarithm of the softmax denominator, whose gradient is added to the "
+        "gradient of the loss to keep logits small; 0 disables the z-loss. The logged loss does not contain "
+        "the z-loss.",
+        ge=0,
     )
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
     eval_every: AtLeastOne | None = key(50, "Steps between validations; null disables validation.")

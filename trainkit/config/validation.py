@@ -65,6 +65,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _optimizer(loaded),
         _stages(config),
         _document_mask(config),
+        _z_loss(config),
         _pattern(config),
         _best_metric(config, [name for capability in used for name in capability.metrics(config)]),
         *(capability.contradictions(config) for capability in used),
@@ -343,6 +344,13 @@ def _document_mask(config: RunConfig) -> Iterator[KeyProblem]:
     if name != DECODER:
         message = f"is true, but {source} is {name}, which masks attention itself"
         yield "data.document_mask", message, "remove data.document_mask"
+
+
+def _z_loss(config: RunConfig) -> Iterator[KeyProblem]:
+    if config.train.z_loss and not config.has_decoder:
+        source, name = config.model_source
+        message = f"is {config.train.z_loss:g}, but {source} is {name}, which computes the loss itself"
+        yield "train.z_loss", message, "remove train.z_loss"
 
 
 MAX_BF16_BETA = 0.99

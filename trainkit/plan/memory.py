@@ -152,12 +152,17 @@ def _norm_bytes(work: StepWork) -> int:
     return stream_bytes(work) * (2 * FLOAT32 // work.itemsize if work.device == "cpu" else 1)
 
 
+def _scores(work: StepWork) -> float:
+    """Return the number of attention scores per token on one rank."""
+    return work.shape.num_heads * work.seq_len / work.layout.tp
+
+
 def block_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
     """Return the bytes of activations that one block saves per pass without recomputation.
 
     `kind` is the block's feed-forward network; None means the feed-forward network of the last block.
 
-    For each token, a block saves the inputs of both norms, of the qkv projection, and of the gate and up
+    For each token, a block saves the inputs of all norms, of the qkv projection, and of the gate and up
     projections. Tensor parallelism splits the other tensors: queries, keys, values, the attention output,
     gate, up, silu(gate), and silu(gate) * up. Fused kernels compute silu(gate) again from gate, and save the
     float32 statistics of the norms and of attention. In float8, fused kernels also compute the outputs of the
@@ -175,7 +180,10 @@ def block_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
     num_inner = 4 if not work.is_fused else 2 if work.float8 else 3
     inner = kind.saved(shape.dim, num_inner) / _ranks_of(work, kind)
     normed = 0 if work.is_fused and work.float8 else 2 * shape.dim
-    a_token = 2 * _norm_bytes(work) + item * (normed + attended / layout.tp + inner)
+    a_token = shape.norms_per_block * _norm_bytes(work) + item * (normed + attended / layout.tp + inner)
+    if work.materializes_scores:
+        # The outputs of tanh and softmax are float32; a 16-bit copy of the latter is multiplied by values.
+        a_token += (2 * FLOAT32 + (item if item < FLOAT32 else 0)) * _scores(work)
     a_token += kind.routing_bytes(shape.dim, item) / _ranks_of(work, kind)
     if work.is_fused:
         a_token += FLOAT32 * (2 + shape.num_heads)
@@ -204,9 +212,12 @@ def kept_bytes(work: StepWork, kind: FeedForwardKind | None = None) -> int:
     if mode != "full":
         is_pointwise = mode == "pointwise"
         # The products are wq, wk, wv, wo, gate, up and down; `selective` keeps wq, wv, gate and down.
-        split = shape.query_dim + (2 if is_pointwise else 1) * shape.kv_dim
-        # On Hopper, context-parallel attention merges the results of two kernel calls.
-        split += shape.query_dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
+        split: float = shape.query_dim + (2 if is_pointwise else 1) * shape.kv_dim
+        if work.materializes_scores:  # the scores and the result of attention are matrix products too
+            split += (shape.query_dim + _scores(work) * tp) if is_pointwise else 0
+        else:
+            # On Hopper, context-parallel attention merges the results of two kernel calls.
+            split += shape.query_dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
         inner = work.itemsize * kind.products(shape.dim, all_of_them=is_pointwise) + kind.logit_bytes()
         a_token += work.itemsize * split / tp + inner / _ranks_of(work, kind)
         if tp > 1:
@@ -226,7 +237,9 @@ def _split_gradient_bytes(work: StepWork, kind: FeedForwardKind) -> int:
     shape = work.shape
     split = (shape.query_dim + 2 * shape.kv_dim) / work.layout.tp
     split += kind.output_gradients(shape.dim) / _ranks_of(work, kind)
-    norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
+    norms = (
+        shape.norms_per_block * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
+    )
     return round(work.tokens_per_pass * (norms + work.itemsize * (2 * shape.dim + split)))
 
 
@@ -244,8 +257,12 @@ def loss_bytes(work: StepWork) -> int:
     gradients of logits exist only for one chunk, but the gradients of the head's weight and of the hidden
     states are kept as well.
     """
-    a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
+    is_split = work.parallel.loss_parallel and work.layout.tp > 1
+    a_logit = FLOAT32 * (4 if is_split else 3)
     a_logit += work.itemsize if work.layout.pp > 1 else 0
+    # The soft cap saves the output of tanh. The z-loss saves the logits and computes a second gradient; with
+    # loss parallelism, the z-loss needs one copy less.
+    a_logit += FLOAT32 * ((work.shape.logit_soft_cap is not None) + work.z_loss * (1 if is_split else 2))
     if work.is_fused:
         a_logit = 2 * work.itemsize
     found = _logits(work) / work.loss_chunks * a_logit

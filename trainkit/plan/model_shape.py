@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from trainkit.config.training import ModelConfig, RopeType
+from trainkit.config.hf_families import MODEL_KEYS, OPTIONS
+from trainkit.config.rope import ROPE_SCALINGS, RopeScaling, scaling_keys, scaling_values
+from trainkit.config.training import Activation, ModelConfig
 from trainkit.errors import ConfigError, Problem
+from trainkit.formats import JsonObject
 from trainkit.plan.feed_forward import (
     Dense,
     FeedForwardKind,
@@ -18,47 +22,6 @@ from trainkit.plan.feed_forward import (
 
 VOCAB_MULTIPLE = 64
 """Vocabulary sizes are rounded up to a multiple of this number, because matrix kernels are then faster."""
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Stretches all wavelengths of the rotary position embedding by `factor` (arXiv 2306.15595)."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Stretches long wavelengths by `factor`, as in Llama 3.1; short wavelengths stay unchanged."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: float
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """Stretches long wavelengths by `factor` and sharpens attention (YaRN, arXiv 2309.00071).
-
-    Wavelengths that fit into the original context more than `beta_fast` times stay unchanged, and wavelengths
-    that fit fewer than `beta_slow` times are stretched by the whole factor.
-    """
-
-    factor: float
-    original_max_position_embeddings: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    """Factor applied to queries and keys; None computes the factor from `factor`, as in the paper."""
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-ROPE_SCALINGS: dict[RopeType, type[RopeScaling]] = {
-    "linear": LinearScaling,
-    "llama3": Llama3Scaling,
-    "yarn": YarnScaling,
-}
 
 
 @dataclass(frozen=True)
@@ -81,6 +44,29 @@ class ModelShape:
     qk_norm: bool = False
     moe: MoeShape | None = None
     """The experts of all blocks but the first ones; None if every block has a dense feed-forward network."""
+    sliding_window: int | None = None
+    full_attention_every: int | None = None
+    rope_local_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    activation: Activation = "silu"
+    post_norms: bool = False
+    zero_centered_norms: bool = False
+    scale_embeddings: bool = False
+
+    def window(self, layer: int) -> int | None:
+        """Return the number of positions to which a token attends in one block; None without a limit."""
+        every = self.full_attention_every
+        return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
+
+    def attended(self, seq_len: int) -> float:
+        """Return twice the mean number of positions to which a token attends, averaged over the blocks.
+
+        Without a sliding window, the result is `seq_len`.
+        """
+        windows = [min(self.window(layer) or seq_len, seq_len) for layer in range(self.num_layers)]
+        return sum(window * (2 - window / seq_len) for window in windows) / self.num_layers
 
     @property
     def dense_layers(self) -> int:
@@ -92,6 +78,11 @@ class ModelShape:
         if self.moe is None or layer < self.moe.first_dense:
             return Dense(self.ffn_dim)
         return RoutedExperts(self.moe)
+
+    @property
+    def norms_per_block(self) -> int:
+        """Return the number of RMSNorms in a block that process the residual stream or a change of it."""
+        return 4 if self.post_norms else 2
 
     @property
     def query_dim(self) -> int:
@@ -165,17 +156,17 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     preset = PRESETS[model.preset]
     scaling, problems = _rope_scaling(model)
     sizes = {name: getattr(model, name) or getattr(preset, name) for name in SIZES}
+    options = {name: getattr(model, name) for name in OPTIONS}
     shape = ModelShape(
         vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),
         **sizes,
         head_dim=model.head_dim or sizes["dim"] // sizes["num_heads"],
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
-        qkv_bias=model.qkv_bias,
-        qk_norm=model.qk_norm,
         rope_scaling=scaling,
-        moe=None if model.moe is None else moe_shape(model.moe, sizes["ffn_dim"]),
+        **{**options, "moe": None if model.moe is None else moe_shape(model.moe, sizes["ffn_dim"])},
     )
+    problems += _option_problems(model)
     if model.moe is not None:
         problems += expert_problems(model.moe, shape.num_layers, shape.dim, shape.ffn_dim)
     is_head_dim_set = model.head_dim is not None
@@ -185,6 +176,13 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     return shape
 
 
+def model_values(shape: ModelShape) -> JsonObject:
+    """Return the values of `MODEL_KEYS` from which `resolve_model_shape` computes a shape."""
+    moe = None if shape.moe is None else {**vars(shape.moe), "expert_ffn_dim": shape.moe.ffn_dim}
+    found = {key: getattr(shape, key) for key in MODEL_KEYS}
+    return {**found, "rope_scaling": scaling_values(shape.rope_scaling), "moe": moe}
+
+
 def _rope_scaling(model: ModelConfig) -> tuple[RopeScaling | None, list[Problem]]:
     """Return the scaling of the rotary position embedding, or the problems with `model.rope_scaling`."""
     if not model.rope_scaling:
@@ -192,8 +190,8 @@ def _rope_scaling(model: ModelConfig) -> tuple[RopeScaling | None, list[Problem]
     given: dict[str, Any] = {str(key): value for key, value in model.rope_scaling.items()}
     kind = given.pop("type", "llama3")
     wrong = None if kind in ROPE_SCALINGS else f"has the type {kind}"
-    known = {} if wrong else {item.name: item.default for item in fields(ROPE_SCALINGS[kind])}
-    missing = [name for name, default in known.items() if default is MISSING and name not in given]
+    known = {} if wrong else scaling_keys(kind)
+    missing = [name for name, is_required in known.items() if is_required and name not in given]
     unknown = [name for name in given if name not in known]
     texts = [name for name, value in given.items() if isinstance(value, str)]
     if wrong:
@@ -237,6 +235,18 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int, *, is_head_dim
     return problems
 
 
+def _option_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield every problem with options that other options make ineffective or impossible."""
+    for key in ("full_attention_every", "rope_local_theta"):
+        value = getattr(model, key)
+        if value is not None and model.sliding_window is None:
+            message = f"is {value:g}, but model.sliding_window is null"
+            yield Problem(f"model.{key}", message, hint=f"set model.sliding_window, or remove model.{key}")
+    if model.activation != "silu" and model.moe is not None:
+        message = f"is {model.activation}, but model.moe is set, and experts support only silu"
+        yield Problem("model.activation", message, hint="remove model.activation")
+
+
 def num_params(shape: ModelShape) -> int:
     """Return the total number of parameters, including embeddings; tied embeddings are counted once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
@@ -258,7 +268,7 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 def num_params_of_block(shape: ModelShape, layer: int) -> int:
     """Return the number of parameters of one decoder block."""
     attention = 2 * shape.dim * (shape.query_dim + shape.kv_dim)
-    norms = 2 * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
+    norms = shape.norms_per_block * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
     biases = (shape.query_dim + 2 * shape.kv_dim) if shape.qkv_bias else 0
     return attention + biases + shape.feed_forward(layer).params(shape.dim) + norms
 
@@ -268,10 +278,10 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) ->
 
     The formula is ``6 N + 12 L H Q T`` from PaLM, appendix B (arXiv 2204.02311). N includes the blocks and
     the output projection (even if tied), but not the embedding, which is only a lookup, nor the experts that
-    do not process the token. With `causal`, the term of attention is halved, because a causal mask allows
-    half of the scores.
+    do not process the token. With sliding windows, T is `ModelShape.attended`. With `causal`, the term of
+    attention is halved, because a causal mask allows half of the scores.
     """
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     matmul_params = num_active_params(shape) - embeddings + shape.vocab_size * shape.dim
-    attention = (6 if causal else 12) * shape.num_layers * shape.query_dim * seq_len
+    attention = (6 if causal else 12) * shape.num_layers * shape.query_dim * shape.attended(seq_len)
     return float(6 * matmul_params + attention)

@@ -240,7 +240,7 @@ def recompute_share(work: StepWork) -> float:
         return 0.0
     if mode == "full":
         is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in DEFERRED_WEIGHT_GRADS
-        num_weights = MATRICES + (4 if shape.qk_norm else 2)
+        num_weights = MATRICES + shape.norms_per_block + (2 if shape.qk_norm else 0)
         return (1 + num_weights) / 3 if is_apart else 1 / 3
     attention = shape.kv_dim + shape.query_dim
     kind = shape.feed_forward(shape.num_layers - 1)
@@ -256,9 +256,11 @@ def rank_flops(work: StepWork, pp_rank: int) -> float:
     """Return the FLOPs of one rank per step, from ``6 N + 12 L h T`` per token (arXiv 2204.02311).
 
     N excludes the experts that do not process a token. Tensor-parallel ranks are assumed to divide the work
-    of experts, as they do with sequence parallelism.
+    of experts, as they do with sequence parallelism. With sliding windows, T is `ModelShape.attended`, except
+    that context-parallel ranks also compute the scores outside of the windows.
     """
     shape, layout = work.shape, work.layout
+    attended = shape.attended(work.seq_len) if layout.cp == 1 else work.seq_len
     params, dim = _params(work, pp_rank), shape.dim
     kinds = (
         (shape.feed_forward(0), params.num_dense),
@@ -271,7 +273,7 @@ def rank_flops(work: StepWork, pp_rank: int) -> float:
     blocks = 6 * sum(
         kind.active_params(dim) * number * (IMBALANCE if work.divides(kind) else 1) for kind, number in kinds
     )
-    attention = 12 * dim * (shape.query_dim + shape.kv_dim) + 12 * shape.query_dim * work.seq_len
+    attention = 12 * dim * (shape.query_dim + shape.kv_dim) + 12 * shape.query_dim * attended
     head = 6 * dim * shape.vocab_size if params.head else 0
     tokens = work.tokens_per_pass * work.passes_per_step
     return tokens * (blocks + attention * params.num_layers + head) / layout.tp

@@ -116,6 +116,8 @@ class StepWork:
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
+    z_loss: bool = False
+    """True if the gradient of the loss contains the z-loss."""
     document_mask: bool = False
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
@@ -136,6 +138,14 @@ class StepWork:
         """
         compiled = compiles(self.parallel, self.layout, self.device)
         return compiled and self.device == "cuda" and self.layout.tp == 1
+
+    @property
+    def materializes_scores(self) -> bool:
+        """Return whether soft-capped attention keeps all scores in memory."""
+        if self.shape.attention_soft_cap is None:
+            return False
+        in_blocks = attends_in_blocks(self.parallel, self.shape, self.dtype, self.device)
+        return self.layout.cp > 1 or not in_blocks
 
     @property
     def sums_in_float32(self) -> bool:
@@ -260,6 +270,7 @@ def work_of(
         muon=config.optimizer.ns_precision if config.optimizer.name == "muon" else None,
         added_bytes=added_bytes,
         device=device,
+        z_loss=config.train.z_loss > 0,
         document_mask=config.data.document_mask,
         float8_gather=config.precision.float8 == "gather",
         float8=bool(config.precision.float8),

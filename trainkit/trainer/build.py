@@ -437,12 +437,17 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
         model.tie()
     if world.expert_mesh is not None:
         apply_expert_parallel(model, world.expert_mesh, balanced=world.is_simulated)
-    kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
+    kind, dtype, masked = (
+        world.device.type,
+        config.precision.dtype,
+        isinstance(model, Decoder) and model.has_masks,
+    )
     if world.cp_group is not None:
         to_last = attention_to_last(world.device, DTYPES[dtype], model.shape.head_dim)
         apply_context_parallel(model.attentions, world.cp_group, to_last)
     flash = has_flash_attention(world.device, DTYPES[dtype])
-    if masked and flash and attends_in_blocks(parallel, model.shape, dtype, kind):
+    in_blocks = masked and flash and layout.cp == 1
+    if in_blocks and attends_in_blocks(parallel, model.shape, dtype, kind):
         cast(Decoder, model).attend_in_blocks()
     elif kind == "cuda" and (not flash or masked):
         repeat_kv_heads(model.attentions)

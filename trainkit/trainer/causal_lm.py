@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import TRAIN, VAL
@@ -35,7 +35,7 @@ from trainkit.safetensors import StoredWeights
 from trainkit.trainer.checkpoint.state import StreamState, TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
-from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.decoder import Decoder, soft_cap
 from trainkit.trainer.models.hf_names import read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.stateless_random import hash_int32, stable_key
@@ -224,6 +224,37 @@ class PrefetchedBatches:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def nll_sum(logits: Tensor, labels: Tensor, cap: float | None = None, z_loss: float = 0.0) -> Tensor:
+    """Return the negative log-likelihood, summed over all valid labels, as a 0-dim float32 tensor.
+
+    Logits [B, T, vocab] are soft-capped if `cap` is set. The gradient, but not the value, contains the z-loss
+    (arXiv 2204.02311), which is `z_loss` times the square of the logarithm of the softmax's denominator. With
+    loss parallelism, the logits are a DTensor sharded over the vocabulary.
+    """
+    logits, labels = soft_cap(logits.float(), cap).flatten(0, 1), labels.flatten()
+    total = whole(F.cross_entropy(logits, labels, ignore_index=IGNORE_LABEL, reduction="sum"))
+    if z_loss and torch.is_grad_enabled():
+        squares = log_denominator(logits).square().where(labels != IGNORE_LABEL, 0.0)
+        penalty = z_loss * squares.sum()
+        total = total + (penalty - penalty.detach())
+    return total
+
+
+def log_denominator(logits: Tensor) -> Tensor:
+    """Return the logarithm of the softmax's denominator, float32 [N], for logits [N, vocab]."""
+    if not isinstance(logits, DTensor):
+        return logits.logsumexp(-1)
+    # DTensor would gather the logits for `logsumexp`.
+    largest = whole(logits.detach().amax(-1))
+    shifted = logits - DTensor.from_local(largest[:, None], logits.device_mesh, [Replicate()])
+    return largest + whole(shifted.exp().sum(-1)).log()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor if the tensor is a DTensor, otherwise the tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class CausalLM:
     """The built-in task: next-token prediction on token shards."""
 
@@ -261,12 +292,8 @@ class CausalLM:
         return read_decoder_weight(self._stored, self.shape, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the negative log-likelihood, summed over all valid labels, as a 0-dim float32 tensor."""
-        nll_sum = F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
-        )
-        # With loss parallelism, logits are sharded over the vocabulary, so the sum is a DTensor.
-        return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
+        """Return the `nll_sum` of the model's logits [B, T, vocab] and labels [B, T]."""
+        return nll_sum(logits, labels, self.shape.logit_soft_cap, self.config.train.z_loss)
 
     def data_identity(self) -> dict[str, object]:
         return {

@@ -125,6 +125,19 @@ def test_an_average_of_the_weights(tmp_path: Path, options: list[str]) -> None:
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
 
 
+GEMMA = "model={post_norms: true, activation: gelu_tanh, attention_soft_cap: 50, logit_soft_cap: 30}"
+
+
+@pytest.mark.parametrize(
+    ("degree", "mode"),
+    [("dp_shard", "none"), ("dp_shard", "selective"), ("dp_shard", "pointwise"), ("tp", "none")],
+)
+def test_soft_caps_and_the_z_loss(tmp_path: Path, degree: str, mode: str) -> None:
+    options = (f"parallel.{degree}=2", f"parallel.activation_checkpointing={mode}", "train.z_loss=0.001")
+    found = found_for(tmp_path, 2, *WIDE, GEMMA, "model.sliding_window=100", *options)
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.005)
+
+
 @pytest.mark.parametrize("mode", ["none", "selective"])
 @pytest.mark.parametrize("layout", [{"dp_shard": 8}, {"dp_shard": 2, "tp": 4}], ids=str)
 def test_experts_on_several_ranks(tmp_path: Path, layout: dict[str, int], mode: str) -> None:

@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf_models import export_run, logits_of, need, save_model
+from tests.support.hf_models import decoder_of, export_run, logits_of, need, save_model
 from tests.support.parity import Case, run_cases, worst_difference
 from trainkit.config import load_config
 from trainkit.config.hf_model import find_hf_model
 from trainkit.errors import UsageError
-from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.models.decoder import Decoder
-from trainkit.trainer.models.hf_names import read_decoder_weight
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 SIGMOID = {
@@ -35,20 +32,6 @@ UNEVALUATED = ("data.tokenizer=bytes", "train.eval_every=null", "checkpoint.best
 @pytest.fixture(autouse=True)
 def libraries() -> None:
     need("transformers")
-
-
-def decoder_of(folder: Path) -> Decoder:
-    """Return trainkit's decoder with the weights of a model of transformers."""
-    config = load_config(None, overrides=[f"model.hf={folder}", "data.tokenizer=bytes"], layers=False).config
-    assert config.model.architecture == "llama"
-    model = Decoder(resolve_model_shape(config.model, 320), 24).eval()
-    weights = StoredWeights(folder)
-    model.rebuild_buffers()
-    biases = {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in model.routers.items()}
-    with torch.no_grad():
-        for name, tensor in {**dict(model.named_parameters()), **biases}.items():
-            tensor.copy_(read_decoder_weight(weights, model.shape, name, [slice(None)] * tensor.dim()))
-    return model
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -123,10 +106,10 @@ def test_a_run_from_scratch_is_exported_with_the_settings_of_its_experts(
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ("num_shared: 1", "score softmax and num_shared 1"),
-        ("score: sigmoid", "score sigmoid and num_shared 0"),
-        ("first_dense: 1", "first_dense 1 without model.qk_norm"),
-        ("bias_rate: 0.001", "score softmax and biases of the router"),
+        ("num_shared: 1", "model.moe.num_shared: 1; otherwise, the model is like mixtral"),
+        ("score: sigmoid", 'model.moe.score: "sigmoid"; otherwise, the model is like mixtral'),
+        ("first_dense: 1", "model.qk_norm: false; otherwise, the model is like qwen3_moe"),
+        ("bias_rate: 0.001", "biases of the router"),
     ],
 )
 def test_experts_that_transformers_lacks_are_not_exported(tmp_path: Path, entries: str, reason: str) -> None:

@@ -23,6 +23,7 @@ from trainkit.adapters import merge_adapters
 from trainkit.capabilities.ema.ema_plan import EmaPlan
 from trainkit.capabilities.transformers.task import HFCausalLM, save_pretrained
 from trainkit.config import read_effective
+from trainkit.config.hf_families import closest_family
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
@@ -30,14 +31,14 @@ from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dat
 from trainkit.data.sources import prepared_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import shown_path
-from trainkit.plan.model_shape import ROPE_SCALINGS, ModelShape, RopeScaling, resolve_model_shape
+from trainkit.plan.model_shape import ModelShape, model_values, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.loader import other_weights
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.models.hf_names import has_stored_biases, hf_family, hf_names, hf_values
+from trainkit.trainer.models.hf_names import hf_family, hf_names, hf_values
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
@@ -97,26 +98,11 @@ def export(request: ExportRequest) -> list[str]:
 
 def _unlike_transformers(config: RunConfig, reader: SafeReader) -> str | None:
     """Return a property of the decoder that no supported model in transformers has, or None."""
-    model, moe = config.model, config.model.moe
-    if moe is not None and moe.score == "sigmoid":
-        return None if moe.num_shared else "model.moe with score sigmoid and num_shared 0"
-    if model.qk_norm and model.qkv_bias:
-        return "both model.qk_norm and model.qkv_bias"
-    if moe is None:
+    family, differences = closest_family(model_values(resolve_model_shape(config.model, 1)))
+    if differences:
+        return f"{' and '.join(differences)}; otherwise, the model is like {family.model_type}"
+    if config.model.moe is None or family.has_router_biases:
         return None
-    unlike = {
-        f"scale {moe.scale:g}": moe.scale != 1.0,
-        f"num_shared {moe.num_shared}": moe.num_shared > 0,
-        "qkv_bias": model.qkv_bias,
-    }
-    if not model.qk_norm:  # Mixtral, unlike Qwen3-MoE, has only one kind of block, and one hidden size
-        unlike |= {
-            f"first_dense {moe.first_dense} without model.qk_norm": moe.first_dense > 0,
-            "norm_topk false without model.qk_norm": not moe.norm_topk,
-        }
-    found = next((what for what, is_unlike in unlike.items() if is_unlike), None)
-    if found is not None:
-        return f"model.moe with score softmax and {found}"
     shapes = {name: item.size for name, item in saved_tensors(reader, BUFFER).items()}
     biases = {f"{BUFFER}{name}": torch.empty(size) for name, size in shapes.items()}
     load_tensors(reader, biases)
@@ -160,12 +146,12 @@ def load_tensors(
 def _export_decoder(
     config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype, replaced: Mapping[str, str]
 ) -> None:
-    """Write trainkit's decoder as a model of transformers (see `hf_family`), a few tensors at a time."""
+    """Write trainkit's decoder as a model of transformers (see `hf_names`), a few tensors at a time."""
     saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
     saved = {f"model.{name}": item for name, item in saved.items()}
-    if has_stored_biases(shape):
+    if hf_family(shape).has_router_biases:
         saved |= {f"{BUFFER}{name}": item for name, item in saved_tensors(reader, BUFFER).items()}
     settings = decoder_settings(shape, config, dtype)
     (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
@@ -217,27 +203,12 @@ def _values(
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json content that describes trainkit's decoder as a transformers model."""
-    family, names = hf_family(shape), {"qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
-    scaling = shape.rope_scaling
     settings: dict[str, object] = {
-        "architectures": [f"{names.get(family, family.capitalize())}ForCausalLM"],
-        "model_type": family,
-        "hidden_act": "silu",
-        "hidden_size": shape.dim,
-        "intermediate_size": shape.ffn_dim,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        **hf_family(shape).content(model_values(shape)),
         "max_position_embeddings": config.data.seq_len,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
-        "tie_word_embeddings": shape.tie_embeddings,
         "vocab_size": shape.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
-        **_expert_settings(shape),
     }
     if config.model.hf is not None:
         # Keep all other settings of the original model, such as the ids of special tokens, because they
@@ -253,47 +224,6 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     except UsageError:
         settings["eos_token_id"] = None  # the training tokenizer no longer exists; see `_export_tokenizer`
     return settings
-
-
-def _expert_settings(shape: ModelShape) -> dict[str, object]:
-    """Return the entries of config.json that describe the experts."""
-    if (moe := shape.moe) is None:
-        return {}
-    if hf_family(shape) == "glm4_moe":
-        return {
-            "n_routed_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.ffn_dim,
-            "n_shared_experts": moe.num_shared,
-            "first_k_dense_replace": moe.first_dense,
-            "norm_topk_prob": moe.norm_topk,
-            "routed_scaling_factor": moe.scale,
-            "n_group": 1,
-            "topk_group": 1,
-            "use_qk_norm": shape.qk_norm,
-            "attention_bias": shape.qkv_bias,
-            "partial_rotary_factor": 1.0,
-            "num_nextn_predict_layers": 0,
-        }
-    settings: dict[str, object] = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
-    if hf_family(shape) == "mixtral":
-        return {**settings, "intermediate_size": moe.ffn_dim, "sliding_window": None}
-    return {
-        **settings,
-        "num_experts": moe.num_experts,
-        "moe_intermediate_size": moe.ffn_dim,
-        "norm_topk_prob": moe.norm_topk,
-        "mlp_only_layers": list(range(moe.first_dense)),
-        "decoder_sparse_step": 1,
-    }
-
-
-def _rope_scaling(scaling: RopeScaling) -> dict[str, object]:
-    [kind] = [kind for kind, each in ROPE_SCALINGS.items() if isinstance(scaling, each)]
-    values = {key: value for key, value in vars(scaling).items() if value is not None}
-    if (length := values.get("original_max_position_embeddings")) is not None:
-        values["original_max_position_embeddings"] = int(length)
-    return {"rope_type": kind, **values}
 
 
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:

@@ -36,6 +36,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models.decoder import soft_cap
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
 
@@ -175,6 +176,7 @@ def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], T
         new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
         if isinstance(model, Model):  # the sample keys are needed only for dropout, which is disabled
             found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
+            found = soft_cap(found.float(), model.shape.logit_soft_cap)
         else:
             out = model(input_ids=new, past_key_values=cache, use_cache=True)
             cache, found = out.past_key_values, out.logits

@@ -12,42 +12,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from trainkit.config.hf_families import ENDS, ROUTER_BIAS, Family, closest_family
 from trainkit.errors import FatalError
-from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.model_shape import ModelShape, model_values
 from trainkit.safetensors import StoredWeights
 
-_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-    "moe.shared.gate": "mlp.shared_experts.gate_proj",
-    "moe.shared.up": "mlp.shared_experts.up_proj",
-    "moe.shared.down": "mlp.shared_experts.down_proj",
-}
-_MATRIX = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_MIXTRAL_MATRIX = {"gate": "w1", "up": "w3", "down": "w2"}
-_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-def hf_family(shape: ModelShape) -> str:
-    """Return the value of `model_type` in transformers for models with the shape."""
-    if shape.moe is not None:
-        return "glm4_moe" if has_stored_biases(shape) else "qwen3_moe" if shape.qk_norm else "mixtral"
-    return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
-
-
-def has_stored_biases(shape: ModelShape) -> bool:
-    """Return whether models in transformers with the shape store the biases of their routers."""
-    return shape.moe is not None and shape.moe.score == "sigmoid"
+def hf_family(shape: ModelShape) -> Family:
+    """Return the family of models in transformers to which a decoder of this shape belongs."""
+    return closest_family(model_values(shape))[0]
 
 
 def hf_names(name: str, shape: ModelShape) -> list[str]:
@@ -58,18 +33,15 @@ def hf_names(name: str, shape: ModelShape) -> list[str]:
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:
-        return [f"{_ENDS[module]}.{kind}"]
+        return [f"{ENDS[module]}.{kind}"]
+    family = hf_family(shape)
     layer, part = f"model.layers.{match[1]}", match[2]
-    is_mixtral = hf_family(shape) == "mixtral"
-    experts = f"{layer}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
-    if part == "moe.router" and kind == "bias":
-        return [f"{experts}.gate.e_score_correction_bias"] if has_stored_biases(shape) else []
-    if part == "moe.router":
-        return [f"{experts}.gate.{kind}"]
-    if part == "moe.experts" and shape.moe is not None:
-        matrix = (_MIXTRAL_MATRIX if is_mixtral else _MATRIX)[kind]
-        return [f"{experts}.experts.{expert}.{matrix}.weight" for expert in range(shape.moe.num_experts)]
-    return [f"{layer}.{_BLOCK[part]}.{kind}"]
+    if f"{part}.{kind}" == ROUTER_BIAS:
+        return [f"{layer}.{family.modules[ROUTER_BIAS]}"] if family.has_router_biases else []
+    if shape.moe is None or part != "moe.experts":
+        return [f"{layer}.{family.block_modules[part]}.{kind}"]
+    stored = family.block_modules[f"{part}.{kind}"]
+    return [f"{layer}.{stored.format(expert)}.weight" for expert in range(shape.moe.num_experts)]
 
 
 def hf_values(names: Sequence[str], value: Tensor) -> Iterator[Tensor]:

@@ -48,21 +48,36 @@ def position_slice(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -
 
 
 def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup, to_last: Attend) -> None:
-    """Make attention modules gather the keys and values of all ranks, for queries at `context_positions`."""
+    """Make attention modules gather the keys and values of all ranks, for queries at `context_positions`.
+
+    For attention with a mask, the modules then call the function that they called before.
+    """
     for attention in attentions:
-        attention.attend = partial(all_gather_attention, group=group, to_last=to_last)  # type: ignore[assignment]
+        masked = cast(Attend, attention.attend)
+        settings = {"group": group, "to_last": to_last, "masked": masked}
+        attention.attend = partial(all_gather_attention, **settings)  # type: ignore[assignment, arg-type]
 
 
 def all_gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, to_last: Attend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    to_last: Attend,
+    masked: Attend,
 ) -> Tensor:
     """Compute causal attention between this rank's queries [B, H, T, C] and the keys and values of all ranks.
 
     `k` and `v` are this rank's keys and values [B, K, T, C]. `to_last` computes causal attention for queries
-    at the last key positions.
+    at the last key positions. If a `mask` [B, 1, T, S] for the keys of all ranks is given, `masked` computes
+    the attention.
     """
     cp, cp_rank = group.size(), group.rank()
     keys, values = _gather(torch.stack((k, v)), group, cp)
+    if mask is not None:
+        return masked(q, keys, values, mask)
     size = q.shape[2] // 2
     outputs = []
     for chunk, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
