@@ -31,6 +31,7 @@ from trainkit.job.preflight import (
     require_node,
     supervisor_view,
 )
+from trainkit.job.rank_env import SHARED_MEMORY
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir
@@ -132,6 +133,17 @@ def test_a_small_folder_fails_only_under_what_a_job_refuses(tmp_path):
         assert found.state == state
         assert found.value.startswith(value)
         assert "set TMPDIR" in found.hint
+
+
+def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)  # root may write everywhere
+    found = [check_space("/tmp", tmp_path), check_space("/dev/shm", SHARED_MEMORY)]
+    assert [(one.state, one.value) for one in found] == [
+        ("warning", f"{tmp_path} is not writable"),
+        ("warning", "/dev/shm is not writable"),
+    ]
+    assert "TMPDIR" in found[0].hint
+    assert "data loader" in found[1].hint
 
 
 def test_the_record_says_that_the_node_is_to_blame(attempt):

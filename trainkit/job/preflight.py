@@ -23,7 +23,7 @@ from typing import Any, Literal
 from trainkit.cluster.machine import NoDriver, driver_cuda, gpu_handle, nvml
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
 from trainkit.job.processes import NO_SPACE
-from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
+from trainkit.job.rank_env import GPU_BINDING_HINT, SHARED_MEMORY, gpu_index, visible_gpus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_build import TorchBuild
 from trainkit.run.rundir import AttemptDir
@@ -297,19 +297,24 @@ def free_mib(folder: Path) -> float | None:
 
 def temporary_folders(environ: Mapping[str, str]) -> dict[str, Path]:
     """Return the folders for the ranks' temporary files, keyed by the name of the check."""
-    return {"/tmp": Path(environ.get("TMPDIR") or "/tmp"), "/dev/shm": Path("/dev/shm")}
+    return {"/tmp": Path(environ.get("TMPDIR") or "/tmp"), "/dev/shm": SHARED_MEMORY}
 
 
 def check_space(name: str, folder: Path) -> Finding:
-    """Check that a folder for temporary files has enough free space."""
+    """Check that a folder for temporary files is writable and has enough free space."""
     free = free_mib(folder)
     if free is None:
         return Finding(name, "ok", "there is none")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        hint = "set TMPDIR to a folder that you can write to"
+        if folder == SHARED_MEMORY:
+            hint = "data loader workers need this folder, which usually has the mode 1777"
+        return Finding(name, "warning", f"{folder} is not writable", hint)
     value = f"{free / 1024:,.1f} GiB" if free >= 1024 else f"{free:,.0f} MiB"
     if free >= FEW_FREE_MIB:
         return Finding(name, "ok", f"{value} free in {folder}")
     hint = f"remove the files that other jobs left in {folder}, or set TMPDIR to another folder"
-    if folder == Path("/dev/shm"):
+    if folder == SHARED_MEMORY:
         hint = "data loader workers need this space; in a container, `docker run --shm-size=8g` enlarges it"
     if free < MIN_FREE_MIB:
         return Finding(name, "failure", f"has only {free:.1f} MiB free", hint)
