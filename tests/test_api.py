@@ -687,6 +687,9 @@ def test_a_training_and_a_command(folder: Path) -> None:
         run.result()
     assert len(run.resume(train={"steps": 5}).wait(LIMIT_S).metrics()) == 5
     assert read_json(run.path / "attempts/002/end.json")["state"] == "finished"
+    run.resume(from_step=4, skip_samples=[range(130, 140)]).wait(LIMIT_S)
+    [rollback] = read_json(run.path / "rollbacks.json")
+    assert (rollback["step"], rollback["from_step"], rollback["skipped"]) == (4, 5, [[130, 140]])
     script = folder / "script.py"
     script.write_text("print('here')\n")
     run = api.submit(command=[sys.executable, script])

@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 6_300),
+    "trainkit": (21, 6_319),
     "trainkit/backends": (21, 4_663),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/average": (3, 233),

@@ -53,6 +53,7 @@ from trainkit.run.history import MetricsHistory, read_plan
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
+from trainkit.run.rollbacks import ranges_of
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.trial import group_values, trial_values, values_of
 from trainkit.shipped import in_order, launchers
@@ -337,16 +338,34 @@ class Run(Generic[Value]):
         refuse_foreign(self._folder.path, "use `trainkit cancel --trust` to cancel the run anyway")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
-    def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint. `options` are the options of `submit`."""
+    def resume(
+        self,
+        *,
+        from_step: int | None = None,
+        skip_samples: Iterable[range] = (),
+        new_code: bool = False,
+        now: bool = False,
+        **options: Any,
+    ) -> Run[Value]:
+        """Start the next attempt from the newest intact checkpoint. `options` are the options of `submit`.
+
+        With `from_step`, the run goes back to the checkpoint of this step. With `skip_samples`, the run
+        leaves out the samples at these positions of the training data, such as ``[range(320, 560)]``.
+        """
         from trainkit.control.resume import planned_resume, resume_run
+        from trainkit.control.rollback import RollbackRequest
 
         run = create_task_run(self._folder)
         refuse_foreign(run.path, "use `trainkit resume --trust` to execute it under your account anyway")
-        with planned_resume(run, (), _flags({}, options), warn=warn_caller, new_code=new_code) as found:
+        request = RollbackRequest.of(from_step, ranges_of(skip_samples))
+        planned = planned_resume(
+            run, (), _flags({}, options), warn=warn_caller, new_code=new_code, request=request
+        )
+        with planned as found:
             for text in found.plan.warnings:
                 warn_caller(text)
-            resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
+            rollback = found.rollback
+            resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now, rollback=rollback)
         return self
 
     def result(self, timeout_s: float | None = None) -> Value:

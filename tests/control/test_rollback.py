@@ -15,7 +15,7 @@ from trainkit.plan.workload import Workload
 from trainkit.run.events import read_events
 from trainkit.run.manifest import published
 from trainkit.run.record import JobRecord
-from trainkit.run.rollbacks import Rollback, read_rollbacks
+from trainkit.run.rollbacks import Rollback, parse_ranges, read_rollbacks
 from trainkit.run.rundir import RunDir
 
 
@@ -43,7 +43,7 @@ def so_far(tmp_path, monkeypatch) -> RunSoFar:
     ],
 )
 def test_what_is_planned(so_far, step, ranges, wanted):
-    request = RollbackRequest.of(step, ranges)
+    request = RollbackRequest.of(step, parse_ranges(ranges))
     assert request is not None
     found = plan_rollback(so_far, request)
     assert replace(found, reason="", time=None) == wanted
@@ -53,7 +53,7 @@ def test_what_is_planned(so_far, step, ranges, wanted):
 
 
 def test_no_options_are_no_request():
-    assert RollbackRequest.of(None, []) is None
+    assert RollbackRequest.of(None, ()) is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_refused(so_far, case):
         so_far = replace(so_far, plan=replace(PLAN, workload=Workload(("true",))))
     if name == "without checkpoints":
         so_far = replace(so_far, saved=[])
-    request = RollbackRequest.of(step, ranges)
+    request = RollbackRequest.of(step, parse_ranges(ranges))
     assert request is not None
     with pytest.raises(UsageError) as caught:
         plan_rollback(so_far, request)

@@ -16,6 +16,7 @@ from trainkit.run.rollbacks import (
     number_before,
     parse_ranges,
     position_of,
+    ranges_of,
     read_rollbacks,
     shown_ranges,
     write_rollbacks,
@@ -116,6 +117,13 @@ def test_ranges(texts, ranges):
 def test_what_is_no_range(text):
     with pytest.raises(UsageError, match="is not a range of sample positions"):
         parse_ranges([text])
+
+
+@pytest.mark.parametrize("wrong", [range(0), range(5, 5), range(-1, 3), range(0, 9, 2), range(9, 5, -1)])
+def test_ranges_from_python(wrong):
+    assert ranges_of([range(5, 9), range(3)]) == ((0, 3), (5, 9))
+    with pytest.raises(UsageError, match="is not a range of sample positions"):
+        ranges_of([wrong])
 
 
 def test_descriptions():

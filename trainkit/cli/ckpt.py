@@ -113,8 +113,8 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except for the newest N, the best one, and the newest intact one.
 
-    The command fails while RUN is running. Damaged checkpoints that were renamed with the suffix `.rejected`
-    are kept.
+    The command fails while RUN is running. Checkpoints that were renamed with the suffix `.rejected` or
+    `.rolled-back` are kept.
     """
     run = find_run(run_name, acts=True)
     with contextlib.nullcontext() if dry_run else run_lock(run):

@@ -31,6 +31,7 @@ from trainkit.formats import duration, plural
 from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_place
 from trainkit.run.registry import find_run_or_group, one_run
+from trainkit.run.rollbacks import parse_ranges
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def command(
         starts_here=fork is None and not dry_run,
         new_code=new_code or fork is not None,
         chooses_nodes=chooses_nodes,
-        request=RollbackRequest.of(from_step, skipped),
+        request=RollbackRequest.of(from_step, parse_ranges(skipped)),
     )
     with planned as found:
         so_far, loaded, plan = found.so_far, found.loaded, found.plan

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trainkit.control.changed_config import RunSoFar
 from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.manifest import Checkpoint, find_damage
-from trainkit.run.rollbacks import Ranges, Rollback, SavedPosition, parse_ranges, position_of, shown_ranges
+from trainkit.run.rollbacks import Ranges, Rollback, SavedPosition, position_of, shown_ranges
 
 REASON = "requested with `trainkit resume`"
 
@@ -24,9 +23,8 @@ class RollbackRequest:
     """The positions of the samples to leave out."""
 
     @classmethod
-    def of(cls, step: int | None, ranges: Iterable[str]) -> RollbackRequest | None:
-        """Return the request of a command's options, or None without a request; raise UsageError."""
-        skipped = parse_ranges(ranges)
+    def of(cls, step: int | None, skipped: Ranges) -> RollbackRequest | None:
+        """Return the request for a checkpoint or for leaving out samples, or None without a request."""
         return None if step is None and not skipped else cls(step, skipped)
 
 

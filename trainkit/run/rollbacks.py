@@ -134,6 +134,19 @@ def merged(*ranges: Iterable[Sequence[int]]) -> Ranges:
     return tuple(found)
 
 
+def ranges_of(ranges: Iterable[range]) -> Ranges:
+    """Convert ranges of sample positions from Python; raise UsageError for an empty or stepped range."""
+    found = []
+    for one in ranges:
+        if one.step != 1 or not 0 <= one.start < one.stop:
+            raise UsageError(
+                f"{one} is not a range of sample positions",
+                hint="use range(FIRST, STOP), such as range(320, 560)",
+            )
+        found.append((one.start, one.stop))
+    return merged(found)
+
+
 def position_of(number: int, skipped: Ranges) -> int:
     """Return the position of a trained sample; `number` counts the trained samples from 0."""
     position = number
