@@ -65,11 +65,11 @@ SIZES = {
     "trainkit/job": (30, 7_082),
     "trainkit/launch": (18, 4_100),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (19, 4_414),
+    "trainkit/plan": (19, 4_416),
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (54, 12_345),
-    "tests": (388, 66_269),
+    "tests": (388, 66_287),
 }
 """Maps a folder to its number of Python files and lines.
 
