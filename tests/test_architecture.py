@@ -65,7 +65,7 @@ SIZES = {
     "trainkit/job": (30, 7_082),
     "trainkit/launch": (18, 4_100),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (19, 4_416),
+    "trainkit/plan": (19, 4_414),
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (54, 12_345),

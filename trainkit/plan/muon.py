@@ -205,10 +205,8 @@ def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSc
             batch = [units[index] for index in indices]
             work[rank] += sum(unit.flops for unit in batch)
             if batch:
-                count, largest = (
-                    sum(unit.num_matrices for unit in batch),
-                    max(batch, key=lambda unit: unit.num_elements),
-                )
+                count = sum(unit.num_matrices for unit in batch)
+                largest = max(batch, key=lambda unit: unit.num_elements)
                 receivers = layout.tp if weights[largest.weight].num_experts else 1
                 shard = largest.num_elements * receivers * largest.num_parts // (layout.shards * layout.tp)
                 peak = max(peak, _peak_bytes(largest.shape, count, receivers, shard, precision))
