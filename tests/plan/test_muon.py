@@ -7,9 +7,9 @@ from planning import llama, step_work
 
 from tests.support.models import ALONE, nano, nano_shape
 from trainkit.config.schema import RunConfig
-from trainkit.config.training import OptimizerConfig
+from trainkit.config.training import MoeConfig, OptimizerConfig
 from trainkit.plan import muon
-from trainkit.plan.feed_forward import Matrices
+from trainkit.plan.feed_forward import Matrices, moe_shape
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.memory import checkpoint_bytes, rank_memory
@@ -181,6 +181,24 @@ def test_every_layout_keeps_half_of_the_state_of_blocks():
         less = rank_memory(work, 0).phases["update"].optimizer
         less -= rank_memory(replace(work, muon="fp32"), 0).phases["update"].optimizer
         assert less == pytest.approx(4 * num_elements(EIGHT_B) / layout.world_size, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=8), Layout(dp_shard=8, ep=4), Layout(pp=2, dp_shard=4, ep=2), Layout(tp=2, cp=2)],
+)
+def test_every_layout_keeps_half_of_the_state_of_experts(layout):
+    """Tensor parallelism does not split experts, and the blocks of a pipeline rank may be dense."""
+    moe = moe_shape(MoeConfig(**{**MOE, "num_experts": 16, "expert_ffn_dim": 1024}), 0)
+    work = step_work("8b", layout=layout)
+    work = replace(work, shape=replace(work.shape, num_layers=4, moe=moe))
+    less = 0
+    for rank in range(layout.pp):
+        adamw, muon_ = (replace(work, muon=precision) for precision in (None, "fp32"))
+        less += rank_memory(adamw, rank).phases["update"].optimizer
+        less -= rank_memory(muon_, rank).phases["update"].optimizer
+    weights = stage_matrices(work.shape, 4, 1)
+    assert less == pytest.approx(4 * num_elements(weights, layout.tp) / layout.shards, rel=1e-6)
 
 
 def test_the_time_of_an_update():

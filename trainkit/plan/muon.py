@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from trainkit.config.training import NewtonSchulzPrecision
@@ -44,21 +45,17 @@ class Unit(NamedTuple):
     part: int
     num_parts: int
     """The owner is one of the ranks whose number among the shards is `part` modulo `num_parts`."""
-
-    @property
-    def num_elements(self) -> int:
-        return self.num_matrices * self.shape[0] * self.shape[1]
-
-    @property
-    def flops(self) -> int:
-        return self.num_matrices * flops(self.shape)
+    num_elements: int
+    flops: int
 
 
+@cache
 def wide(shape: Shape) -> Shape:
     """Return the shape of a matrix, or of its transpose if the matrix has more rows than columns."""
     return (min(shape), max(shape))
 
 
+@cache
 def flops(shape: Shape) -> int:
     """Return the FLOPs of orthogonalizing a matrix: 4 m² n + 2 m³ per iteration, where m <= n."""
     m, n = wide(shape)
@@ -91,7 +88,8 @@ def units_of(weights: Sequence[Matrices], layout: Layout) -> list[Unit]:
         for part in range(parts):
             for first in range(0, in_part, size):
                 count = min(size, in_part - first)
-                units.append(Unit(index, part * in_part + first, count, shape, part, parts))
+                elements, work = count * weight.rows * weight.columns, count * flops(shape)
+                units.append(Unit(index, part * in_part + first, count, shape, part, parts, elements, work))
     return units
 
 
@@ -207,8 +205,11 @@ def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSc
             batch = [units[index] for index in indices]
             work[rank] += sum(unit.flops for unit in batch)
             if batch:
-                has_experts = weights[batch[0].weight].num_experts > 0
-                peak = max(peak, _peak_bytes(batch, layout, precision, has_experts=has_experts))
+                count = sum(unit.num_matrices for unit in batch)
+                largest = max(batch, key=lambda unit: unit.num_elements)
+                receivers = layout.tp if weights[largest.weight].num_experts else 1
+                shard = largest.num_elements * receivers * largest.num_parts // (layout.shards * layout.tp)
+                peak = max(peak, _peak_bytes(largest.shape, count, receivers, shard, precision))
     exchanged = shared = 0
     for weight in weights:
         # Tensor parallelism does not split experts. One rank sends a shard to the owner, but the owner sends
@@ -227,18 +228,17 @@ def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSc
     )
 
 
+@cache
 def _peak_bytes(
-    batch: Sequence[Unit], layout: Layout, precision: NewtonSchulzPrecision, *, has_experts: bool
+    shape: Shape, count: int, receivers: int, shard: int, precision: NewtonSchulzPrecision
 ) -> int:
     """Return the peak bytes of a round, which is in the iterations, or in the update of a shard.
 
     In an iteration, these are a matrix [m, n], the next one, and two matrices [m, m]. In the update of a
-    shard, these are all shards in transit, and two intermediate results.
+    shard with `shard` elements, these are all shards in transit, and two intermediate results. `receivers` is
+    the number of ranks that receive each element of an update.
     """
-    (m, n), count = wide(batch[0].shape), sum(unit.num_matrices for unit in batch)
-    num_shards = layout.shards * layout.tp // batch[0].num_parts
-    receivers = layout.tp if has_experts else 1
-    shard = max(unit.num_elements for unit in batch) * receivers // num_shards
+    m, n = wide(shape)
     iteration, moved = count * (2 * m * n + 2 * m * m), count * m * n * receivers + 2 * shard
     if precision == "bf16":
         return max(FLOAT32 * count * m * n + 2 * iteration, FLOAT32 * moved)
