@@ -34,7 +34,7 @@ SIZES = {
     "trainkit/capabilities/doctor": (6, 1_427),
     "trainkit/capabilities/drill": (5, 1_138),
     "trainkit/capabilities/ema": (3, 160),
-    "trainkit/capabilities/export": (3, 606),
+    "trainkit/capabilities/export": (3, 605),
     "trainkit/capabilities/generate": (3, 324),
     "trainkit/capabilities/growth": (3, 703),
     "trainkit/capabilities/health": (4, 527),

@@ -126,7 +126,7 @@ def test_a_run_from_scratch_is_exported_with_the_settings_of_its_experts(
         ("num_shared: 1", "score softmax and num_shared 1"),
         ("score: sigmoid", "score sigmoid and num_shared 0"),
         ("first_dense: 1", "first_dense 1 without model.qk_norm"),
-        ("bias_rate: 0.001", "score softmax and biases of the router"),
+        ("bias_rate: 0.001", "score softmax and biases of the routers"),
     ],
 )
 def test_experts_that_transformers_lacks_are_not_exported(tmp_path: Path, entries: str, reason: str) -> None:
