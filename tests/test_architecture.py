@@ -69,7 +69,7 @@ SIZES = {
     "trainkit/run": (17, 5_143),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (53, 12_154),
-    "tests": (385, 66_032),
+    "tests": (385, 66_033),
 }
 """Maps a folder to its number of Python files and lines.
 
