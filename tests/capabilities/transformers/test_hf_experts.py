@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import decoder_of, export_run, logits_of, need, save_model
-from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.parity import Case, assert_same_curves, run_cases
 from trainkit.config import load_config
 from trainkit.config.hf_model import find_hf_model
 from trainkit.errors import UsageError
@@ -57,8 +57,9 @@ def test_an_exported_run_computes_the_logits_of_its_decoder(tmp_path: Path, kind
     if "n_routed_experts" in KINDS[kind]:
         options.append("model.moe.bias_rate=0.02")
     cases = [Case("alone", 1, {}), Case("shard", 2, {"dp_shard": 2})]
+    cases += [Case("divided", 2, {"tp": 2, "ep": 2}), Case("stages", 2, {"pp": 2})]
     run_cases(tmp_path, cases, options)
-    assert worst_difference(tmp_path / "shard", tmp_path / "alone") < 1e-5
+    assert_same_curves(tmp_path, cases)
     export_run(tmp_path / "shard", tmp_path / "out")
     with torch.no_grad():
         found = decoder_of(tmp_path / "out")(TOKENS, torch.zeros(2, dtype=torch.int32))
@@ -109,7 +110,7 @@ def test_a_run_from_scratch_is_exported_with_the_settings_of_its_experts(
         ("num_shared: 1", "model.moe.num_shared: 1; otherwise, the model is like mixtral"),
         ("score: sigmoid", 'model.moe.score: "sigmoid"; otherwise, the model is like mixtral'),
         ("first_dense: 1", "model.qk_norm: false; otherwise, the model is like qwen3_moe"),
-        ("bias_rate: 0.001", "biases of the router"),
+        ("bias_rate: 0.001", "biases of the routers"),
     ],
 )
 def test_experts_that_transformers_lacks_are_not_exported(tmp_path: Path, entries: str, reason: str) -> None:

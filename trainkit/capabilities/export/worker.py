@@ -89,6 +89,8 @@ def export(request: ExportRequest) -> list[str]:
         )
     if (reason := _unlike_transformers(config, reader)) is not None:
         hint = "read the checkpoint with torch.distributed.checkpoint"
+        if config.model.moe is not None:
+            hint += "; `docs/experts.md` lists which models with experts can be exported"
         raise UsageError(f"no model in transformers has {reason}", hint)
     if request.merge:
         raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
@@ -107,10 +109,7 @@ def _unlike_transformers(config: RunConfig, reader: SafeReader) -> str | None:
     biases = {f"{BUFFER}{name}": torch.empty(size) for name, size in shapes.items()}
     load_tensors(reader, biases)
     if any(bias.any() for bias in biases.values()):
-        return (
-            "score softmax and biases of the router, which balanced the load of this run (to export a model, "
-            "train with model.moe.bias_rate: 0, or with score: sigmoid and shared experts)"
-        )
+        return "model.moe with score softmax and biases of the routers, which model.moe.bias_rate changes"
     return None
 
 
