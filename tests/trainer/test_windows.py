@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.models import nano, sample_keys, tokens
 from tests.support.parity import Case, assert_same_curves, run_cases, worst_difference
@@ -50,6 +51,22 @@ def test_generation_computes_windows_and_soft_caps_for_a_part_of_a_sample():
         whole = model(tokens(1), sample_keys(1))[0, 8]
     torch.testing.assert_close(found, 0.1 * torch.tanh(whole / 0.1))
     assert found.abs().max() < 0.1
+
+
+@pytest.mark.parametrize(("in_blocks", "eos_id"), [(True, 3), (True, None), (False, None)])
+def test_each_kind_of_block_is_compiled_once(in_blocks, eos_id):
+    """Each step has other masks, and only blocks with and without a window may differ in their code."""
+    model = nano(**{**WINDOW, "num_layers": 6, "attention_soft_cap": 0.5})
+    model.eos_id = eos_id
+    if in_blocks:
+        model.attend_in_blocks()
+    graphs = CompileCounterWithBackend("eager")
+    for block in model.layers:
+        block.forward = torch.compile(block.forward, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        for seed in range(3):
+            model(tokens(2, seed=seed) % 8, sample_keys())
+    assert graphs.frame_count == (2 if in_blocks else 1)
 
 
 def test_a_large_cap_changes_nothing():
