@@ -66,11 +66,11 @@ SIZES = {
     "trainkit/job": (30, 7_108),
     "trainkit/launch": (18, 4_100),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (19, 4_585),
+    "trainkit/plan": (19, 4_601),
     "trainkit/run": (18, 5_348),
     "trainkit/slurm": (8, 1_663),
-    "trainkit/trainer": (55, 12_723),
-    "tests": (399, 67_856),
+    "trainkit/trainer": (55, 12_724),
+    "tests": (399, 67_862),
 }
 """Maps a folder to its number of Python files and lines.
 

@@ -82,6 +82,7 @@ EXPERT_LAYOUTS = [
     (Layout(dp_shard=8, ep=8), 8),
     (Layout(dp_shard=8, ep=2), 2),
     (Layout(dp_replicate=2, dp_shard=2, cp=2, ep=2), 2),
+    (Layout(dp_shard=2, tp=4, ep=4), 4),
     (Layout(dp_shard=8), 8),
     (Layout(dp_replicate=3, dp_shard=4, tp=2), 4),
     (Layout(dp_shard=5), 1),
@@ -96,11 +97,11 @@ def test_experts_stay_on_the_ranks_that_have_them(layout, num_groups):
     assert of_each == [(number, i) for number, w in enumerate(EXPERTS) for i in range(w.num_matrices)]
     loads = []
     for rank, owned in enumerate(assign_owners(units, layout)):
-        shard = rank // layout.tp % layout.shards
+        number = rank if layout.ep > 1 else rank // layout.tp
         for unit in (units[index] for index in owned):
             if EXPERTS[unit.weight].num_experts:
                 in_group = 48 // num_groups
-                own = range(shard % num_groups * in_group, (shard % num_groups + 1) * in_group)
+                own = range(number % num_groups * in_group, (number % num_groups + 1) * in_group)
                 assert {unit.first, unit.first + unit.num_matrices - 1} <= {*own}
         loads.append(sum(units[index].flops for index in owned))
     assert max(loads) - min(loads) <= max(unit.flops for unit in units)
@@ -185,10 +186,13 @@ def test_every_layout_keeps_half_of_the_state_of_blocks():
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=8), Layout(dp_shard=8, ep=4), Layout(pp=2, dp_shard=4, ep=2), Layout(tp=2, cp=2)],
+    [
+        *(Layout(dp_shard=8), Layout(dp_shard=8, ep=4), Layout(pp=2, dp_shard=4, ep=2), Layout(tp=2, cp=2)),
+        *(Layout(dp_shard=4, tp=2, ep=4), Layout(tp=4, ep=2)),
+    ],
 )
 def test_every_layout_keeps_half_of_the_state_of_experts(layout):
-    """Tensor parallelism does not split experts, and the blocks of a pipeline rank may be dense."""
+    """Tensor parallelism alone does not split experts, and the blocks of a pipeline rank may be dense."""
     moe = moe_shape(MoeConfig(**{**MOE, "num_experts": 16, "expert_ffn_dim": 1024}), 0)
     work = step_work("8b", layout=layout)
     work = replace(work, shape=replace(work.shape, num_layers=4, moe=moe))
@@ -198,7 +202,7 @@ def test_every_layout_keeps_half_of_the_state_of_experts(layout):
         less += rank_memory(adamw, rank).phases["update"].optimizer
         less -= rank_memory(muon_, rank).phases["update"].optimizer
     weights = stage_matrices(work.shape, 4, 1)
-    assert less == pytest.approx(4 * num_elements(weights, layout.tp) / layout.shards, rel=1e-6)
+    assert less == pytest.approx(4 * num_elements(weights, layout) / layout.shards, rel=1e-6)
 
 
 def test_the_time_of_an_update():

@@ -267,6 +267,8 @@ EXPERT_CASES = [
     Case("tp", 2, {"tp": 2}),
     Case("ep", 2, {"dp_shard": 2, "ep": 2}),
     Case("cp-ep", 2, {"cp": 2, "ep": 2}),
+    Case("tp-ep", 2, {"tp": 2, "ep": 2}),
+    Case("shard-tp-ep", 4, {"dp_shard": 2, "tp": 2, "ep": 2}),
     Case("shard-4", 4, {"dp_shard": 4}),
     Case("shard-ep", 4, {"dp_shard": 4, "ep": 2}),
     Case("shard-tp", 4, {"dp_shard": 2, "tp": 2}),

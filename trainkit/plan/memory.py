@@ -380,17 +380,17 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
 
 
 def _optimizer_bytes(
-    work: StepWork, num_params: int, num_layers: int, num_dense: int, tp: int | None = None
+    work: StepWork, num_params: int, num_layers: int, num_dense: int, layout: Layout | None = None
 ) -> float:
     """Return the bytes of the optimizer state of parameters that include `num_layers` blocks.
 
     `num_dense` of the blocks have a dense feed-forward network, in a model with experts.
-    Tensor parallelism of degree `tp`, or by default of the layout's degree, has split the parameters.
+    `layout`, or by default the layout of `work`, has split the parameters.
     """
     found = (work.optimizer_bytes + work.added_bytes) * num_params
     if work.muon is not None:
         matrices = stage_matrices(work.shape, num_layers, num_dense)
-        found -= (work.optimizer_bytes - STATE_BYTES) * num_elements(matrices, tp or work.layout.tp)
+        found -= (work.optimizer_bytes - STATE_BYTES) * num_elements(matrices, layout or work.layout)
     return found
 
 
@@ -562,7 +562,7 @@ def checkpoint_bytes(work: StepWork) -> int:
     """Return the checkpoint size in bytes: the float32 weights and the optimizer state."""
     whole = num_params(work.shape)
     num_layers, num_dense = work.shape.num_layers, work.shape.dense_layers
-    return round(FLOAT32 * whole + _optimizer_bytes(work, whole, num_layers, num_dense, tp=1))
+    return round(FLOAT32 * whole + _optimizer_bytes(work, whole, num_layers, num_dense, Layout()))
 
 
 def state_bytes(work: StepWork) -> int:

@@ -44,7 +44,7 @@ class Unit(NamedTuple):
     shape: Shape
     part: int
     num_parts: int
-    """The owner is one of the ranks whose number among the shards is `part` modulo `num_parts`."""
+    """The owner is one of the ranks whose `number_of` is `part` modulo `num_parts`."""
     num_elements: int
     flops: int
 
@@ -77,6 +77,19 @@ def num_parts(weight: Matrices, layout: Layout) -> int:
     return parts if weight.num_experts and weight.num_experts % parts == 0 else 1
 
 
+def number_of(rank: int, layout: Layout) -> int:
+    """Return the number of a rank of a pipeline stage that determines its experts.
+
+    Tensor-parallel ranks have the same experts, unless experts are divided over ranks.
+    """
+    return rank if layout.ep > 1 else rank // layout.tp
+
+
+def num_holders(weight: Matrices, layout: Layout) -> int:
+    """Return the number of ranks of a replica that hold the same shard of a weight."""
+    return layout.tp if weight.num_experts and layout.ep == 1 else 1
+
+
 def units_of(weights: Sequence[Matrices], layout: Layout) -> list[Unit]:
     """Return the units into which the matrices of a pipeline stage are divided, ordered by weight."""
     per_rank = sum(weight.num_experts for weight in weights) // num_ranks(layout)
@@ -107,7 +120,7 @@ def assign_owners(units: Sequence[Unit], layout: Layout) -> list[list[int]]:
     for parts in sorted({unit.num_parts for unit in units}, reverse=True):
         heaps: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
         for rank, load in enumerate(loads):
-            heapq.heappush(heaps[rank // layout.tp % parts], (load, rank))
+            heapq.heappush(heaps[number_of(rank, layout) % parts], (load, rank))
         for index in order:
             if (unit := units[index]).num_parts != parts:
                 continue
@@ -170,9 +183,13 @@ def stage_matrices(shape: ModelShape, num_layers: int, num_dense: int) -> list[M
     return first * num_dense + last * (num_layers - num_dense)
 
 
-def num_elements(weights: Sequence[Matrices], tp: int = 1) -> int:
-    """Return the number of elements on one of `tp` ranks; tensor parallelism does not split experts."""
-    return sum(weight.num_elements // (1 if weight.num_experts else tp) for weight in weights)
+def num_elements(weights: Sequence[Matrices], layout: Layout | None = None) -> int:
+    """Return the number of elements in the shards of all ranks with the same tensor-parallel rank.
+
+    Without a layout, the result is for one process.
+    """
+    layout = layout or Layout()
+    return sum(weight.num_elements * num_holders(weight, layout) // layout.tp for weight in weights)
 
 
 class UpdateCost(NamedTuple):
@@ -207,14 +224,13 @@ def update_cost(weights: Sequence[Matrices], layout: Layout, precision: NewtonSc
             if batch:
                 count = sum(unit.num_matrices for unit in batch)
                 largest = max(batch, key=lambda unit: unit.num_elements)
-                receivers = layout.tp if weights[largest.weight].num_experts else 1
+                receivers = num_holders(weights[largest.weight], layout)
                 shard = largest.num_elements * receivers * largest.num_parts // (layout.shards * layout.tp)
                 peak = max(peak, _peak_bytes(largest.shape, count, receivers, shard, precision))
     exchanged = shared = 0
     for weight in weights:
-        # Tensor parallelism does not split experts. One rank sends a shard to the owner, but the owner sends
-        # the update to each rank that has the shard.
-        receivers = layout.tp if weight.num_experts else 1
+        # One rank sends a shard to the owner, but the owner sends the update to each rank that has the shard.
+        receivers = num_holders(weight, layout)
         owners = layout.shards * layout.tp // num_parts(weight, layout)
         exchanged += (1 + receivers) * weight.num_elements * (owners - 1) // owners
         shared += weight.num_elements * receivers

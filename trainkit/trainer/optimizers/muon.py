@@ -68,7 +68,7 @@ class _Stack:
     boxes: list[Box]
     """The part of the weight that each rank of a copy holds."""
     num_holders: int
-    """Number of neighbouring ranks that hold the same part: tensor parallelism does not split experts."""
+    """Number of neighbouring ranks that hold the same part, as tensor-parallel ranks with all experts do."""
     settings: tuple[float, float]
     """The factor of the learning rate, and the weight decay."""
 
@@ -164,7 +164,7 @@ class ShardedMuon(ShardedOptimizer):
                 momentum=_stacked(torch.zeros_like(shard, dtype=torch.float32, requires_grad=False)),
                 matrices=Matrices(*weight.param.shape[-2:], *weight.param.shape[:-2]),
                 boxes=_boxes(weight, layout),
-                num_holders=1 if "tp" in _split_dims(weight) else layout.tp,
+                num_holders=1 if {"tp", "ep"} & _split_dims(weight).keys() else layout.tp,
                 settings=settings_of(weight, config),
             )
             for shard, weight in zip(self._locals, self._weights, strict=True)
@@ -341,11 +341,12 @@ def _boxes(weight: Weight, layout: Layout) -> list[Box]:
     for shard in range(layout.shards):
         for tp in range(layout.tp):
             box = [slice(0, size) for size in (*(1,) * (3 - len(shape)), *shape)]
+            expert_shard, ep = divmod(shard * layout.tp + tp, layout.ep)
             for name, number, count in (
                 ("tp", tp, layout.tp),
-                ("ep", shard % layout.ep, layout.ep),
+                ("ep", ep, layout.ep),
                 ("dp_shard", shard, layout.shards),
-                ("expert_shard", shard // layout.ep, layout.expert_shards),
+                ("expert_shard", expert_shard, layout.expert_shards),
             ):
                 if name in split_dims:
                     dim = split_dims[name]
