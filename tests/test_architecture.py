@@ -70,7 +70,7 @@ SIZES = {
     "trainkit/run": (18, 5_348),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (54, 12_319),
-    "tests": (393, 66_974),
+    "tests": (393, 66_975),
 }
 """Maps a folder to its number of Python files and lines.
 
