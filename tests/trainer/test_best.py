@@ -55,6 +55,7 @@ def trainer() -> Any:
     trainer.metrics = SimpleNamespace(exclude=lambda seconds: None, tensorboard=None)
     trainer.loss_scale = SimpleNamespace(enabled=False)
     trainer.manifest_record = {}
+    trainer._hooks = SimpleNamespace(saved=dict)
     return trainer
 
 
