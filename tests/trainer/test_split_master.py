@@ -229,7 +229,7 @@ def test_initial_weights_are_read_in_float32():
     model = nano()
     weights = weights_of([model], lowers=split_weights(model), is_read=True)
     expected = dict(nano(seed=1).named_parameters())
-    read_initial_weights(weights, lambda name, index: expected[name][tuple(index)], resumed=False)
+    read_initial_weights(weights, {}, lambda name, index: expected[name][tuple(index)], resumed=False)
     for weight in weights:
         found, value = master_of(weight), expected[weight.name].detach()
         assert isinstance(found, SplitMaster)
