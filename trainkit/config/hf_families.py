@@ -88,6 +88,7 @@ BLOCK = {
 }
 """Maps module names in a decoder block to the names in most families."""
 ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_SWIGLU: dict[str, object] = {"hidden_act": "silu", "attention_bias": False}
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,6 @@ _FIRST_LAYERS = Entry(
     read=lambda layers: len(layers or ()),  # type: ignore[arg-type]
     write=lambda number: list(range(number)),  # type: ignore[call-overload]
 )
-_SWIGLU = {"hidden_act": "silu", "attention_bias": False}
 _NO_WINDOW = {"use_sliding_window": False}
 _EXPERTS_OF_LLAMA: dict[str, object] = {
     "moe.num_shared": 0,
