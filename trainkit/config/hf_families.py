@@ -100,6 +100,7 @@ templates for the number of the expert."""
 ROUTER_BIAS = "moe.router.bias"
 """Key of `Family.modules` for the biases with which routers choose experts."""
 ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_SWIGLU: dict[str, object] = {"hidden_act": "silu", "attention_bias": False}
 
 
 @dataclass(frozen=True)
