@@ -29,9 +29,10 @@ def run_flipped(
             flipped.view(torch.int32).view(-1)[7] ^= 1 << bit
             return flipped
 
-        def on_output(module: Any, inputs: Any, output: torch.Tensor) -> None:
-            if progress.current.step == step and output.requires_grad:
-                output.register_hook(flip)
+        def on_output(module: Any, inputs: Any, outputs: tuple[torch.Tensor, None]) -> None:
+            stream, _ = outputs
+            if progress.current.step == step and stream.requires_grad:
+                stream.register_hook(flip)
 
         built.model_parts[0].layers[0].register_forward_hook(on_output)
         return built

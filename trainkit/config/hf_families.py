@@ -17,7 +17,6 @@ from trainkit.formats import JsonObject
 
 NEEDS: dict[str, object] = {"attention_dropout": 0.0, "mlp_bias": False}
 """Maps an entry of config.json to the only value that the decoder supports, in every family."""
-_SWIGLU: dict[str, object] = {"hidden_act": "silu", "attention_bias": False}
 REQUIRED = object()
 """Default of an entry that every config.json contains."""
 EXPERTS = "moe."
