@@ -14,6 +14,7 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import point_best_at, published, set_aside
 from trainkit.run.record import add_attempt
+from trainkit.run.rollbacks import Rollback, write_rollbacks
 from trainkit.run.rundir import RunDir
 
 
@@ -107,6 +108,13 @@ def test_prune_keeps_the_newest_that_is_intact(run):
     assert main(["ckpt", "prune", str(run.path)]) == 2  # it needs to know how many
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "0"]) == 2
     assert steps(run) == [20, 30, 40]
+
+
+def test_prune_keeps_the_checkpoint_to_which_a_run_goes_back(run, prints):
+    """The next attempt moves the later checkpoints aside, so they are neither counted nor deleted."""
+    write_rollbacks(run, [Rollback(10, 40, 1)])
+    assert prints(["ckpt", "prune", str(run.path), "--keep-last", "1"]).err == "kept: step-00000010\n"
+    assert steps(run) == [10, 20, 30, 40]
 
 
 def test_dry_run_removes_nothing(run, capsys):

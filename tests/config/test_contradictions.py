@@ -88,6 +88,7 @@ checkpoint.best_metric=val_loss_ema
 checkpoint.best_metric=val_accuracy ema.decay=0.9
 model.init_weights=ema
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
+checkpoint.best_metric=val_loss_ema ema.decay=0.9 train.eval_every=null
 notify.mail=me@x.org resources.mail_user=you@x.org
 notify.mail=me@x.org resources.mail_type=ALL
 notify.mail=me@x.org notify.on=[stalled,slow]

@@ -13,7 +13,12 @@ from trainkit.config.training import MoeConfig, OptimizerConfig
 from trainkit.formats import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory import block_bytes, kept_bytes, loss_bytes, memory_of, rank_memory, rank_params
-from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
+from trainkit.plan.model_shape import (
+    ModelShape,
+    num_params,
+    num_params_between_embeddings,
+    num_params_of_block,
+)
 from trainkit.plan.optimizer_state import optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 4, 12, 1e-5, 1e4, False, 0.0)
@@ -71,6 +76,16 @@ def test_experts_are_sharded_over_all_shards_but_gathered_by_their_own_ranks():
     split = rank_params(shape, Layout(dp_shard=16, tp=4, ep=8), "1f1b", 0)
     assert split.experts == divided.experts
     assert split.whole - (split.gathered - split.experts) == experts // 4, "16 ranks have a quarter"
+
+
+@pytest.mark.parametrize("ep", [1, 32, 64])
+def test_a_dense_block_may_be_larger_or_smaller_than_the_others(ep):
+    moe = MoeConfig(num_experts=64, top_k=4, expert_ffn_dim=1408, num_shared=2, first_dense=1)
+    shape = llama("7b", moe=moe)
+    params = rank_params(shape, Layout(dp_shard=64, ep=ep), "1f1b", 0)
+    assert params.of_first(1) == num_params_of_block(shape, 0) + shape.dim // shape.num_layers
+    assert params.of_first(shape.num_layers) == params.blocks
+    assert params.block == max(params.of_first(1), params.of_first(2) - params.of_first(1))
 
 
 def test_a_block_by_hand():

@@ -111,6 +111,7 @@ rope_scaling: {type: linear, factor: 2, beta_fast: 3}
 rope_scaling: {type: 3, factor: 2}
 rope_scaling: {type: yarn, factor: linear, original_max_position_embeddings: 32}
 full_attention_every: 2, rope_local_theta: 100
+full_attention_every: 1, sliding_window: 8
 activation: gelu_tanh, moe: {num_experts: 4}
 dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1
 """.splitlines()

@@ -152,6 +152,7 @@ REFUSED = {
     "class": ["optimizer.name=mine.py:Nothing"],
     "kind": ["optimizer.name=mine.py:NoOptimizer"],
     "keyword": ["optimizer.name=mine.py:Wrong", "optimizer.options={beta: 1}"],
+    "rate": ["optimizer.name=mine.py:Plain", "optimizer.options={lr: 1}"],
     "decay": ["optimizer.name=mine.py:NoDecay"],
     "constructor": ["optimizer.name=mine.py:Wrong", "optimizer.options={alpha: 2}"],
     "shards": ["optimizer.name=mine.py:Plain", "parallel.dp_shard=2"],

@@ -18,6 +18,7 @@ from trainkit.formats import size, table
 from trainkit.run import manifest
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run
+from trainkit.run.rollbacks import checkpoints_in_line
 from trainkit.run.rundir import RunDir, run_lock
 
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
@@ -119,7 +120,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     run = find_run(run_name, acts=True)
     with contextlib.nullcontext() if dry_run else run_lock(run):
         require_not_running(run, read_job(run), "ckpt prune")
-        there = manifest.published(run.checkpoints_dir)
+        there = checkpoints_in_line(run)
         doomed = manifest.obsolete(there, keep_last, manifest.best_step(run.checkpoints_dir))
         intact = manifest.newest_intact(there) if doomed else None
         doomed = [checkpoint for checkpoint in doomed if checkpoint != intact]
@@ -146,7 +147,7 @@ def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
 
     Raises UsageError if no checkpoint is found.
     """
-    there = manifest.published(run.checkpoints_dir)
+    there = checkpoints_in_line(run)
     if not there:
         raise UsageError(
             f"{run.shown} has no published checkpoint",

@@ -157,8 +157,10 @@ class Family:
         if self.has_experts:
             # Do not balance the load, as transformers does not by default.
             found["moe"] = {**experts, **dict.fromkeys(BALANCING, 0.0)}
-        if found["sliding_window"] is not None:
-            found["full_attention_every"] = self._full_attention_every(content)
+        if found["sliding_window"] is not None and (every := self._full_attention_every(content)) == 1:
+            found["sliding_window"] = None
+        elif found["sliding_window"] is not None:
+            found["full_attention_every"] = every
             found["rope_local_theta"] = self._local_rope(content).get("rope_theta")
         rope, heads = self._rope(content), content["num_attention_heads"]
         head_dim = content.get("head_dim") or self.head_dim
@@ -175,7 +177,7 @@ class Family:
     def unlike(self, content: JsonObject) -> str:
         """Return the reason why the decoder does not support a model of this family; empty if it does."""
         required = [entry.names for entry in {**SIZES, **self.entries}.values() if entry.default is REQUIRED]
-        missing = [names[0] for names in required if not any(name in content for name in names)]
+        missing = [names[0] for names in required if all(content.get(name) is None for name in names)]
         if missing:
             return f"config.json has no {missing[0]}"
         for name, needed in {**NEEDS, **self.needs}.items():

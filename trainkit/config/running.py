@@ -462,7 +462,7 @@ class EmaConfig(Section):
         None,
         "Average the float32 weights during training: an update multiplies the average by decay, and adds "
         "1 - decay times the weights. null computes no average.",
-        allowed="a number above 0 and below 1, or null",
+        allowed="a number above 0 and below 1",
     )
     every: AtLeastOne = key(1, "Number of steps between updates of the average.")
 

@@ -240,9 +240,9 @@ LOSSES = ("val_loss", "loss")
 def _best_metric(config: RunConfig, added: Collection[str]) -> Iterator[KeyProblem]:
     """Yield a problem if there is no such metric; `added` contains the metrics of capabilities."""
     key, metric, known = "checkpoint.best_metric", config.checkpoint.best_metric, (*LOSSES, *added)
-    if metric is None or metric in known:
+    if metric is None or metric in LOSSES:
         return
-    if not config.has_user_task:
+    if metric not in known and not config.has_user_task:
         shown = f"{', '.join(known[:-1])} and {known[-1]}"
         message = f"is {metric}, but task is {config.task}, which has the metrics {shown}"
         yield key, message, f"use {', '.join(known)} or null"

@@ -23,9 +23,9 @@ from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import numbers
 from trainkit.run.history import RunHistory
-from trainkit.run.manifest import Checkpoint, Manifest, published
+from trainkit.run.manifest import Checkpoint, Manifest
 from trainkit.run.record import JobRecord
-from trainkit.run.rollbacks import in_line, read_rollbacks
+from trainkit.run.rollbacks import checkpoints_in_line
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
@@ -57,7 +57,7 @@ def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunS
     `source` is either the run itself or one of its attempts.
     """
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
-    saved = in_line(published(run.checkpoints_dir), read_rollbacks(run))
+    saved = checkpoints_in_line(run)
     return RunSoFar(run, job, *config_and_plan(source), end, saved)
 
 

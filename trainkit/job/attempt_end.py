@@ -24,9 +24,8 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event
 from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
-from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, JobRecord, read_job
-from trainkit.run.rollbacks import read_rollbacks
+from trainkit.run.rollbacks import checkpoints_in_line, read_rollbacks
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -200,7 +199,7 @@ def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
 
     `entry` is the attempt's entry in job.json.
     """
-    checkpoints = published(attempt.run.checkpoints_dir)
+    checkpoints = checkpoints_in_line(attempt.run)
     if checkpoints:
         return checkpoints[-1].step
     earlier = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
@@ -210,7 +209,7 @@ def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
 
 def reached_its_stop(attempt: AttemptDir) -> bool:
     """Return whether the newest checkpoint is at `train.stop_at_step`, the step at which the run pauses."""
-    checkpoints = published(attempt.run.checkpoints_dir)
+    checkpoints = checkpoints_in_line(attempt.run)
     if not checkpoints:
         return False
     # Import lazily: the import is slow, and most attempts do not need the module.

@@ -50,8 +50,10 @@ class RankParams(NamedTuple):
 
     layers: tuple[int, ...]
     """Number of layers in each of the rank's stages, in forward order."""
-    block: int
-    """Number of parameters of the largest block, without experts that other ranks have."""
+    dense_block: int
+    """Number of parameters of each of the first `num_dense` blocks."""
+    other_block: int
+    """Number of parameters of each other block, without experts that other ranks have."""
     blocks: int
     """Number of parameters of all blocks, without experts that other ranks have."""
     experts: int
@@ -70,12 +72,15 @@ class RankParams(NamedTuple):
     def num_layers(self) -> int:
         return sum(self.layers)
 
+    @property
+    def block(self) -> int:
+        """Return the number of parameters of the largest block."""
+        return max(self.dense_block, self.other_block)
+
     def of_first(self, count: int) -> int:
-        """Return the number of parameters of the rank's first blocks; blocks of one kind are equal."""
+        """Return the number of parameters of the rank's first blocks."""
         num_dense = min(count, self.num_dense)
-        of_others = self.block * (self.num_layers - self.num_dense)
-        dense = (self.blocks - of_others) // max(1, self.num_dense)
-        return dense * num_dense + self.block * (count - num_dense)
+        return self.dense_block * num_dense + self.other_block * (count - num_dense)
 
     def experts_elsewhere(self, count: int) -> int:
         """Return the number of parameters by which the shards of the rank's first blocks exceed the blocks.
@@ -106,12 +111,12 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
     blocks = [_block_params(shape, layer, layout) for stage in layers for layer in stage]
     kinds = [shape.feed_forward(layer) for stage in layers for layer in stage]
     own = sum(kind.expert_params(shape.dim) for kind in kinds) // layout.ep
-    num_dense = sum(layer < shape.dense_layers for stage in layers for layer in stage)
+    num_dense = sum(layer < shape.dense_layers for stage in layers for layer in stage) if shape.moe else 0
+    kinds_of_blocks = blocks[0] if num_dense else 0, blocks[-1] if len(blocks) > num_dense else 0
     matrix = shape.vocab_size * shape.dim // layout.tp
     has_head = stages - 1 in mine
     has_embedding = 0 in mine and not (has_head and shape.tie_embeddings)
-    sizes = max(blocks, default=0), sum(blocks), own if layout.ep > 1 else 0, layout.ep, layout.tp
-    num_dense = num_dense if shape.moe else 0
+    sizes = *kinds_of_blocks, sum(blocks), own if layout.ep > 1 else 0, layout.ep, layout.tp
     return RankParams(tuple(map(len, layers)), *sizes, num_dense, matrix * has_embedding, matrix * has_head)
 
 

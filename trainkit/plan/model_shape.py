@@ -242,6 +242,9 @@ def _option_problems(model: ModelConfig) -> Iterator[Problem]:
         if value is not None and model.sliding_window is None:
             message = f"is {value:g}, but model.sliding_window is null"
             yield Problem(f"model.{key}", message, hint=f"set model.sliding_window, or remove model.{key}")
+    if model.full_attention_every == 1 and model.sliding_window is not None:
+        message = f"is 1, but model.sliding_window is {model.sliding_window}, which no block would have"
+        yield Problem("model.full_attention_every", message, hint="set model.sliding_window to null")
     if model.activation != "silu" and model.moe is not None:
         message = f"is {model.activation}, but model.moe is set, and experts support only silu"
         yield Problem("model.activation", message, hint="remove model.activation")

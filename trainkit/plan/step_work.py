@@ -113,6 +113,8 @@ class StepWork:
     """The precision in which Muon orthogonalizes the matrices of blocks; None with another optimizer."""
     added_bytes: float = 0
     """Bytes per parameter of the state that capabilities add."""
+    warmup_batch_sizes: tuple[int, ...] = ()
+    """The global batch sizes of the first steps; see ``train.batch_warmup``."""
     device: str = "cuda"
     """The type of device, ``cpu`` or ``cuda``. The estimate depends on the device, because CPU kernels save
     more activations than GPU kernels."""
@@ -269,6 +271,7 @@ def work_of(
         has_own_optimizer=is_own(config.optimizer.name),
         muon=config.optimizer.ns_precision if config.optimizer.name == "muon" else None,
         added_bytes=added_bytes,
+        warmup_batch_sizes=tuple(stage.global_batch_size for stage in config.train.batch_warmup),
         device=device,
         z_loss=config.train.z_loss > 0,
         document_mask=config.data.document_mask,

@@ -19,6 +19,8 @@ from trainkit.run.rundir import ROLLED_BACK_SUFFIX, RunDir
 
 EVENT = "rollback"
 """Name of the event that reports a rollback."""
+MAX_POSITION = 1 << 62
+"""Maximum sample position after a skipped range, so that sums of positions fit into 64 bits."""
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of sample positions in ascending order, without overlap: the first position, and the position after
 the last one."""
@@ -103,6 +105,14 @@ def in_line(checkpoints: Iterable[Checkpoint], rollbacks: Sequence[Rollback]) ->
     return [one for one in checkpoints if not _is_known_to_be_rolled_back(one, rollbacks)]
 
 
+def checkpoints_in_line(run: RunDir) -> list[Checkpoint]:
+    """Return the published checkpoints that are part of a run after its rollbacks, oldest first.
+
+    Raises OSError and UsageError; see `read_rollbacks`.
+    """
+    return in_line(published(run.checkpoints_dir), read_rollbacks(run))
+
+
 def _is_known_to_be_rolled_back(checkpoint: Checkpoint, rollbacks: Sequence[Rollback]) -> bool:
     try:
         return is_rolled_back(checkpoint, SavedPosition.of(checkpoint).num_rollbacks, rollbacks)
@@ -138,7 +148,7 @@ def ranges_of(ranges: Iterable[range]) -> Ranges:
     """Convert ranges of sample positions from Python; raise UsageError for an empty or stepped range."""
     found = []
     for one in ranges:
-        if one.step != 1 or not 0 <= one.start < one.stop:
+        if one.step != 1 or not 0 <= one.start < one.stop <= MAX_POSITION:
             raise UsageError(
                 f"{one} is not a range of sample positions",
                 hint="use range(FIRST, STOP), such as range(320, 560)",
@@ -172,7 +182,7 @@ def parse_ranges(texts: Iterable[str]) -> Ranges:
     found = []
     for text in texts:
         first, _, last = text.partition("-")
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < MAX_POSITION):
             raise UsageError(
                 f"--skip-samples {text} is not a range of sample positions",
                 hint="use FIRST-LAST, such as 320-559; `trainkit data show RUN --step N` shows the positions",

@@ -25,7 +25,7 @@ from trainkit.trainer.user_task import UserTask
 NAME, OPTIONS = "optimizer.name", "optimizer.options"
 BY_ELEMENT_HINT = (
     "if the optimizer updates each element independently, set by_element = True in the class; otherwise, "
-    "train with dp_replicate only"
+    "set parallel.dp_shard to 1, and parallel.dp_replicate to -1"
 )
 
 
@@ -64,6 +64,9 @@ def load_optimizer_class(optimizer: OptimizerConfig, run: RunDir | None = None) 
         message = f"is {next(filter(None, decays))}, but {class_name}{place} does not take weight_decay"
         hint = "set optimizer.weight_decay to 0, and remove weight_decay from optimizer.groups"
         raise TaskError("optimizer.weight_decay", message, hint)
+    if reserved := sorted({"params", "lr", "weight_decay"} & optimizer.options.keys()):
+        message = f"has {reserved[0]}, which trainkit sets"
+        raise TaskError(OPTIONS, message, "use optimizer.lr, optimizer.weight_decay and optimizer.groups")
     try:
         signature.bind([], **arguments(signature, optimizer))
     except TypeError as error:
@@ -91,7 +94,7 @@ def refuse_optimizer(config: RunConfig) -> None:
         return
     found = load_optimizer_class(optimizer)
     _create(found, optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
-    sharded = next((key for key in ("dp_shard", "tp") if getattr(parallel, key) > 1), None)
+    sharded = next((key for key in ("dp_shard", "tp", "cp") if getattr(parallel, key) > 1), None)
     if sharded is not None and not updates_by_element(found):
         message = f"is {optimizer.name}, but parallel.{sharded} shards the parameters"
         raise TaskError(NAME, message, BY_ELEMENT_HINT)

@@ -75,5 +75,7 @@ def refuse_schedule(config: RunConfig) -> None:
     schedule, steps = load_schedule(config.schedule), config.train.steps
     if schedule is not None and steps is not None:
         first = config.schedule.warmup_steps + 1
-        for step in (*range(first, steps, -(-steps // MAX_TRIED_STEPS)), steps):
+        for step in range(first, steps, -(-steps // MAX_TRIED_STEPS)):
             schedule(step, steps)
+        if first <= steps:
+            schedule(steps, steps)

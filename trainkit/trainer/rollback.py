@@ -27,7 +27,9 @@ def plan_rollback(attempt: AttemptDir, state: TrainingState, request: GoBack) ->
     """
     run = attempt.run
     rollbacks = read_rollbacks(run)
-    count = sum(item.is_automatic for item in rollbacks)
+    # A rollback that a user requests starts the count anew.
+    requested = [index for index, item in enumerate(rollbacks, 1) if not item.is_automatic]
+    count = len(rollbacks) - max(requested, default=0)
     if count >= request.max_times:
         return f"the run has already gone back {plural(count, 'time')} ({request.limited_by})"
     there = in_line(published(run.checkpoints_dir), rollbacks)

@@ -19,7 +19,7 @@ from trainkit.errors import FatalError
 from trainkit.formats import plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_record, to_json
-from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
+from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest, published
 from trainkit.run.rollbacks import Rollback, number_before, read_rollbacks, shown_ranges
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import AnyTask, BuiltModel
@@ -114,6 +114,11 @@ def resume(
     if state.best_metric not in (None, best_metric):
         log.warning(f"checkpoint.best_metric was {state.best_metric} and is now {best_metric}")
         state.best_value = state.best_step = None
+    if rollbacks and state.best_step is not None:
+        # The run may have deleted this checkpoint when a later one, which no longer counts, became the best.
+        there = any(one.step == state.best_step for one in published(attempt.run.checkpoints_dir))
+        if not broadcast_from_main(there, world):
+            state.best_value = state.best_step = None
     state.best_metric = best_metric
     if world.is_main:
         log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")

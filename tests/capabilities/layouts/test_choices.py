@@ -36,6 +36,8 @@ def test_layouts_that_the_model_or_the_data_rules_out():
     masked = set(layouts(replace(base, document_mask=True), hardware(16)))
     assert masked == {layout for layout in found if layout.pp == layout.cp == 1}
     assert masked < found
+    for changes in ({"has_own_optimizer": True}, {"warmup_batch_sizes": (8,)}):
+        assert {layout.pp for layout in layouts(replace(base, **changes), hardware(16))} == {1}
     found = list(layouts(step_work("70b"), hardware(512)))
     assert {layout.tp for layout in found} == {1, 2, 4, 8}
     assert max(layout.pp for layout in found) == 64

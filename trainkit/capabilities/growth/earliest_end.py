@@ -438,7 +438,7 @@ def _measured(
             attempt = run.attempt(number)
             before = read_plan(attempt)
             plan = plans.get(before.count("num_nodes") or 0)
-            if plan is None or before.step_shape != (vars(plan.layout), vars(plan.batch), plan.device):
+            if plan is None or before.step_shape != (to_json(plan.layout), to_json(plan.batch), plan.device):
                 continue
             started = next(read_events(run, "started", attempt=number), None)
             gpu = gpus.get(started.text("partition") or "") if started is not None else None

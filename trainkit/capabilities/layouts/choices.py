@@ -149,12 +149,15 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
     """Yield the layouts on all GPUs that are possible for the model.
 
     In such a layout, tp divides the number of key/value heads, and every pipeline stage has a layer. With a
-    document mask, pp and cp are 1.
+    document mask, pp and cp are 1. With a user's optimizer or ``train.batch_warmup``, pp
+    is 1.
     """
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     experts = shape.moe.num_experts if shape.moe else 1
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence, experts):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
+        if layout.pp > 1 and (base.has_own_optimizer or base.warmup_batch_sizes):
+            continue
         if fits and not (base.document_mask and layout.pp * layout.cp > 1):
             yield layout
 
@@ -215,7 +218,8 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
         return
     share = global_batch_size // dp
     for samples in reversed(divisors_of(share)):
-        if samples <= work.device_batch_size:
+        divides_all = not any(size % (samples * dp) for size in work.warmup_batch_sizes)
+        if samples <= work.device_batch_size and divides_all:
             made = _with_batch(work, samples, share // samples)
             if made is not None:
                 yield made

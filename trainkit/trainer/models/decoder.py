@@ -121,8 +121,9 @@ def dense_mask(
     another, and -inf elsewhere. PyTorch would convert a boolean mask to a floating-point mask in every layer,
     and keep each converted mask for the backward pass.
     """
-    distances = queries[:, None] - torch.arange(num_keys, device=queries.device)
-    allowed = (distances >= 0) if window is None else (distances >= 0) & (distances < window)
+    # Comparisons need one byte for each pair of positions, and a matrix of distances would need eight.
+    keys, last = torch.arange(num_keys, device=queries.device), queries[:, None]
+    allowed = keys <= last if window is None else (keys <= last) & (keys > last - window)
     allowed = allowed[None]
     if documents is not None:
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])

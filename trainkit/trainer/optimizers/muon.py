@@ -254,7 +254,9 @@ class ShardedMuon(ShardedOptimizer):
         if not matrices.num_local:
             return
         grad, momentum = matrices.stack.shard.grad, matrices.momentum
-        assert grad is not None, f"{matrices.stack.name} has no gradient"
+        if grad is None:
+            hint = "use the parameter in every step, or set optimizer.name to adamw"
+            raise FatalError(f"{matrices.stack.name} has no gradient, but muon updates all matrices", hint)
         grad = _stacked(grad)[matrices.own] / divisor
         torch.where(skip > 0, momentum, momentum.lerp(grad, 1 - self._momentum), out=momentum)
         if out is not None and out.numel():
