@@ -158,6 +158,10 @@ class Backend(ABC):
         """
         return plan
 
+    def bad_hosts(self, run: RunDir, record: JobRecord, entry: AttemptRecord) -> list[str]:
+        """Return the hosts that `note_bad_hosts` would record; raise SlurmUnreachable in the same cases."""
+        return []
+
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
     ) -> list[str]:

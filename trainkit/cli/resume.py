@@ -180,7 +180,7 @@ def command(
                 newest_checkpoint_of(so_far)
                 refuse_place(loaded.config.name, fork, "--as")
             place = None if fork is None else RunDir(fork)
-            script = preview_resume(so_far, loaded.config, plan, new_code=new_code, fork=place)
+            plan, script = preview_resume(so_far, loaded.config, plan, new_code=new_code, fork=place)
             if as_json or script is not None:
                 echo_result(plan.to_dict(), (script or "").rstrip("\n"), as_json)
             return EXIT_OK

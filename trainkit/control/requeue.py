@@ -100,7 +100,16 @@ def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -
 
     Returns the hosts that are now excluded. Raises SlurmUnreachable if Slurm does not answer.
     """
+    entry = _dead_job(run, record)
+    return [] if entry is None else backend_of(entry).note_bad_hosts(run, record, entry, warn)
+
+
+def hosts_of_dead_job(run: RunDir, record: JobRecord) -> list[str]:
+    """Return the hosts that `note_dead_job` would exclude; raise SlurmUnreachable without an answer."""
+    entry = _dead_job(run, record)
+    return [] if entry is None else backend_of(entry).bad_hosts(run, record, entry)
+
+
+def _dead_job(run: RunDir, record: JobRecord) -> AttemptRecord | None:
     entry = record.newest
-    if entry is None or is_over(run.attempt(entry.attempt)):
-        return []
-    return backend_of(entry).note_bad_hosts(run, record, entry, warn)
+    return None if entry is None or is_over(run.attempt(entry.attempt)) else entry

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
-from trainkit.backend import backend_of
+from trainkit.backend import backend_named, backend_of
 from trainkit.backends.jobs import read_whole_job, refuse_copied_group, require_not_running
 from trainkit.backends.slurm.group_chunks import recover_chunks, submit_chunks
 from trainkit.capability import NodesChoice
@@ -23,7 +23,7 @@ from trainkit.control.changed_config import (
     run_so_far,
     share_left,
 )
-from trainkit.control.requeue import note_dead_job
+from trainkit.control.requeue import hosts_of_dead_job, note_dead_job
 from trainkit.control.rollback import RollbackRequest, before, plan_rollback
 from trainkit.errors import UsageError, print_note
 from trainkit.formats import plural
@@ -139,8 +139,8 @@ def resume_run(
 
 def preview_resume(
     so_far: RunSoFar, config: RunConfig, plan: LaunchPlan, *, new_code: bool, fork: RunDir | None
-) -> str | None:
-    """Return the batch script of a run's next attempt, or None if the attempt needs none; write nothing.
+) -> tuple[LaunchPlan, str | None]:
+    """Return the plan and batch script of a run's next attempt, or None if it needs no script; write nothing.
 
     `fork` is the new run if the run resumes in another folder. The working directory must be the run's
     submission folder, as in `planned_resume`. Raises UsageError if the code cannot be copied, or if the
@@ -151,7 +151,11 @@ def preview_resume(
         run, job, new_code = fork, replace(job, cwd=str(Path.cwd())), True
     if new_code:
         job = replace(job, code=future_code(run, config, plan))
-    return next_script(run, job, config, plan)
+    if fork is None and job.newest is not None:
+        # A resume first records the hosts on which the newest job could not start.
+        hosts = hosts_of_dead_job(run, job)
+        plan = backend_named(plan.backend).without_hosts(plan, hosts, print_note)
+    return plan, next_script(run, job, config, plan)
 
 
 def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:

@@ -114,6 +114,19 @@ def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
 
+def bad_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
+    """Return the failed starts that the host may have caused; for `job`, see `failed_starts`.
+
+    If the script recorded no exit code, the job may have been preempted.
+    """
+    return [
+        start
+        for start in failed_starts(run, record, job)
+        if not (start.exit_code is not None and is_death_by_stop_signal(start.exit_code))
+        and (start.exit_code or (job is not None and job.state in _BY_FAILURE))
+    ]
+
+
 def note_bad_hosts(
     run: RunDir, record: JobRecord, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
 ) -> tuple[list[FailedStart], list[str]]:
@@ -122,19 +135,15 @@ def note_bad_hosts(
     For `job`, see `failed_starts`. `notify` is called with a sentence about each record that could
     not be written.
     """
-    starts, hosts = failed_starts(run, record, job), []
-    for start in starts:
-        # If the script recorded no exit code, the job may have been preempted.
-        is_asked = start.exit_code is not None and is_death_by_stop_signal(start.exit_code)
-        if not is_asked and (start.exit_code or (job is not None and job.state in _BY_FAILURE)):
-            hosts.append(start.host)
-            reason = f"a job ended on this host before its supervisor began: {start.how}"
-            number = _attempt_of(run, record, start.job_id)
-            try:
-                note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
-            except OSError as error:
-                notify(f"cannot record that {start.sentence} ({error})")
-    return starts, hosts
+    bad = bad_starts(run, record, job)
+    for start in bad:
+        reason = f"a job ended on this host before its supervisor began: {start.how}"
+        number = _attempt_of(run, record, start.job_id)
+        try:
+            note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
+        except OSError as error:
+            notify(f"cannot record that {start.sentence} ({error})")
+    return failed_starts(run, record, job), [start.host for start in bad]
 
 
 def close_failed_starts(
