@@ -203,7 +203,8 @@ def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(run, 
     changed = attempt.config_file.read_text().replace("stop_at_step: null", "stop_at_step: 40")
     assert "stop_at_step: 40" in changed
     attempt.config_file.write_text(changed)
-    monkeypatch.setattr("trainkit.job.attempt_end.published", lambda folder: [SimpleNamespace(step=40)])
+    saved = [SimpleNamespace(step=40)]
+    monkeypatch.setattr("trainkit.job.attempt_end.checkpoints_in_line", lambda run: saved)
     slurm.job = OUT_OF_TIME
     end = step(run, SAVES)[1]
     assert end["action"] == "stopped"
