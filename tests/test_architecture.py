@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
     "trainkit": (21, 6_323),
-    "trainkit/backends": (21, 4_675),
+    "trainkit/backends": (21, 4_677),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/average": (3, 233),
     "trainkit/capabilities/bench": (6, 1_467),

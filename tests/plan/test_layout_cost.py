@@ -110,7 +110,7 @@ EXPERTS = llama("7b", moe=MoeConfig(num_experts=64, top_k=4, expert_ffn_dim=1024
 
 @pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("selective", 4), ("full", 6)])
 def test_expert_parallelism_exchanges_the_rows_of_tokens(mode, exchanges):
-    """Of every row, its output and their gradients, seven of eight belong to another rank."""
+    """Seven of eight rows belong to another rank, as do their outputs and gradients."""
     work = step_work(EXPERTS, layout=Layout(dp_shard=64, ep=8), activation_checkpointing=mode)
     [ep] = [flow for flow in traffic(work) if flow.kind == "ep"]
     assert ep.num_bytes == 30 * exchanges * (4096 * 4 * 4096 * 2) * 7 // 8

@@ -117,7 +117,7 @@ def test_rounds_have_matrices_of_one_shape(monkeypatch):
     assert rounds_of(shapes, 1) == [[[3]], [[0, 1]], [[2, 5]], [[4]]]
     assert rounds_of(shapes, 2) == [[[3], [0, 1]], [[4], [2, 5]]]
     assert rounds_of(shapes[4:], 2) == [[[1], [0]]]
-    # Eight experts are four units of two, of which a round takes one.
+    # Eight experts are four units of two experts, and a round takes one unit.
     assert rounds_of([(2, 6, 8), (2, 2)], 1) == [[[0]], [[1]], [[2]], [[3]], [[4]]]
     monkeypatch.setattr(muon, "ROUND_ELEMENTS", 1)
     assert rounds_of(shapes[:3], 2) == [[[0], [1]], [[2], []]]
@@ -153,7 +153,7 @@ def test_the_traffic_of_experts():
         (Layout(dp_shard=8, ep=2), 2 * size * 3 / 4 / 8, 0),
         (Layout(dp_shard=5), 2 * size * 4 / 5 / 5, 0),
         (Layout(dp_replicate=4, dp_shard=2, ep=2), 0, size / 2 * 3 / 4),
-        # Both tensor-parallel ranks receive the update of an expert, of which one has sent the direction.
+        # One tensor-parallel rank sends the direction of an expert, and both receive the update.
         (Layout(dp_replicate=3, tp=2), 3 * size / 2 / 6, size * 2 / 3),
     ):
         cost = update_cost(experts, layout, "fp32")

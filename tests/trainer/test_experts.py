@@ -11,7 +11,7 @@ TOKENS, DIM, EXPERTS, WIDTH, TOP_K = 40, 8, 6, 16, 2
 
 
 def layer() -> tuple[Router, Experts, Tensor]:
-    """Return a router and experts with random weights, and tokens [N, D] of which no expert 5 is chosen."""
+    """Return a router and experts with random weights, and tokens [N, D] that never choose expert 5."""
     torch.manual_seed(0)
     router, experts = Router(DIM, EXPERTS, TOP_K), Experts(DIM, EXPERTS, WIDTH)
     for param in (*router.parameters(), *experts.parameters()):

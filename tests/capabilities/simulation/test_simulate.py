@@ -147,7 +147,7 @@ def test_experts_on_several_ranks(tmp_path: Path, layout: dict[str, int], mode: 
     options = [moe, "model.num_kv_heads=4", *(f"parallel.{key}={value}" for key, value in degrees.items())]
     found = found_for(tmp_path, 8, *WIDE, *options)
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.05)
-    # In each of four layers, one exchange of numbers of rows, and four of rows.
+    # Each of the four layers exchanges the numbers of rows once, and rows four times.
     assert found.collectives["all_to_all"] == 4 * 5
 
 

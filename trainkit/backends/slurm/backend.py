@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
-from trainkit.backends.slurm.failed_starts import bad_starts, note_bad_hosts
+from trainkit.backends.slurm.failed_starts import bad_starts, failed_starts, note_bad_hosts
 from trainkit.backends.slurm.group_chunks import clusters_of, submit_chunks
 from trainkit.backends.slurm.resubmit import excludable
 from trainkit.backends.slurm.shared_answers import least_interval_s
@@ -112,7 +112,8 @@ class SlurmBackend(Backend):
         return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
 
     def bad_hosts(self, run: RunDir, record: JobRecord, entry: AttemptRecord) -> list[str]:
-        return [start.host for start in bad_starts(run, record, self.job(entry))]
+        job = self.job(entry)
+        return [start.host for start in bad_starts(failed_starts(run, record, job), job)]
 
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]

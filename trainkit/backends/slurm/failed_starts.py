@@ -8,7 +8,7 @@ removes the file for its own start.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,14 +114,14 @@ def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
 
-def bad_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
+def bad_starts(starts: Iterable[FailedStart], job: JobInfo | None) -> list[FailedStart]:
     """Return the failed starts that the host may have caused; for `job`, see `failed_starts`.
 
     If the script recorded no exit code, the job may have been preempted.
     """
     return [
         start
-        for start in failed_starts(run, record, job)
+        for start in starts
         if not (start.exit_code is not None and is_death_by_stop_signal(start.exit_code))
         and (start.exit_code or (job is not None and job.state in _BY_FAILURE))
     ]
@@ -135,7 +135,8 @@ def note_bad_hosts(
     For `job`, see `failed_starts`. `notify` is called with a sentence about each record that could
     not be written.
     """
-    bad = bad_starts(run, record, job)
+    starts = failed_starts(run, record, job)
+    bad = bad_starts(starts, job)
     for start in bad:
         reason = f"a job ended on this host before its supervisor began: {start.how}"
         number = _attempt_of(run, record, start.job_id)
@@ -143,7 +144,7 @@ def note_bad_hosts(
             note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
         except OSError as error:
             notify(f"cannot record that {start.sentence} ({error})")
-    return failed_starts(run, record, job), [start.host for start in bad]
+    return starts, [start.host for start in bad]
 
 
 def close_failed_starts(
