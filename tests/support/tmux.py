@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -18,6 +19,8 @@ needs_tmux = pytest.mark.skipif(
     shutil.which("tmux") is None and "CI" not in os.environ, reason="tmux is not installed"
 )
 
+_NUMBERS = itertools.count()
+
 
 class Tmux:
     """A shell in a window of `width` x `height` characters. The context manager ends the tmux server."""
@@ -25,7 +28,8 @@ class Tmux:
     def __init__(
         self, folder: Path, width: int, height: int, cwd: Path, environ: Mapping[str, str] | None = None
     ) -> None:
-        self._socket, self._num_asked = folder / "tmux", 0
+        # A server that is about to exit still accepts a client on its socket, so no two windows share one.
+        self._socket, self._num_asked = folder / f"tmux{next(_NUMBERS)}", 0
         shell = ["env", "PS1=$ ", "bash", "--norc", "--noprofile"]
         size = ["-x", str(width), "-y", str(height)]
         self._run("new-session", "-d", *size, "-c", str(cwd), shlex.join(shell), environ=environ)
@@ -44,7 +48,8 @@ class Tmux:
     def _run(self, *args: str, environ: Mapping[str, str] | None = None) -> str:
         argv = ["tmux", "-S", str(self._socket), "-f", "/dev/null", *args]
         env = None if environ is None else dict(environ)
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, f"{shlex.join(argv)}: {done.stderr}"
         return done.stdout
 
     def keys(self, *names: str) -> None:
