@@ -73,6 +73,9 @@ def test_two_builds_are_equal_and_pass_all_checks(tmp_path: Path) -> None:
         stream.write("[A page](docs/missing.md)\n")
     done = build(first, 0o022)
     assert (done.returncode, "docs/missing.md" in done.stderr) == (1, True)
+    (first / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 0.1.0 - 2026-12-01\n")
+    done = build(first, 0o022)
+    assert (done.returncode, "CHANGELOG.md" in done.stderr) == (1, True)
 
 
 def check_metadata(wheel: Path) -> None:
@@ -135,6 +138,8 @@ def test_workflows_are_safe() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_citation_names_the_current_version() -> None:
+def test_citation_and_changelog_name_the_current_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (trainkit.__version__, "Apache-2.0")
+    heading = f"\n## {citation['version']} - {citation['date-released']}\n"
+    assert heading in (ROOT / "CHANGELOG.md").read_text()

@@ -79,6 +79,10 @@ def copy_source(folder: Path) -> str:
             copy.chmod(0o755 if os.access(ROOT / name, os.X_OK) else 0o644)
     text = (folder / "trainkit/__init__.py").read_text()
     [version] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    heading = rf"\A{re.escape(version)} - \d{{4}}-\d{{2}}-\d{{2}}$"
+    sections = (folder / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    if not sections or re.search(heading, sections[0], re.MULTILINE) is None:
+        sys.exit(f"error: the first section of CHANGELOG.md is not `## {version} - YYYY-MM-DD`")
     readme, config = folder / "README.md", folder / "setup.cfg"
     readme.write_text(with_absolute_links(readme.read_text(), f"v{version}"))
     urls = (f"    {name} = {url(path.format(tag=f'v{version}'))}\n" for name, path in PROJECT_URLS.items())
