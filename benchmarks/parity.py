@@ -6,6 +6,9 @@ All layouts start from the same checkpoint, written by a single process, and tra
 float32, with samples of different lengths and two accumulated microbatches. The table shows the largest
 difference in loss, gradient norm or validation loss of any step; for values above 1, the difference is
 relative. A difference of more than 1e-5 is a failure. The backend is gloo.
+
+For models with experts, the table also shows how many of the router's choices differ: a token whose two best
+scores are nearly equal may go to another expert on another layout.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.parity import Case, moved_choices, run_cases, worst_difference
 
 TOLERANCE = 1e-5
 SEED_STEPS = 2
@@ -213,6 +216,9 @@ def compare(folder: Path, cases: list[Case], steps: int) -> list[str]:
                 run_cases(base, [case], first, base / "seed")
                 worst = worst_difference(base / case.name, base / "alone")
                 words = f"{worst:.1e}" if worst <= TOLERANCE else f"{worst:.1e}  DIFFERS"
+                moved = moved_choices(base / case.name, base / "alone")
+                if moved is not None:
+                    words += f"  {sum(moved)} choices moved"
             except (RuntimeError, AssertionError, ValueError) as error:
                 worst, words = float("inf"), f"FAILED: {error}"
             if worst > TOLERANCE:

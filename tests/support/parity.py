@@ -3,6 +3,7 @@
 All cases with the same number of ranks run in one set of processes.
 """
 
+import json
 import os
 import shutil
 import time
@@ -51,7 +52,10 @@ class Case:
 def train(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> None:
     """Train as one rank until the end of the run."""
     trainer = make_trainer(rank, attempt, keep_labels)
+    loads = _record_loads(trainer.built.load_balance)
     trainer.train()
+    if rank == 0 and loads:
+        _loads_file(attempt.path.parents[1]).write_text(json.dumps(loads))
     close(trainer)
 
 
@@ -135,6 +139,42 @@ def worst_difference(run_dir: Path, expected: Path) -> float:
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
 
 
+def moved_choices(run_dir: Path, expected: Path) -> list[int] | None:
+    """Return, for each step, how many choices of an expert went to another expert than in the run `expected`.
+
+    The number is computed from the loads of the experts, so it is a lower bound: two tokens that exchange
+    their experts are not counted. Returns None if the model has no experts.
+    """
+    if not _loads_file(expected).exists():
+        return None
+    mine, other = (json.loads(_loads_file(path).read_text()) for path in (run_dir, expected))
+    return [
+        sum(abs(a - b) for layer, its in zip(one, two, strict=True) for a, b in zip(layer, its, strict=True))
+        // 2
+        for one, two in zip(mine, other, strict=True)
+    ]
+
+
+def _loads_file(run_dir: Path) -> Path:
+    return run_dir / "expert_loads.json"
+
+
+def _record_loads(balance: Any) -> list[list[list[int]]]:
+    """Return a list to which each step appends the number of tokens of each expert [layers, experts]."""
+    loads: list[list[list[int]]] = []
+    if balance is not None:
+        update = balance.update
+
+        def recorded(sums: Any, skip: Any) -> None:
+            loads.append(
+                [[round(load) for load in row[:-1]] for row in sums.view(balance._sums.shape).tolist()]
+            )
+            update(sums, skip)
+
+        balance.update = recorded
+    return loads
+
+
 def assert_same_curves(folder: Path, cases: Sequence[Case], alone: str = "alone") -> None:
     """Check that losses and gradient norms of each case differ from those of one process by rounding only."""
     found = {case.name: worst_difference(folder / case.name, folder / alone) for case in cases}
@@ -162,6 +202,8 @@ def _in_group(
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # torch would otherwise only warn, and run the module without compiling it.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

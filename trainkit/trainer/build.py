@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from logging import getLogger
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -224,7 +225,10 @@ class CompileCache:
 def _selectively(
     inner: Callable[..., Any], contexts: Callable[[], Any], preserve_rng_state: bool
 ) -> Callable[..., Any]:
-    """Return a closure that checkpoints `inner` selectively; torch.compile cannot trace a `partial`."""
+    """Return a closure that checkpoints the bound method `inner` selectively.
+
+    The closure is not a `partial`, because torch.compile cannot trace a `partial`.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
@@ -236,7 +240,15 @@ def _selectively(
             **kwargs,
         )
 
+    # torch.compile limits the number of graphs per code object, so each class of modules has its own.
+    forward.__code__ = _code_of(type(inner.__self__), forward.__code__)  # type: ignore[attr-defined, arg-type]
     return forward
+
+
+@cache
+def _code_of(kind: type, code: CodeType) -> CodeType:
+    """Return a copy of a code object, the same copy for each call with the same class."""
+    return code.replace()
 
 
 def _all_products_saved() -> Any:
