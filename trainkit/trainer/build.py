@@ -148,7 +148,7 @@ def recompute_and_compile(
             continue
         if mode != "none":
             contexts = _all_products_saved if mode == "pointwise" else _half_of_products_saved
-            block.forward = _selectively(block.forward, contexts, preserve_rng_state)
+            block.forward = _selectively(block, contexts, preserve_rng_state)
         if compiled:
             # Do not use `block.compile()`, which would also try to compile the FSDP hooks, and fail.
             block.forward = torch.compile(block.forward)
@@ -223,12 +223,13 @@ class CompileCache:
 
 
 def _selectively(
-    inner: Callable[..., Any], contexts: Callable[[], Any], preserve_rng_state: bool
+    block: nn.Module, contexts: Callable[[], Any], preserve_rng_state: bool
 ) -> Callable[..., Any]:
-    """Return a closure that checkpoints the bound method `inner` selectively.
+    """Return a closure that checkpoints the forward method of a block selectively.
 
     The closure is not a `partial`, because torch.compile cannot trace a `partial`.
     """
+    inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
@@ -241,7 +242,7 @@ def _selectively(
         )
 
     # torch.compile limits the number of graphs per code object, so each class of modules has its own.
-    forward.__code__ = _code_of(type(inner.__self__), forward.__code__)  # type: ignore[attr-defined, arg-type]
+    forward.__code__ = _code_of(type(block), forward.__code__)  # type: ignore[arg-type]
     return forward
 
 
