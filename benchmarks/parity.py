@@ -14,6 +14,7 @@ scores are nearly equal may go to another expert on another layout.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -184,6 +185,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", help="names, or parts of names, of the layouts to run")
     args = parser.parse_args()
+    os.environ["TEST_COMPILER"] = "inductor"
     cases = [case for case in CASES if not args.only or any(part in case.name for part in args.only)]
     folder = Path(tempfile.mkdtemp(prefix="parity-"))
     failed = compare(folder, cases, args.steps)

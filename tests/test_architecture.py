@@ -70,7 +70,7 @@ SIZES = {
     "trainkit/run": (18, 5_358),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (55, 12_752),
-    "tests": (399, 67_952),
+    "tests": (399, 67_956),
 }
 """Maps a folder to its number of Python files and lines.
 

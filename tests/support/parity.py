@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,9 @@ def _in_group(
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif os.environ.get("TEST_COMPILER") != "inductor":
+        # Inductor takes most of the time; test_layouts.py and benchmarks/parity.py train with its code.
+        torch.compile = partial(torch.compile, backend="aot_eager")
     # NCCL refuses two ranks on one GPU.
     shares_gpu = device.type == "cuda" and torch.cuda.device_count() < num_procs
     dist.init_process_group(
