@@ -85,7 +85,7 @@ def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
     desk.works("while not asked:\n    time.sleep(0.02)\n" + HOLDS_ITS_SAVE)
     run = desk.submit()
     saving = desk.trainkit("requeue", "small")
-    assert saving.stderr.startswith(f"runs/small: local-{read_job(run).newest.pid} is saving")
+    assert saving.stderr.startswith(f"runs/small: local-{read_job(run).newest.pid} was asked")
     cancelled = desk.trainkit("cancel", "small", "--json")
     assert checked("cancel", cancelled.stdout)["run_dir"] == str(run.path)
     assert cancelled.stderr.startswith("runs/small: local-")

@@ -57,7 +57,9 @@ def requeue(run_name: str, as_json: bool) -> None:
     requeued = requeue_run(run)
     job, entry = requeued.job, requeued.entry
     if not requeued.is_started:
-        click.echo(f"{run.shown}: {entry.job_id} is saving a checkpoint and will be requeued", err=True)
+        click.echo(
+            f"{run.shown}: {entry.job_id} was asked to save a checkpoint, and will be requeued", err=True
+        )
         if not as_json:
             return
         entry = replace(entry, attempt=entry.attempt + 1)

@@ -110,7 +110,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
     grace_s = LaunchPlan.read(run.plan_file, executes=False).grace_s
     if not wait:
-        saves = f"{job_id} is saving a checkpoint and will exit within {grace_s:g} s"
+        saves = f"{job_id} was asked to save a checkpoint and to exit within {grace_s:g} s"
         return replace(_run_result(run, job_id, "cancelling", saves), entry=entry)
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
@@ -260,9 +260,9 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
     done, shown = f" {'killed' if now else 'ended'}", ""
     if state == "cancelling":
         verb = (
-            " is saving a checkpoint and will exit"
+            " was asked to save a checkpoint and to exit"
             if num_running == 1
-            else " are saving checkpoints and will exit"
+            else " were asked to save checkpoints and to exit"
         )
         done = f"{verb} within {_grace_s(group):g} s"
         shown = f"; `trainkit status {group.quoted}` shows the runs"

@@ -44,7 +44,7 @@ def requeue_run(run: RunDir) -> Requeued:
             return Requeued(job, start_again(run, job, "requeue"), True)
         if entry.is_cancelled:
             raise UsageError(
-                f"{run.shown} is being cancelled: {entry.job_id} is saving a checkpoint and will exit",
+                f"{run.shown} is being cancelled: {entry.job_id} was asked to save a checkpoint and to exit",
                 hint=f"`trainkit cancel {run.quoted} --wait` returns once the run has stopped; requeue the "
                 "run afterwards",
             )

@@ -73,7 +73,8 @@ class TorchBuild:
                     f"{_dotted(build)}"
                 )
                 more = "; `nvidia-smi` on a GPU node shows the newest CUDA version that the driver supports"
-                return message, hint + more * (driver is None)
+                other = "; a run without GPUs needs `--set device=cpu`" if self.cuda is None else ""
+                return message, hint + more * (driver is None) + other
         return message, "install a newer driver, or request other GPUs with resources.gpu_type"
 
 
