@@ -55,6 +55,7 @@ from trainkit.plan.memory import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_cost import cost_of, rank_flops
 from trainkit.plan.step_work import StepWork, bubble_fraction, compiles, work_of
+from trainkit.run.keep import KeepRule
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.build import BuiltModel, build, build_task
 from trainkit.trainer.causal_lm import Microbatch
@@ -379,7 +380,7 @@ def measure_staging(
             return
         attempt = RunDir(folder).attempt(1)
         attempt.create()
-        saver = CheckpointSaver(attempt, World(0, 1, device, None, None), state, keep_last=1)
+        saver = CheckpointSaver(attempt, World(0, 1, device, None, None), state, KeepRule(last=1))
         saver.allocate_buffers()
         update = found.optimizer.step
 

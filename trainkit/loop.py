@@ -60,6 +60,7 @@ from trainkit.plan.workload import Workload
 from trainkit.run.end import Action, AttemptEnd, first_of, rank_failures
 from trainkit.run.events import best_result
 from trainkit.run.files import utc_now, write_atomic
+from trainkit.run.keep import KeepRule
 from trainkit.run.process import own_host
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
@@ -221,7 +222,7 @@ class Attached:
         self._stops: tuple[Tensor, dist.Work] | None = None
         """The result and the handle of the last step's all-reduce, which shows whether any rank has a stop
         signal; None before the first step."""
-        self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
+        self._saver = CheckpointSaver(attempt, world, {}, KeepRule())
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)
         self._watchdog.listen()
@@ -273,7 +274,7 @@ class Attached:
         leave the loop with ``break``, nothing is saved; call `save` first. Raises TrainkitError if a
         checkpoint does not match the tracked objects, and CheckpointError if the final state cannot be saved.
         """
-        self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
+        self._saver = CheckpointSaver(self._attempt, self._world, {}, KeepRule(last=keep_last))
         self._progress.enter("load")
         self._check_tracked()
         step = self._restore()
@@ -423,7 +424,8 @@ class Attached:
                 "state": values,
             }
             wait_for_logs = logs_written(self._recorder, self._board)
-            self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs), blocking)
+            needs_space = reason == "every_steps"
+            self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs, needs_space), blocking)
             # The next step may change the tensors as soon as this method returns.
             self._saver.wait_until_staged()
 

@@ -27,6 +27,7 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
+from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, find_damage, published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors
@@ -173,7 +174,9 @@ def test_attention_to_the_last_keys(head_dim):
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path):
     """Kernels of before the call still run during the save, and others change the state after it."""
     state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
-    saver = CheckpointSaver(RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, keep_last=9)
+    saver = CheckpointSaver(
+        RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, KeepRule(last=9)
+    )
     saver.allocate_buffers()
     work = torch.randn(2 * SIZE, 2 * SIZE, device=DEVICE)
     for step in range(1, 5):

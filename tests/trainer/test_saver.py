@@ -19,6 +19,7 @@ from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
 from tests.support.runs import events
 from trainkit.errors import CheckpointError
+from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, best_step, find_damage, partials, published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint import saver as saver_module
@@ -41,7 +42,7 @@ def make_saver(tensors: dict[str, Tensor]) -> Iterator[Callable[..., CheckpointS
     made = []
 
     def make(folder: Path, keep_last: int | None = 10) -> CheckpointSaver:
-        made.append(CheckpointSaver(RunDir(folder).attempt(1), ALONE, tensors, keep_last))
+        made.append(CheckpointSaver(RunDir(folder).attempt(1), ALONE, tensors, KeepRule(last=keep_last)))
         return made[-1]
 
     yield make

@@ -24,7 +24,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.formats import JsonObject
 from trainkit.run.files import read_json, read_record, utc_now, write_json
-from trainkit.run.manifest import Checkpoint, doomed_path, published
+from trainkit.run.manifest import DOOMED, Checkpoint, doomed_path, partials, published
 from trainkit.run.process import ProcessId
 from trainkit.run.rundir import CHECKPOINT_PREFIX, RunDir
 
@@ -117,6 +117,25 @@ def _held(run: RunDir) -> Iterator[tuple[int, str]]:
             continue
         if found.holds(time.time() - made_s):
             yield int(digits), found.by
+
+
+def remove_killed(run: RunDir) -> None:
+    """Finish deletions that were killed; their folders no longer look like published checkpoints.
+
+    The caller must hold the lock of the run. Raises OSError.
+    """
+    for path in partials(run.checkpoints_dir):
+        if DOOMED in path.name:
+            shutil.rmtree(path)
+
+
+def run_of(checkpoint: Path) -> tuple[RunDir, int] | None:
+    """Return the run that a checkpoint's folder belongs to, and its step; None if it belongs to no run."""
+    folder = checkpoint.absolute()
+    run = RunDir(folder.parent.parent)
+    found = (one.step for one in published(run.checkpoints_dir) if one.path == folder)
+    step = next(found, None) if run.exists() else None
+    return None if step is None else (run, step)
 
 
 @contextmanager

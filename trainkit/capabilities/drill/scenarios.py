@@ -19,6 +19,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
 from trainkit.run.files import Tail
+from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import partials, published
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
@@ -65,8 +66,8 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
         return "the run would start on this machine without Slurm"
     if scenario.needs_checkpoints and plan.workload.is_command:
         return "a drill does not know where and how a COMMAND saves"
-    if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
-        return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
+    if scenario.name == "damaged-checkpoint" and KeepRule.of(config.checkpoint).last == 1:
+        return f"{config.checkpoint.last_key} is 1: there is no checkpoint to fall back to"
     return ""
 
 
