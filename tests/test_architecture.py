@@ -70,7 +70,7 @@ SIZES = {
     "trainkit/run": (21, 5_732),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (55, 12_803),
-    "tests": (402, 68_291),
+    "tests": (402, 68_323),
 }
 """Maps a folder to its number of Python files and lines.
 
