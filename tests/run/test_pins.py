@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from trainkit.config import RunConfig
 from trainkit.errors import UsageError
+from trainkit.launch.create import pin_source
 from trainkit.run import pins as module
-from trainkit.run.manifest import published
-from trainkit.run.pins import UNSEEN_S, delete, pin, pinned, pins, unpin
+from trainkit.run.manifest import published, set_aside
+from trainkit.run.pins import UNSEEN_S, delete, pin, pinned, pins, run_of, unpin
 from trainkit.run.process import ProcessId
 from trainkit.run.rundir import RunDir
 
@@ -116,3 +118,30 @@ def test_a_pin_made_after_the_decision_still_holds(run, monkeypatch):
     assert [item.step for item in delete(run, doomed)] == [1, 3]
     assert steps(run) == [2]
     assert json.loads(next(run.pins_dir.iterdir()).read_text())["by"] == "late"
+
+
+def test_the_run_of_a_checkpoint(run, monkeypatch):
+    run.attempts_dir.mkdir()
+    run.config_file.write_text("name: x\n")
+    monkeypatch.chdir(run.path)
+    found = run_of(Path("checkpoints/step-00000002"))
+    assert found is not None
+    assert (found[0].path, found[1]) == (run.path, 2)
+    set_aside(published(run.checkpoints_dir)[0])
+    for folder in ("checkpoints/step-00000001.rejected", "checkpoints", "checkpoints/step-00000009", "."):
+        assert run_of(Path(folder)) is None
+    run.config_file.unlink()
+    assert run_of(Path("checkpoints/step-00000002")) is None
+
+
+def test_a_new_run_pins_the_checkpoint_that_it_starts_from(run, tmp_path):
+    run.attempts_dir.mkdir()
+    run.config_file.write_text("name: x\n")
+    new = RunDir(tmp_path / "new")
+    new.path.mkdir()
+    for source in (run.checkpoint_dir(2), run.path, tmp_path / "elsewhere", None):
+        model = {} if source is None else {"init_from": str(source)}
+        pin_source(new, RunConfig.model_validate({"model": model}))
+    assert pins(run) == {2: {f"run {new.path}"}}
+    new.path.rmdir()
+    assert pins(run) == {}

@@ -74,7 +74,7 @@ def create_submission(
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, submission.code_from)
         _keep_input(run, config, submission.stdin)
-        _pin_source(run, config)
+        pin_source(run, config)
         record = _group_record(folder, name, submission, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
@@ -104,7 +104,7 @@ def create_run(
         run.checkpoints_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, code_from)
         _keep_input(run, config, stdin)
-        _pin_source(run, config)
+        pin_source(run, config)
         job = create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
     return CreatedRun(run, config.name, job)
 
@@ -115,7 +115,7 @@ def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
         write_atomic(run.input_file, stdin)
 
 
-def _pin_source(run: RunDir, config: RunConfig) -> None:
+def pin_source(run: RunDir, config: RunConfig) -> None:
     """Pin the checkpoint that `model.init_from` names, for as long as the folder of the new run exists.
 
     If `model.init_from` is a run folder, nothing is pinned, because each start chooses a checkpoint.

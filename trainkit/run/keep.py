@@ -59,7 +59,9 @@ class KeepRule:
             elif (name, value) == ("last", "all"):
                 found[name] = None
             else:
-                raise UsageError(f"--keep {text}: {item.strip() or 'an empty item'} is not valid", hint=_HINT)
+                part = item.strip() or "an empty part"
+                message = f"the rule {text!r} for keeping checkpoints is not valid: {part}"
+                raise UsageError(message, hint=_HINT)
         return cls(
             last=found.get("last", cls.last),
             every=found.get("every"),
