@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from trainkit.run.keep import KeepRule
+from trainkit.plan.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, find_damage
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors

@@ -50,12 +50,12 @@ from trainkit.config.training import ModelConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan import step_work
 from trainkit.plan.gpus import peak_flops
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import block_bytes, memory_of
 from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params, resolve_model_shape
 from trainkit.plan.step_work import StepWork
 from trainkit.run.files import read_json
-from trainkit.run.keep import KeepRule
 from trainkit.run.rundir import RunDir
 from trainkit.trainer import build
 from trainkit.trainer.build import build_task

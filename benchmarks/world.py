@@ -50,12 +50,12 @@ from trainkit.config import LoadedConfig, dump_effective, load_config, read_effe
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError
 from trainkit.plan.gpus import find_gpu, peak_flops
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_cost import cost_of, rank_flops
 from trainkit.plan.step_work import StepWork, bubble_fraction, compiles, work_of
-from trainkit.run.keep import KeepRule
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.build import BuiltModel, build, build_task
 from trainkit.trainer.causal_lm import Microbatch

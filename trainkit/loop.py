@@ -55,12 +55,12 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FatalError, Usag
 from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.workload import Workload
 from trainkit.run.end import Action, AttemptEnd, first_of, rank_failures
 from trainkit.run.events import best_result
 from trainkit.run.files import utc_now, write_atomic
-from trainkit.run.keep import KeepRule
 from trainkit.run.process import own_host
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock

@@ -6,7 +6,7 @@ from tests.support.said import said
 from trainkit.config import dump_effective, load_config
 from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError
-from trainkit.run.keep import KeepRule
+from trainkit.plan.keep import KeepRule
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from tests.support.runs import (
 )
 from trainkit.capabilities.simulation.worker import simulate
 from trainkit.config import read_effective
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import memory_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
-from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, find_damage, published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors

@@ -105,7 +105,7 @@ def test_a_process_pins_only_while_it_works(run):
 
 
 def test_a_pin_made_after_the_decision_still_holds(run, monkeypatch):
-    """The pin appears between the decision to delete and the deletion, and the checkpoint comes back."""
+    """The pin appears between the decision to delete and the deletion, and the checkpoint stays."""
     doomed = published(run.checkpoints_dir)
     rename = Path.rename
 

@@ -12,9 +12,9 @@ from tests.support.runs import log_text, train
 from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.errors import EXIT_NO_RESTART
+from trainkit.plan.keep import KeepRule
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
-from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import best_step
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.state import TrainingState

@@ -19,9 +19,9 @@ from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import events
 from tests.support.said import said
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.plan.keep import KeepRule
 from trainkit.run import manifest
 from trainkit.run.files import write_json
-from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import (
     SEAL,
     Checkpoint,

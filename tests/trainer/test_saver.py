@@ -20,7 +20,7 @@ from tests.support.models import ALONE
 from tests.support.runs import events
 from tests.support.said import said
 from trainkit.errors import CheckpointError
-from trainkit.run.keep import KeepRule
+from trainkit.plan.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, best_step, find_damage, partials, published
 from trainkit.run.pins import pin, unpin
 from trainkit.run.rundir import RunDir

@@ -11,7 +11,7 @@ from tests.support.models import ALONE, nano, sample_keys, tokens
 from tests.support.parity import run_chain, saved_tensors, worst_difference
 from tests.support.runs import losses, train
 from trainkit.config.training import OptimizerConfig
-from trainkit.run.keep import KeepRule
+from trainkit.plan.keep import KeepRule
 from trainkit.run.manifest import Checkpoint
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors, read_initial_weights

@@ -16,10 +16,10 @@ from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import size, table
+from trainkit.plan.keep import KeepRule, best_values, obsolete
 from trainkit.run import manifest
 from trainkit.run import pins as pins_module
 from trainkit.run.checkpoint_list import ListedCheckpoint, list_checkpoints
-from trainkit.run.keep import KeepRule, best_values, obsolete
 from trainkit.run.pins import delete, pins, remove_killed
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run

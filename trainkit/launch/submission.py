@@ -24,11 +24,11 @@ from trainkit.launch.gpu_hours import with_gpu_hours
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
 from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.files import difference
-from trainkit.run.keep import KeepRule
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.shipped import node_chooser
 

@@ -20,9 +20,9 @@ from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.step_work import compiles
-from trainkit.run.keep import KeepRule
 from trainkit.run.process import own_host
 from trainkit.run.rollbacks import EVENT, Rollback
 from trainkit.run.rundir import AttemptDir

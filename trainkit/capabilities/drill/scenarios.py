@@ -15,11 +15,11 @@ from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_j
 from trainkit.config import RunConfig
 from trainkit.control.requeue import start_again
 from trainkit.observe.logs import run_is_over
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
 from trainkit.run.files import Tail
-from trainkit.run.keep import KeepRule
 from trainkit.run.manifest import partials, published
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from trainkit.capabilities.spike.spike_plan import SPIKE, SpikePlan
 from trainkit.capability import Capability, Notice, Planned
 from trainkit.formats import plural
+from trainkit.plan.keep import KeepRule
 from trainkit.run.files import read_record, to_json
-from trainkit.run.keep import KeepRule
 from trainkit.run.rollbacks import EVENT, Rollback
 
 if TYPE_CHECKING:

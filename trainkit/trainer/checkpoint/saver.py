@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from trainkit.errors import CheckpointError
 from trainkit.formats import size
+from trainkit.plan.keep import KeepRule, best_values, obsolete
 from trainkit.run.files import write_json
-from trainkit.run.keep import KeepRule, best_values, obsolete
 from trainkit.run.manifest import (
     MANIFEST_VERSION,
     SEAL,

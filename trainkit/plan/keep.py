@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from trainkit.config.running import CheckpointConfig
 from trainkit.errors import UsageError
 from trainkit.run.manifest import Checkpoint, Manifest
-
-if TYPE_CHECKING:
-    from trainkit.config.running import CheckpointConfig
 
 _HINT = (
     "use last=3,every=1000,at=500,2000,log_spaced,best=2, or some of these; last=all keeps all checkpoints"

@@ -10,7 +10,7 @@ from tests.run.test_manifest import change, make
 from tests.support.said import said
 from trainkit.config.running import CheckpointConfig
 from trainkit.errors import UsageError
-from trainkit.run.keep import KeepRule, best_values, obsolete
+from trainkit.plan.keep import KeepRule, best_values, obsolete
 from trainkit.run.manifest import Checkpoint
 
 LOG = KeepRule(last=1, log_spaced=True)
