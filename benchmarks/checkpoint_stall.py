@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from trainkit.plan.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, find_damage
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors
@@ -84,7 +85,7 @@ def main() -> int:
     unchanged = 0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run = RunDir(folder)
-        saver = CheckpointSaver(run.attempt(1), WORLD, state, keep_last=1)
+        saver = CheckpointSaver(run.attempt(1), WORLD, state, KeepRule(last=1))
         saver.allocate_buffers()  # the training loop calls this after its first step
         time.sleep(5.0)
         for step in range(1, args.rounds + 1):

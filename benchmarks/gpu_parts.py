@@ -50,6 +50,7 @@ from trainkit.config.training import ModelConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan import step_work
 from trainkit.plan.gpus import peak_flops
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import block_bytes, memory_of
 from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params, resolve_model_shape
@@ -612,7 +613,7 @@ def save_state(bench: Bench) -> None:
     state = {f"model.layer{index}": torch.randn(elements, device=device) for index in range(num_tensors)}
     work = torch.randn((8192, 8192) if bench.has_gpu else (64, 64), device=device)
     world = World(0, 1, torch.device(device), None, None)
-    saver = CheckpointSaver(RunDir(folder).attempt(1), world, state, keep_last=1)
+    saver = CheckpointSaver(RunDir(folder).attempt(1), world, state, KeepRule(last=1))
     saver.allocate_buffers()
 
     def compute() -> None:

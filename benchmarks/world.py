@@ -50,6 +50,7 @@ from trainkit.config import LoadedConfig, dump_effective, load_config, read_effe
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError
 from trainkit.plan.gpus import find_gpu, peak_flops
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
@@ -379,7 +380,7 @@ def measure_staging(
             return
         attempt = RunDir(folder).attempt(1)
         attempt.create()
-        saver = CheckpointSaver(attempt, World(0, 1, device, None, None), state, keep_last=1)
+        saver = CheckpointSaver(attempt, World(0, 1, device, None, None), state, KeepRule(last=1))
         saver.allocate_buffers()
         update = found.optimizer.step
 

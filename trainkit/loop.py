@@ -51,10 +51,11 @@ from trainkit import __version__
 from trainkit.capability import Recorder
 from trainkit.config import read_effective
 from trainkit.data.order import sample_index
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FatalError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FatalError, UsageError
 from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.workload import Workload
 from trainkit.run.end import Action, AttemptEnd, first_of, rank_failures
@@ -221,7 +222,7 @@ class Attached:
         self._stops: tuple[Tensor, dist.Work] | None = None
         """The result and the handle of the last step's all-reduce, which shows whether any rank has a stop
         signal; None before the first step."""
-        self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
+        self._saver = CheckpointSaver(attempt, world, {}, KeepRule())
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)
         self._watchdog.listen()
@@ -258,22 +259,29 @@ class Attached:
         save_every: int | None = None,
         log_every: int = 10,
         keep_last: int | None = 3,
+        keep: str | None = None,
         seed: int | None = 0,
     ) -> Iterator[int]:
         """Yield step numbers up to `total`, beginning with 1 or with the step after the newest checkpoint.
 
         - Every `log_every` steps, the logged values are written once the device has computed them.
         - Every `save_every` steps and after the last step, the tracked objects are saved. The newest
-          `keep_last` checkpoints are kept; None keeps all checkpoints.
+          `keep_last` checkpoints are kept; None keeps all checkpoints. With `keep`, a rule such as
+          ``last=3,every=1000,at=500,2000,log_spaced``, the checkpoints that the rule keeps stay, and the
+          objects are also saved at the steps that ``at`` and ``log_spaced`` name.
         - After a stop signal, the tracked objects are saved, and the process exits with code 75. All ranks
           stop after the same step, at most two steps after the signal.
 
         Before each step, PyTorch's random number generators are seeded with `seed`, the step and the rank, so
         that a resumed run has the same dropout. If `seed` is None, the generators are not seeded. If you
         leave the loop with ``break``, nothing is saved; call `save` first. Raises TrainkitError if a
-        checkpoint does not match the tracked objects, and CheckpointError if the final state cannot be saved.
+        checkpoint does not match the tracked objects or `keep` is not a rule, and CheckpointError if the
+        final state cannot be saved.
         """
-        self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
+        if keep is not None and keep_last != KeepRule.last:
+            raise UsageError(f"keep_last is {keep_last}, but keep is also given", hint="write last=N in keep")
+        rule = KeepRule(last=keep_last) if keep is None else KeepRule.parse(keep)
+        self._saver = CheckpointSaver(self._attempt, self._world, {}, rule)
         self._progress.enter("load")
         self._check_tracked()
         step = self._restore()
@@ -306,6 +314,8 @@ class Attached:
                 raise SystemExit(EXIT_STOPPED)
             if save_every is not None and step % save_every == 0 and step < total:
                 self._save(step, "every_steps", blocking=False)
+            elif rule.saves_at(step) and step < total:
+                self._save(step, "keep", blocking=False)
         self._end(step, "final")
         self._outcome = "finished"
 
@@ -423,7 +433,8 @@ class Attached:
                 "state": values,
             }
             wait_for_logs = logs_written(self._recorder, self._board)
-            self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs), blocking)
+            needs_space = reason in ("every_steps", "keep")
+            self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs, needs_space), blocking)
             # The next step may change the tensors as soon as this method returns.
             self._saver.wait_until_staged()
 

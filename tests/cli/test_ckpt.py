@@ -69,7 +69,7 @@ def test_ls_json(run, prints):
             "bytes": num_bytes,
         },
         **{"layout": {"dp_shard": 2, "tp": 1}, "world_size": 2, "best": True, "reason": "every_steps"},
-        **{"best_metric": None, "best_value": None},
+        **{"best_metric": None, "best_value": None, "pinned_by": []},
     }
 
 
@@ -115,6 +115,40 @@ def test_prune_keeps_the_checkpoint_to_which_a_run_goes_back(run, prints):
     write_rollbacks(run, [Rollback(10, 40, 1)])
     assert prints(["ckpt", "prune", str(run.path), "--keep-last", "1"]).err == "kept: step-00000010\n"
     assert steps(run) == [10, 20, 30, 40]
+
+
+def test_prune_by_a_rule(run, prints):
+    main(["ckpt", "pin", str(run.path), "--step", "30"])
+    shown = prints(["ckpt", "prune", str(run.path), "--keep", "last=1,at=7", "--dry-run"])
+    assert shown.out.splitlines() == [f"would remove {run.checkpoint_dir(10)}"]
+    assert prints(["ckpt", "prune", str(run.path), "--keep", "last=1,at=10"]).out == ""
+    left = run.checkpoints_dir / "step-00000005.deleted-7.partial"
+    left.mkdir()  # as after kill -9 in the middle of an earlier prune
+    prints(["ckpt", "prune", str(run.path), "--keep", "last=1,every=15"])
+    assert steps(run) == [20, 30, 40]
+    assert not left.exists()
+    for options in ([], ["--keep-last", "1", "--keep", "last=2"], ["--keep", "first=1"]):
+        said(prints(["ckpt", "prune", str(run.path), *options], code=2).err)
+
+
+def test_pins(run, prints):
+    name = str(run.path)
+    said(prints(["ckpt", "pin", name, "--step", "10"]).out)
+    said(prints(["ckpt", "pin", name, "--step", "10", "--by", "the paper"]).out)
+    value = json.loads(prints(["ckpt", "pin", name, "--step", "30", "--json"]).out)
+    assert value == {"path": str(run.checkpoint_dir(30)), "by": "user", "pinned_by": ["user"]}
+    listed = json.loads(prints(["ckpt", "ls", name, "--json"]).out)
+    assert [item["pinned_by"] for item in listed] == [["the paper", "user"], [], ["user"], []]
+    rows = prints(["ckpt", "ls", name]).out.splitlines()
+    assert "  PINNED BY " in rows[0]
+    assert "  the paper, user " in rows[1]
+    assert prints(["ckpt", "prune", name, "--keep-last", "1"]).out == ""
+    said(prints(["ckpt", "unpin", name, "--step", "10"]).out)
+    for options in (["--step", "10"], ["--step", "20"], ["--step", "99"]):
+        said(prints(["ckpt", "unpin", name, *options], code=2).err)
+    prints(["ckpt", "unpin", name, "--step", "30"])
+    assert prints(["ckpt", "prune", name, "--keep-last", "1"]).out == f"removed {run.checkpoint_dir(30)}\n"
+    assert steps(run) == [10, 20, 40]
 
 
 def test_dry_run_removes_nothing(run, capsys):

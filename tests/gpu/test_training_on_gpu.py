@@ -21,6 +21,7 @@ from tests.support.runs import (
 )
 from trainkit.capabilities.simulation.worker import simulate
 from trainkit.config import read_effective
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import memory_of
 from trainkit.plan.model_shape import resolve_model_shape
@@ -173,7 +174,9 @@ def test_attention_to_the_last_keys(head_dim):
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path):
     """Kernels of before the call still run during the save, and others change the state after it."""
     state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
-    saver = CheckpointSaver(RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, keep_last=9)
+    saver = CheckpointSaver(
+        RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, KeepRule(last=9)
+    )
     saver.allocate_buffers()
     work = torch.randn(2 * SIZE, 2 * SIZE, device=DEVICE)
     for step in range(1, 5):

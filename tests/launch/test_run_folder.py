@@ -39,6 +39,7 @@ server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
 
 
 FORECAST = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
+KEEP_SOME = {"checkpoint": {"keep": {"last": 2, "every": 50, "log_spaced": True}, "every_steps": 50}}
 KEEP_ALL = {"checkpoint": {"keep_last": None, "every_steps": 30}}
 
 
@@ -46,6 +47,7 @@ KEEP_ALL = {"checkpoint": {"keep_last": None, "every_steps": 30}}
     ("free_gib", "num_runs", "config"),
     [
         *((400, 1, {}), (99, 1, {}), (99, 20, {}), (3, 1, {}), (0.5, 1, {}), (400, 1, KEEP_ALL)),
+        *((9, 1, KEEP_SOME), (60, 1, {**KEEP_SOME, "train": {"steps": None, "epochs": 3}})),
         *((400, 1, {**KEEP_ALL, "train": {"steps": None, "epochs": 3}}), (5, 1, KEEP_ALL)),
     ],
     ids=str,

@@ -18,7 +18,6 @@ from trainkit.run.manifest import (
     find_damage,
     hash_damage,
     newest_intact,
-    obsolete,
     partials,
     point_best_at,
     published,
@@ -155,18 +154,6 @@ def test_remove_interrupted_leaves_nothing_that_looks_published(checkpoint, monk
     for leftover in partials(folder):
         remove(leftover)
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "best", "gone"),
-    [
-        *((1, None, [1, 2, 3]), (2, None, [1, 2]), (2, 1, [2]), (1, 4, [1, 2, 3])),
-        *((4, None, []), (9, 2, []), (None, 2, [])),
-    ],
-)
-def test_obsolete(keep_last, best, gone):
-    checkpoints = [Checkpoint(Path("x"), step) for step in (3, 1, 4, 2)]
-    assert [item.step for item in obsolete(checkpoints, keep_last, best)] == gone
 
 
 def test_newest_intact(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from tests.run.test_manifest import change, make
 from trainkit.data.order import positions_of
 from trainkit.errors import UsageError
-from trainkit.run.manifest import best_step, list_checkpoints, point_best_at, published
+from trainkit.run.checkpoint_list import list_checkpoints
+from trainkit.run.manifest import best_step, point_best_at, published
 from trainkit.run.rollbacks import (
     Rollback,
     in_line,
@@ -62,6 +63,7 @@ def test_checkpoints_are_moved_aside_once_and_never_lost(tmp_path):
         point_best_at(make(run.checkpoints_dir, step))
     write_rollbacks(run, [TO_20])
     assert read_rollbacks(run) == (TO_20,)
+    assert [item.state for item in list_checkpoints(run)] == [*["published"] * 2, *["rolled back"] * 2]
     assert move_aside(run) == ["step-00000030", "step-00000040"]
     assert move_aside(run) == []
     assert [item.step for item in published(run.checkpoints_dir)] == [10, 20]

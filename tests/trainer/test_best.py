@@ -12,6 +12,7 @@ from tests.support.runs import log_text, train
 from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.errors import EXIT_NO_RESTART
+from trainkit.plan.keep import KeepRule
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
 from trainkit.run.manifest import best_step
@@ -49,6 +50,7 @@ class Saver:
 def trainer() -> Any:
     trainer: Any = object.__new__(Trainer)
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(best_metric="val_loss", best_mode="min"))
+    trainer._keep = KeepRule()
     trainer.state = TrainingState()
     trainer.saver = Saver()
     trainer.progress = Progress()
@@ -87,6 +89,34 @@ def test_the_highest_value_of_a_metric_of_the_task(trainer):
         trainer._save("every_steps", blocking=True)
     assert trainer.saver.best == [5, 7]
     assert (trainer.state.best_value, trainer.state.best_step) == (0.6, 7)
+
+
+def test_which_steps_are_saved(trainer):
+    """The rule adds steps 1, 2, 4, 8 and 7; a save records the value of the metric only for its own step."""
+    trainer.config.checkpoint = SimpleNamespace(
+        best_metric="val_loss", best_mode="min", every_steps=6, every_minutes=None, async_save=False
+    )
+    trainer._keep, trainer.total_steps, saved = KeepRule(at=(7, 12), log_spaced=True), 12, []
+    trainer.saver = SimpleNamespace(
+        save=lambda request, blocking: saved.append(request),
+        poll=lambda: None,
+        finish=lambda: None,
+        last_step=0,
+    )
+    for step in range(1, 13):
+        trainer.state.step = step
+        if step in (2, 3, 6):
+            trainer._update_best({"val_loss": 9.0})
+            trainer._is_best = False
+        trainer._save_if_due(SimpleNamespace(loss=1.0, metrics={}, save=False))
+    assert [(one.step, one.reason) for one in saved] == [
+        *((1, "keep"), (2, "keep"), (4, "keep"), (6, "every_steps"), (7, "keep"), (8, "keep"))
+    ]
+    assert all(one.needs_space for one in saved)
+    assert {one.step: one.record["metric"]["value"] for one in saved if "metric" in one.record} == {
+        2: 9.0,
+        6: 9.0,
+    }
 
 
 @pytest.mark.slow
@@ -171,6 +201,9 @@ def test_staging_buffers_are_made_only_for_saves_that_may_come(trainer, settings
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(**{**nothing, **settings}))
     trainer.state.step, trainer.total_steps, trainer.evaluator = step, 12, object()
     assert trainer._saves_in_background == expected
+    trainer._keep = KeepRule(at=(11,))
+    assert trainer._saves_in_background == settings.get("async_save", True)
+    trainer._keep = KeepRule()
     if settings == {"best_metric": "val_loss"}:
         trainer.evaluator = None
         assert not trainer._saves_in_background

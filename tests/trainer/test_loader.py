@@ -19,6 +19,7 @@ from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import events
 from tests.support.said import said
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.plan.keep import KeepRule
 from trainkit.run import manifest
 from trainkit.run.files import write_json
 from trainkit.run.manifest import (
@@ -47,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Return a run with checkpoints after steps 1, 2 and 3, on a filesystem without caches."""
     monkeypatch.setattr(loader, "SETTLE_S", 0.0)
     run = RunDir(tmp_path)
-    saver = CheckpointSaver(run.attempt(1), ALONE, TENSORS, keep_last=9)
+    saver = CheckpointSaver(run.attempt(1), ALONE, TENSORS, KeepRule(last=9))
     for step in (1, 2, 3):
         saver.save(SaveRequest(step, {"progress": {"samples_seen": 16 * step}}, False, "test"), blocking=True)
     return run
@@ -163,7 +164,7 @@ def test_what_another_host_has_published_on_nfs(tmp_path):
             writer = HashingWriter(folder)
             writer.set_up_storage_writer(is_coordinator=False)
             writer.prepare_local_plan(SavePlan([]))
-        saver = CheckpointSaver(first.attempt(1), ALONE, TENSORS, keep_last=9)
+        saver = CheckpointSaver(first.attempt(1), ALONE, TENSORS, KeepRule(last=9))
         for step in (1, 2):
             progress = {"progress": {"samples_seen": 16 * step}}
             saver.save(SaveRequest(step, progress, False, "test"), blocking=True)
@@ -213,7 +214,7 @@ def test_checkpoints_from_which_the_run_went_back_are_not_waited_for(run, caplog
         "step-00000003.rolled-back",
     ]
     monkeypatch.setattr(loader, "SETTLE_S", 0.0)
-    saver = CheckpointSaver(run.attempt(2), ALONE, TENSORS, keep_last=9)
+    saver = CheckpointSaver(run.attempt(2), ALONE, TENSORS, KeepRule(last=9))
     record = {"progress": {"samples_seen": 32, "num_rollbacks": 1}}
     saver.save(SaveRequest(2, record, False, "test"), blocking=True)
     assert choose_checkpoint(run.attempt(3), ALONE)[0].step == 2
@@ -224,7 +225,7 @@ def test_checkpoints_from_which_the_run_went_back_are_not_waited_for(run, caplog
 def test_a_run_without_checkpoints_goes_back_to_the_initial_weights(run):
     write_rollbacks(run, [Rollback(0, 3, 1)])
     assert chosen_step(run) is None
-    saver = CheckpointSaver(run.attempt(2), ALONE, TENSORS, keep_last=9)
+    saver = CheckpointSaver(run.attempt(2), ALONE, TENSORS, KeepRule(last=9))
     saver.save(SaveRequest(2, {"progress": {"num_rollbacks": 1}}, False, "test"), blocking=True)
     shutil.rmtree(run.checkpoint_dir(2))
     with pytest.raises(CheckpointError, match=r"recorded in events\.jsonl are missing"):

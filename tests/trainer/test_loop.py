@@ -209,6 +209,26 @@ def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path, values, losses, sinc
     assert read_end(run.attempt(1)).best == best
 
 
+def test_a_rule_keeps_and_saves_checkpoints(tmp_path):
+    script = (
+        "import torch\n"
+        "from trainkit.loop import attach\n"
+        "run = attach('run')\n"
+        "run.track(model=torch.nn.Linear(2, 2))\n"
+        "for keep, keep_last in (('last=x', 3), ('last=1', 2)):\n"
+        "    try:\n"
+        "        next(run.steps(9, keep=keep, keep_last=keep_last))\n"
+        "    except Exception as error:\n"
+        "        print('refused:', error)\n"
+        "for step in run.steps(9, save_every=3, keep='last=1,every=6,at=5,log_spaced'):\n"
+        "    pass\n"
+    )
+    assert start(tmp_path, 1, script=script) == [0]
+    found = published(RunDir(tmp_path / "run").checkpoints_dir)
+    assert [checkpoint.step for checkpoint in found] == [1, 2, 4, 5, 6, 8, 9]
+    table.said("\n".join(re.findall("refused: .*", (tmp_path / "log-0").read_text())))
+
+
 def test_a_value_of_one_rank_alone_is_refused(tmp_path):
     """Otherwise, its sum over the ranks would be mixed up with the next gradient."""
     assert start(tmp_path, 2, 12, 0, "main-logs") == [1, 1]

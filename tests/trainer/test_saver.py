@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
 from tests.support.runs import events
+from tests.support.said import said
 from trainkit.errors import CheckpointError
+from trainkit.plan.keep import KeepRule
 from trainkit.run.manifest import Checkpoint, best_step, find_damage, partials, published
+from trainkit.run.pins import pin, unpin
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint import saver as saver_module
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
@@ -40,8 +43,9 @@ def tensors() -> dict[str, Tensor]:
 def make_saver(tensors: dict[str, Tensor]) -> Iterator[Callable[..., CheckpointSaver]]:
     made = []
 
-    def make(folder: Path, keep_last: int | None = 10) -> CheckpointSaver:
-        made.append(CheckpointSaver(RunDir(folder).attempt(1), ALONE, tensors, keep_last))
+    def make(folder: Path, keep_last: int | None = 10, keep: KeepRule | None = None) -> CheckpointSaver:
+        keep = keep or KeepRule(last=keep_last)
+        made.append(CheckpointSaver(RunDir(folder).attempt(1), ALONE, tensors, keep))
         return made[-1]
 
     yield make
@@ -200,6 +204,21 @@ class TestKeeping:
         names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
         assert names == ["best", "step-00000006", "step-00000007"]
 
+    def test_what_the_rule_and_the_pins_keep_stays(self, tmp_path, make_saver):
+        saver, run = make_saver(tmp_path, keep=KeepRule(last=1, every=4, best=2)), RunDir(tmp_path)
+        values = {1: 9.0, 2: 1.0, 3: 8.0, 5: 0.5, 6: 2.0, 7: 3.0}
+        for step in range(1, 10):
+            metric = {"name": "val_loss", "mode": "min", "value": values.get(step)}
+            record = {"progress": {"step": step}, **({"metric": metric} if step in values else {})}
+            saver.save(SaveRequest(step, record, step in (1, 2, 5), "test"), blocking=True)
+            if step == 3:
+                pin(run, 3, "me")
+        assert steps(tmp_path) == [2, 3, 4, 5, 8, 9]
+        assert unpin(run, 3, "me")
+        saver.save(request(10), blocking=True)
+        assert steps(tmp_path) == [2, 4, 5, 8, 10]
+        assert best_step(run.checkpoints_dir) == 5
+
     def test_all_stay(self, tmp_path, make_saver):
         saver = make_saver(tmp_path, keep_last=None)
         for step in range(1, 6):
@@ -224,6 +243,20 @@ class TestFailure:
             saver.finish()
             filler.unlink()
             self.check_failed_and_recover(disk, saver, blocking, caplog, "No space left", leave_bytes > 0)
+
+    def test_a_save_that_cannot_fit(self, tmp_path, make_saver, blocking, monkeypatch, caplog):
+        """A periodic save is not tried, the next one is, and the save at the end is always tried."""
+        saver, disk = make_saver(tmp_path), Mock(free=0)
+        monkeypatch.setattr(saver_module.shutil, "disk_usage", lambda folder: disk)
+        for step, needs_space, disk.free in ((1, True, 0), (2, True, 9**9), (3, True, 900), (4, False, 900)):
+            saver.save(replace(request(step), needs_space=needs_space), blocking)
+            saver.finish()
+            assert (saver.last_step == step) == (step != 3)
+        assert steps(tmp_path) == [1, 2, 4]
+        assert [event["step"] for event in events(tmp_path, "checkpoint_begin")] == [1, 2, 4]
+        assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [3]
+        (text,) = (record.message for record in caplog.records if "was not tried" in record.message)
+        said(text)
 
     def test_a_full_quota(self, tmp_path, make_saver, blocking, monkeypatch, caplog):
         saver = make_saver(tmp_path)

@@ -11,6 +11,7 @@ from tests.support.models import ALONE, nano, sample_keys, tokens
 from tests.support.parity import run_chain, saved_tensors, worst_difference
 from tests.support.runs import losses, train
 from trainkit.config.training import OptimizerConfig
+from trainkit.plan.keep import KeepRule
 from trainkit.run.manifest import Checkpoint
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors, read_initial_weights
@@ -244,7 +245,7 @@ def test_a_checkpoint_has_float32(tmp_path, blocking):
     step(mine, optimizer, 0)
     state = StateTensors(optimizer._weights, optimizer)
     expected = values(optimizer)
-    saver = CheckpointSaver(RunDir(tmp_path / "run").attempt(1), ALONE, state.tensors, keep_last=9)
+    saver = CheckpointSaver(RunDir(tmp_path / "run").attempt(1), ALONE, state.tensors, KeepRule(last=9))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     saver.allocate_buffers()
     saver.save(SaveRequest(1, {}, is_best=False, reason="test"), blocking=blocking)

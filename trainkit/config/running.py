@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, key
 from trainkit.formats import MEMORY, slurm_memory
@@ -111,6 +117,18 @@ class ParallelConfig(Section):
         return self.mesh_of_one or self.offload
 
 
+class KeepConfig(Section):
+    """The rule for which checkpoints are kept."""
+
+    last: AtLeastOne | None = key(3, "Number of newest checkpoints to keep; null keeps all checkpoints.")
+    every: AtLeastOne | None = key(
+        None, "Keep the first checkpoint at or after each multiple of this number of steps."
+    )
+    at: tuple[AtLeastOne, ...] = key((), "Save and keep a checkpoint after each of these steps.")
+    log_spaced: bool = key(False, "Save and keep a checkpoint after steps 1, 2, 4, 8 and so on.")
+    best: AtLeastOne = key(1, "Number of checkpoints with the best values of best_metric to keep.")
+
+
 class CheckpointConfig(Section):
     """Settings for when checkpoints are saved and how many of them are kept."""
 
@@ -120,8 +138,20 @@ class CheckpointConfig(Section):
     every_minutes: Positive | None = key(
         None, "Minutes between checkpoints; null disables saving at time intervals."
     )
+    keep: KeepConfig | None = key(
+        None,
+        "Which checkpoints to keep: `last`, `every`, `at`, `log_spaced` and `best`. A checkpoint is kept if "
+        "at least one of these keeps it: the newest `last` (3; null keeps all checkpoints), the first one at "
+        "or after each multiple of `every` steps, those after the steps in the list `at`, with `log_spaced` "
+        "those after steps 1, 2, 4, 8 and so on, and the `best` (1) with the best values of best_metric. The "
+        "run also saves after the steps of `at` and `log_spaced` if every_steps would not save there. null "
+        "keeps the newest `checkpoint.keep_last` and the best one.",
+        allowed="a mapping with last, every, at, log_spaced and best,",
+    )
     keep_last: AtLeastOne | None = key(
-        3, "Number of latest checkpoints to keep, in addition to the best one; null keeps all checkpoints."
+        3,
+        "Number of newest checkpoints to keep, in addition to the best one; null keeps all checkpoints. The "
+        "same as `keep: {last: N}`; only one of the two keys can be set.",
     )
     best_metric: MetricName | None = key(
         "val_loss",
@@ -135,6 +165,19 @@ class CheckpointConfig(Section):
         "Whether the best checkpoint has the lowest (min) or the highest (max) value of best_metric.",
     )
     async_save: bool = key(True, "Save checkpoints in the background.", alias="async")
+
+    @property
+    def last_key(self) -> str:
+        """Return the key that sets the number of newest checkpoints to keep."""
+        return "checkpoint.keep_last" if self.keep is None else "checkpoint.keep.last"
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out `keep_last` if `keep` is set, because a config must not set both."""
+        values: dict[str, object] = serialize(self)
+        if self.keep is not None:
+            values.pop("keep_last", None)
+        return values
 
 
 class ResourcesConfig(Section):

@@ -67,6 +67,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _document_mask(config),
         _z_loss(config),
         _pattern(config),
+        _keep(config),
         _best_metric(config, [name for capability in used for name in capability.metrics(config)]),
         *(capability.contradictions(config) for capability in used),
         _hf(config),
@@ -227,10 +228,42 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
             f"train.batch_warmup has {plural(warmup_steps, 'step')}, but train.steps is {steps}, so no step "
             "has train.global_batch_size samples"
         )
+    yield from _keep_warnings(config)
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a "
             "node, the run restarts from the first step"
+        )
+
+
+def _keep(config: RunConfig) -> Iterator[KeyProblem]:
+    checkpoint = config.checkpoint
+    keep, own = checkpoint.keep, checkpoint.model_fields_set
+    if keep is not None and "keep_last" in own:
+        last = shown_value(checkpoint.keep_last)
+        message = f"is set, but checkpoint.keep_last is {last}: only one of them can be set"
+        hint = f"remove checkpoint.keep_last, and set last: {last} in checkpoint.keep"
+        yield "checkpoint.keep", message, hint
+    if keep is not None and keep.best > 1 and checkpoint.best_metric is None:
+        message = f"has best: {keep.best}, but checkpoint.best_metric is null"
+        yield "checkpoint.keep", message, "set checkpoint.best_metric, or remove best from checkpoint.keep"
+
+
+def _keep_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each part of `checkpoint.keep` that keeps other steps than a user might expect."""
+    keep, every_steps, steps = config.checkpoint.keep, config.checkpoint.every_steps, config.train.steps
+    if keep is None:
+        return
+    if keep.every is not None and (every_steps is None or keep.every % every_steps):
+        yield (
+            f"checkpoint.keep.every is {keep.every}, which is not a multiple of checkpoint.every_steps "
+            f"({shown_value(every_steps)}): the first checkpoint at or after each multiple is kept"
+        )
+    late = [step for step in keep.at if steps is not None and step > steps]
+    if late:
+        yield (
+            f"checkpoint.keep.at contains {', '.join(map(str, late))}, but train.steps is {steps}: no "
+            "checkpoint is saved there"
         )
 
 

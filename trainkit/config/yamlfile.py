@@ -156,7 +156,12 @@ LENGTHS = (("train", "steps"), ("train", "epochs"))
 
 
 def overlay(low: Entry, high: Entry) -> Entry:
-    """Merge two mappings; a run length in `high` replaces one in `low`, even if their keys differ."""
+    """Merge two mappings; a run length in `high` replaces one in `low`, even if their keys differ.
+
+    If only one of the mappings sets `checkpoint.keep`, `checkpoint.keep_last` in the other mapping is read as
+    `checkpoint.keep.last`.
+    """
+    low, high = _with_keep(low, high), _with_keep(high, low)
     for own, other in (LENGTHS, LENGTHS[::-1]):
         found, before = high.find(own), low.find(other)
         replaces = found is not None and found.value is not None and high.find(other) is None
@@ -164,6 +169,22 @@ def overlay(low: Entry, high: Entry) -> Entry:
             null = Entry(None, found.origin, is_replaced=True)
             high = merge(high, Entry({other[0]: Entry({other[1]: null}, found.origin)}, found.origin))
     return merge(low, high)
+
+
+_KEEP, _KEEP_LAST = ("checkpoint", "keep"), ("checkpoint", "keep_last")
+
+
+def _with_keep(tree: Entry, other: Entry) -> Entry:
+    """Return `tree` with the value of its old key `checkpoint.keep_last` moved to `checkpoint.keep.last`.
+
+    The value is moved only if `other` sets `checkpoint.keep` and `tree` does not.
+    """
+    last, own, keep = tree.find(_KEEP_LAST), tree.find(_KEEP), other.find(_KEEP)
+    if last is None or keep is None or not keep.is_mapping or (own is not None and own.value is not None):
+        return tree
+    return merge(
+        without(tree, [_KEEP_LAST, _KEEP]), entry_at((*_KEEP, "last"), last.value, last.origin, last.typed)
+    )
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, RunGroup
 from trainkit.run.owner import cannot_create, refuse_place
+from trainkit.run.pins import pin, run_of
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import LOCK_NAME, RUNS_FOLDER, RunDir, folders_named, run_lock
@@ -73,6 +74,7 @@ def create_submission(
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, submission.code_from)
         _keep_input(run, config, submission.stdin)
+        pin_source(run, config)
         record = _group_record(folder, name, submission, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
@@ -102,6 +104,7 @@ def create_run(
         run.checkpoints_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, code_from)
         _keep_input(run, config, stdin)
+        pin_source(run, config)
         job = create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
     return CreatedRun(run, config.name, job)
 
@@ -110,6 +113,20 @@ def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
     if stdin is not None:
         refuse_leaks(stdin.decode(errors="replace"), str(run.input_file), config.secrets, os.environ)
         write_atomic(run.input_file, stdin)
+
+
+def pin_source(run: RunDir, config: RunConfig) -> None:
+    """Pin the checkpoint that `model.init_from` names, for as long as the folder of the new run exists.
+
+    If `model.init_from` is a run folder, nothing is pinned, because each start chooses a checkpoint.
+    """
+    source = config.model.init_from
+    found = None if source is None else run_of(Path(source))
+    if found is None:
+        return
+    # Without write access to the folder of the other run, its checkpoint can still be read, but not pinned.
+    with suppress(OSError):
+        pin(*found, f"run {run.path}", other_run=str(run.path))
 
 
 def start_submission(

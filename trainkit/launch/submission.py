@@ -24,6 +24,7 @@ from trainkit.launch.gpu_hours import with_gpu_hours
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
 from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
@@ -273,7 +274,7 @@ def disk_forecast(
     Also returns None if the size of a checkpoint is unknown. If the runs are about to start (`starts`),
     raises UsageError if the first checkpoint of each run does not fit on the disk.
     """
-    place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
+    place, one = Path(os.path.realpath(folder)), plan.checkpoint_bytes
     if one is None:
         return None
     try:
@@ -287,17 +288,18 @@ def disk_forecast(
         raise UsageError(
             message, hint="free some disk space, or use --run-dir to choose a folder on another disk"
         )
-    if kept is None:
-        every, steps = config.checkpoint.every_steps, config.train.steps
-        # Saves that are triggered by epochs, by time or after validations are not counted.
-        count = -(-steps // every) if every and steps else 1
-        how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
+    saves, steps = config.checkpoint, config.train.steps
+    rule = KeepRule.of(saves)
+    most = rule.most_kept(steps, has_best=saves.best_metric is not None)
+    how_many, count = ("up to", most) if most is not None else ("at least", rule.fewest(saves, steps))
+    if rule.last is None:
+        advice = f"set {saves.last_key} (now null, which keeps all)"
+    elif saves.keep is None:
+        advice = f"lower {saves.last_key} (now {rule.last})"
     else:
-        # Count the checkpoints to keep, the checkpoint being written, and the best checkpoint.
-        count = kept + 1 + (config.checkpoint.best_metric is not None)
-        how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
+        advice = f"keep fewer with checkpoint.keep (now {rule.text()})"
     need = count * one * num_runs
-    if need < PLENTY_SHARE * free and kept is not None:
+    if need < PLENTY_SHARE * free and most is not None:
         return None
     whose = f"{num_runs} runs with " if num_runs > 1 else ""
     where = f"{size(free)} free in {shown_path(folder)}"

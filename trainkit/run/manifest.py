@@ -15,19 +15,13 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path, PurePath
 from stat import S_ISREG
 
 from trainkit.formats import JsonObject
-from trainkit.run.events import events_of
 from trainkit.run.files import (
-    Record,
-    as_utc,
     open_file,
     read_json,
-    read_jsonl_reversed,
-    read_object,
     read_record,
 )
 from trainkit.run.rundir import (
@@ -36,12 +30,13 @@ from trainkit.run.rundir import (
     PARTIAL_SUFFIX,
     REJECTED_SUFFIX,
     ROLLED_BACK_SUFFIX,
-    RunDir,
 )
 
 MANIFEST_VERSION = 1
 SEAL = "sha256"
 BEST_LINK = "best"
+DOOMED = ".deleted-"
+"""Marks the name of a checkpoint that is being deleted; see `doomed_path`."""
 BASE_FINGERPRINT = "the fingerprint of model.hf"
 """The key in `Manifest.data` for the fingerprint of the base model's files; needed because a checkpoint may
 omit the base model's weights."""
@@ -78,6 +73,9 @@ class Manifest:
     """The dimensions of the built-in decoder; None for other models."""
     progress: dict[str, object] = field(default_factory=dict)
     """The training progress, such as the best validation loss."""
+    metric: dict[str, object] = field(default_factory=dict)
+    """The `name`, the `mode` and the `value` of `checkpoint.best_metric` after the checkpoint's step; empty
+    if the metric was not computed after this step."""
     state: dict[str, object] = field(default_factory=dict)
     """The values that a custom training loop tracks, excluding tensors."""
 
@@ -141,6 +139,11 @@ def rolled_back(checkpoints_dir: Path) -> list[Path]:
 def partials(checkpoints_dir: Path) -> list[Path]:
     """Return the folders of saves that did not finish."""
     return [path for path in _folders(checkpoints_dir) if path.name.endswith(PARTIAL_SUFFIX)]
+
+
+def num_bytes(checkpoint: Checkpoint) -> int:
+    """Return the total size of the files in a checkpoint; raise OSError."""
+    return sum(item.stat().st_size for item in checkpoint.path.rglob("*") if item.is_file())
 
 
 def file_hash(path: Path) -> str:
@@ -275,34 +278,27 @@ def set_aside(checkpoint: Checkpoint, suffix: str = REJECTED_SUFFIX) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; an interrupted deletion leaves no folder that looks like a published checkpoint.
-
-    The folder is first renamed like an unfinished save, which the next attempt deletes.
-    """
+    """Delete a checkpoint; an interrupted deletion leaves nothing that looks published."""
     if not path.name.endswith(PARTIAL_SUFFIX):
-        doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
+        doomed = doomed_path(path)
         path.rename(doomed)
         path = doomed
     shutil.rmtree(path)
+
+
+def doomed_path(path: Path) -> Path:
+    """Return the path to which a checkpoint is renamed before it is deleted.
+
+    The name is that of an unfinished save, so a killed deletion leaves nothing that looks published. The next
+    attempt of the run deletes unfinished saves.
+    """
+    return path.with_name(f"{path.name}{DOOMED}{os.getpid()}{PARTIAL_SUFFIX}")
 
 
 def remove_all(checkpoints_dir: Path) -> None:
     """Delete all checkpoints of a run, including unpublished ones."""
     for path in _folders(checkpoints_dir):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def obsolete(
-    checkpoints: Iterable[Checkpoint], keep_last: int | None, best_step: int | None
-) -> list[Checkpoint]:
-    """Return the checkpoints to delete: all except for the newest `keep_last` and the best checkpoint.
-
-    If `keep_last` is None, all checkpoints are kept.
-    """
-    if keep_last is None:
-        return []
-    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-    return [checkpoint for checkpoint in ordered[:-keep_last] if checkpoint.step != best_step]
 
 
 def point_best_at(checkpoint: Checkpoint) -> None:
@@ -321,76 +317,3 @@ def best_step(checkpoints_dir: Path) -> int | None:
         return None
     match = _PUBLISHED.fullmatch(str(link.readlink()))
     return int(match[1]) if match else None
-
-
-@dataclass(frozen=True)
-class ListedCheckpoint:
-    """A checkpoint folder; a field is None if its value is not known from the files in the folder."""
-
-    name: str
-    path: str
-    state: str
-    """The state of the checkpoint: ``published``, ``rejected``, ``rolled back``, ``partial``, or ``damaged``
-    if the manifest or the file sizes are wrong."""
-    step: int | None
-    time: str
-    """The modification time of the newest file in the checkpoint, as ISO 8601 in UTC."""
-    bytes: int
-    layout: dict[str, int] | None
-    world_size: int | None
-    best: bool
-    reason: str | None
-    """The reason for saving the checkpoint, or a description of its damage."""
-    best_metric: str | None = None
-    """The metric for which this is the best checkpoint, with the value `best_value`; None if unknown."""
-    best_value: float | None = None
-
-
-def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """Return all checkpoints of a run: published ones by step, then unused ones, then partial ones."""
-    best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
-    there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
-    names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
-    records = read_jsonl_reversed(run.events_file, ["checkpoint_commit", "checkpoint_rejected"])
-    for event in events_of(records):
-        is_commit = event.name == "checkpoint_commit"
-        name = run.checkpoint_dir(event.step or 0).name if is_commit else event.text("set_aside") or ""
-        reasons.setdefault(name, event.reason or "")
-        if names <= reasons.keys():
-            break
-    found = []
-    for checkpoint in there:
-        damage, path = find_damage(checkpoint, reads_tensors=False), checkpoint.path
-        state = "damaged" if damage else "published"
-        found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
-    found += [_listed(path, "rejected", False, reasons.get(path.name)) for path in aside]
-    found += [_listed(path, "rolled back", False, None) for path in rolled_back(run.checkpoints_dir)]
-    found += [_listed(path, "partial", False, None) for path in partials(run.checkpoints_dir)]
-    return found
-
-
-def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedCheckpoint:
-    found = read_object(path / MANIFEST_NAME)
-    manifest = Record(found if isinstance(found.get("files"), dict) else {})
-    progress = manifest.record("progress")
-    # A checkpoint that was validated only after a resume is not marked as the best in its own manifest. Such
-    # a checkpoint is identified as the best only by the `best_step` in the manifests of later checkpoints.
-    is_own = best and progress.count("best_step") == progress.count("step")
-    metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
-    files = [item.stat() for item in path.rglob("*") if item.is_file()]
-    newest_s = max((item.st_mtime for item in files), default=path.stat().st_mtime)
-    digits = path.name.partition("-")[2].partition(".")[0]
-    return ListedCheckpoint(
-        name=path.name,
-        path=str(path),
-        state=state,
-        step=int(digits) if digits.isdigit() else None,
-        time=as_utc(datetime.fromtimestamp(newest_s, timezone.utc), "seconds"),
-        bytes=sum(item.st_size for item in files),
-        layout=layout if isinstance(layout := manifest.values.get("layout"), dict) else None,
-        world_size=manifest.count("world_size"),
-        best=best,
-        reason=reason,
-        best_metric=metric or None,
-        best_value=progress.number("best_value") if metric else None,
-    )

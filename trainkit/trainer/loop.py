@@ -20,6 +20,7 @@ from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.step_work import compiles
 from trainkit.run.process import own_host
@@ -137,6 +138,8 @@ class Trainer:
     _published_best: tuple[float | None, int | None] = (None, None)
     """Metric value and step of the newest best checkpoint that is known to be saved; None if there is
     none."""
+    _metric: tuple[int, float] = (0, math.nan)
+    """The newest step with a finite value of `checkpoint.best_metric`, and that value."""
     _last_save_s = 0.0
     _own: OwnState | None = None
     """The state that user code adds to checkpoints, in addition to the model; None without such code."""
@@ -181,7 +184,8 @@ class Trainer:
         added = self._hooks.state_tensors()
         tensors = StateTensors(self.built.weights, self.optimizer, self.built.saved_buffers, added)
         self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)
-        self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
+        self._keep = KeepRule.of(config.checkpoint)
+        self.saver = CheckpointSaver(attempt, world, tensors.tensors, self._keep)
         self.loss_scale = LossScale(config.precision, world.device)
         progress.enter("load")
         self.state = resume(chosen, attempt, world, task, self.built, tensors, self._own, self._hooks)
@@ -555,6 +559,7 @@ class Trainer:
         value = values.get(checkpoint.best_metric or "", math.nan)
         if state.step == 0 or not math.isfinite(value):
             return
+        self._metric = state.step, value
         self._confirm_best()
         sign = -1.0 if checkpoint.best_mode == "max" else 1.0
         self._is_best = state.best_value is None or sign * value < sign * state.best_value
@@ -584,14 +589,18 @@ class Trainer:
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
+        by_time_or_rule = checkpoint.every_minutes is not None or self._keep.requires_saves
         by_metric = (checkpoint.best_metric or "").startswith(OF_VAL) and self.evaluator is not None
-        return checkpoint.async_save and (by_step or by_metric or checkpoint.every_minutes is not None)
+        return checkpoint.async_save and (by_step or by_metric or by_time_or_rule)
 
     def _save_if_due(self, report: StepReport) -> None:
         every = self.config.checkpoint.every_steps
         reason = ""
         if every is not None and self.state.step % every == 0:
             reason = "every_steps"
+        elif self._keep.saves_at(self.state.step):
+            reason = "keep"
+        if reason:
             self._update_best({"loss": report.loss, **report.metrics})
         elif self._is_best:
             reason = "best"
@@ -609,12 +618,19 @@ class Trainer:
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         self.state.hooks = self._hooks.saved()
         record = {**self.manifest_record, "progress": asdict(self.state)}
+        metric_step, value = self._metric
+        if metric_step == self.state.step:
+            checkpoint = self.config.checkpoint
+            record["metric"] = {"name": checkpoint.best_metric, "mode": checkpoint.best_mode, "value": value}
         if self._own is not None:
             self.saver.finish()  # the previous save must finish before its tensors may change
             record["state"], tensors = self._own.collect()
             self.saver.tensors = {**self._whole_state, **tensors}
         wait_for_logs = logs_written(self._recorder, self.metrics.tensorboard)
-        self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason, wait_for_logs), blocking)
+        # The last save of an attempt is always tried, because there is no later save to try again.
+        needs_space = reason not in ("stop", "final")
+        step, is_best = self.state.step, self._is_best
+        self.saver.save(SaveRequest(step, record, is_best, reason, wait_for_logs, needs_space), blocking)
         if self._is_best:
             self._best_in_flight = self.state.step
         self._is_best = False

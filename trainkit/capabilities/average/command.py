@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
-from trainkit.capabilities.export.command import write_folder
+from trainkit.capabilities.export.command import pinned_while_read, write_folder
 from trainkit.cli.ckpt import checkpoints_of
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, PATH, json_option, run_argument
@@ -52,7 +52,7 @@ def command(run_name: str, last: int, out: Path | None, as_json: bool) -> int:
     there = checkpoints_of(run, None)
     if last > len(there):
         message = f"--last is {last}, but {run.shown} has only {len(there)} published"
-        hint = f"use --last {len(there)}, or raise checkpoint.keep_last so that a run keeps more checkpoints"
+        hint = f"use --last {len(there)}, or keep more checkpoints of a run with checkpoint.keep"
         raise UsageError(f"{message} checkpoint{'s' * (len(there) > 1)}", hint=hint)
     chosen = there[-last:]
     for checkpoint in chosen:
@@ -63,7 +63,8 @@ def command(run_name: str, last: int, out: Path | None, as_json: bool) -> int:
     if out is None:
         out = run.path / "averages" / f"{chosen[-1].path.name}-last-{last}"
     request = {"checkpoints": [str(checkpoint.path.absolute()) for checkpoint in chosen], "steps": steps}
-    code = write_folder("trainkit.capabilities.average.worker", request, out)
+    with pinned_while_read("ckpt average", chosen):
+        code = write_folder("trainkit.capabilities.average.worker", request, out)
     if code:
         return code
     value: AveragedJson = {"out": str(out), "steps": steps}

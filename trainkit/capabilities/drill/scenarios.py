@@ -15,6 +15,7 @@ from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_j
 from trainkit.config import RunConfig
 from trainkit.control.requeue import start_again
 from trainkit.observe.logs import run_is_over
+from trainkit.plan.keep import KeepRule
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
@@ -65,8 +66,8 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
         return "the run would start on this machine without Slurm"
     if scenario.needs_checkpoints and plan.workload.is_command:
         return "a drill does not know where and how a COMMAND saves"
-    if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
-        return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
+    if scenario.name == "damaged-checkpoint" and KeepRule.of(config.checkpoint).last == 1:
+        return f"{config.checkpoint.last_key} is 1: there is no checkpoint to fall back to"
     return ""
 
 

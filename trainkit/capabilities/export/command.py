@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,6 +23,7 @@ from trainkit.formats import JsonObject
 from trainkit.job.processes import module_argv
 from trainkit.run import manifest
 from trainkit.run.own_folders import own_environ
+from trainkit.run.pins import pinned, run_of
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 
@@ -92,13 +95,36 @@ def command(
     refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step, folder)
     request = {**places_of(run, checkpoint), "dtype": dtype, "merge": merge, "ema": ema}
-    code = write_folder("trainkit.capabilities.export.worker", request, out_name)
+    with pinned_while_read("ckpt export", [checkpoint]):
+        code = write_folder("trainkit.capabilities.export.worker", request, out_name)
     if code:
         return code
     files = sorted(item.name for item in out_name.iterdir())
     value: ExportedJson = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
     echo_result(value, f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}", as_json)
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def pinned_while_read(by: str, checkpoints: Iterable[manifest.Checkpoint]) -> Iterator[None]:
+    """Pin checkpoints of a run during the block, so that a running attempt does not delete them meanwhile.
+
+    A checkpoint outside of a run folder, which no run deletes, is not pinned. A checkpoint of a run whose
+    folder this user cannot write to is not pinned either; a note on stderr says so.
+    """
+    with contextlib.ExitStack() as stack:
+        for checkpoint in checkpoints:
+            if (found := run_of(checkpoint.path)) is None:
+                continue
+            run, step = found
+            try:
+                stack.enter_context(pinned(run, step, by))
+            except OSError as error:
+                reason = f"{shown_path(run.pins_dir)}: {error.strerror}"
+                click.echo(
+                    f"note: {checkpoint.path.name} is not pinned while it is read ({reason})", err=True
+                )
+        yield
 
 
 def write_folder(module: str, request: JsonObject, out: Path) -> int:

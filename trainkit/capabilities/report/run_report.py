@@ -14,6 +14,7 @@ from trainkit.capabilities.report.thinned import Point
 from trainkit.formats import GIB, size
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, loss_text
 from trainkit.observe.values import asked_of
+from trainkit.run.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.run.events import with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
 from trainkit.run.history import (
@@ -26,7 +27,6 @@ from trainkit.run.history import (
     timestamp,
     worker_hours,
 )
-from trainkit.run.manifest import ListedCheckpoint, list_checkpoints
 from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"

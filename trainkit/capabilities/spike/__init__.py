@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainkit.capabilities.spike.spike_plan import SPIKE, SpikePlan
 from trainkit.capability import Capability, Notice, Planned
 from trainkit.formats import plural
+from trainkit.plan.keep import KeepRule
 from trainkit.run.files import read_record, to_json
 from trainkit.run.rollbacks import EVENT, Rollback
 
@@ -48,11 +49,11 @@ class Spike(Capability):
                 f"train.spike.patience_steps is {given.patience_steps}, but the run fails after "
                 f"{plural(train.max_nonfinite_steps, 'non-finite step')} (train.max_nonfinite_steps)"
             )
-        every, kept = checkpoint.every_steps, checkpoint.keep_last
+        every, kept = checkpoint.every_steps, KeepRule.of(checkpoint).last
         if every is not None and kept is not None and every * (kept - 1) < given.patience_steps:
             warnings.append(
                 f"train.spike.patience_steps is {given.patience_steps}, checkpoint.every_steps is {every}, "
-                f"and checkpoint.keep_last is {kept}: no checkpoint from before a spike may be left"
+                f"and {checkpoint.last_key} is {kept}: no checkpoint from before a spike may be left"
             )
         reason = (
             f"goes back if the loss is above {given.factor:g} x its median over {given.window_steps} steps "

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from trainkit.errors import CheckpointError
+from trainkit.formats import size
+from trainkit.plan.keep import KeepRule, best_values, obsolete
 from trainkit.run.files import write_json
 from trainkit.run.manifest import (
     MANIFEST_VERSION,
@@ -29,15 +31,15 @@ from trainkit.run.manifest import (
     Checkpoint,
     FileSum,
     best_step,
-    obsolete,
+    num_bytes,
     point_best_at,
     published,
-    remove,
     seal,
 )
+from trainkit.run.pins import delete, pins
 from trainkit.run.rundir import MANIFEST_NAME, PARTIAL_SUFFIX, AttemptDir
 from trainkit.trainer.checkpoint.storage import HashingWriter, JoiningSavePlanner
-from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.distributed import World, broadcast_from_main, record_event
 from trainkit.trainer.split_master import SplitMaster
 from trainkit.trainer.torch_private import make_stager
 
@@ -58,6 +60,8 @@ class SaveRequest:
     A run that resumes from the checkpoint does not repeat earlier steps, so their log records must not be
     lost.
     """
+    needs_space: bool = False
+    """Whether the save is left out, like a failed save, if it does not fit on the disk."""
 
 
 class CheckpointSaver:
@@ -68,13 +72,13 @@ class CheckpointSaver:
         attempt: AttemptDir,
         world: World,
         tensors: Mapping[str, Tensor | SplitMaster],
-        keep_last: int | None,
+        keep: KeepRule,
     ) -> None:
         self._attempt = attempt
         self._run = attempt.run
         self._world = world
         self.tensors = tensors
-        self._keep_last = keep_last
+        self._keep = keep
         self._staging: Future[None] | None = None
         self._allocating: Future[Any] | None = None
         self._has_buffers = True
@@ -100,6 +104,10 @@ class CheckpointSaver:
             return
         if self._run.follow():
             log.warning(f"the run folder was moved to {self._run.path}")
+        if request.needs_space and (problem := broadcast_from_main(self._shortage(), self._world)):
+            self._problem = problem
+            self._report_failure(request.step)
+            return
         if self._world.is_main:
             record_event(self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)
@@ -167,11 +175,21 @@ class CheckpointSaver:
             _sync_folder(target.parent)
             if request.is_best:
                 point_best_at(Checkpoint(target, request.step))
-            for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
-                remove(old.path)
+            self._delete_obsolete(target.parent)
         except OSError as error:
             # The checkpoint is already published, so only log this error.
             log.error(f"cannot clean up after checkpoint {target.name}: {error}")
+
+    def _delete_obsolete(self, folder: Path) -> None:
+        """Delete the checkpoints that the rule does not keep and that nobody has pinned."""
+        there = published(folder)
+        # The manifests need not be read if the symlink `best` alone shows what to keep.
+        values = best_values(there) if self._keep.best > 1 else None
+        held = pins(self._run)
+        delete(
+            self._run,
+            obsolete(there, self._keep, best_step=best_step(folder), pinned=held, values=values),
+        )
 
     @property
     def is_staging(self) -> bool:
@@ -212,8 +230,38 @@ class CheckpointSaver:
         # Remove the incomplete files: they cannot be used, and the save may have failed because the disk is
         # full.
         shutil.rmtree(unfinished, ignore_errors=True)
-        log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
-        record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
+        self._report_failure(request.step)
+
+    def _report_failure(self, step: int) -> None:
+        if self._world.is_main:
+            text = f"checkpoint step={step} could not be saved: {self._problem}"
+            log.error(f"{text}; earlier checkpoints are unaffected")
+            record_event(self._attempt, "checkpoint_failed", step=step, error=self._problem)
+
+    def _shortage(self) -> str:
+        """Return on rank 0 why the next save would not fit on the disk, or "" if it fits or is unknown.
+
+        The save is expected to need as many bytes as the newest checkpoint.
+        """
+        if not self._world.is_main:
+            return ""
+        try:
+            there = published(self._run.checkpoints_dir)
+            need = num_bytes(there[-1]) if there else 0
+            free = shutil.disk_usage(self._run.checkpoints_dir).free
+        except OSError:
+            return ""  # The save itself reports what is wrong with the disk.
+        if need <= free:
+            return ""
+        run = self._run.quoted
+        # These checkpoints are only named: the rule keeps them, so the user decides.
+        best = best_step(self._run.checkpoints_dir)
+        least = obsolete(there, KeepRule(last=1), best_step=best, pinned=pins(self._run))
+        names = ", ".join(item.path.name for item in least)
+        advice = "free some disk space"
+        if least:
+            advice += f", or stop the run and delete {names} with `trainkit ckpt prune {run} --keep-last 1`"
+        return f"it needs {size(need)}, but only {size(free)} are free, so the save was not tried; {advice}"
 
     def require_saved(self, step: int) -> None:
         """Raise CheckpointError unless the checkpoint of this step has been published."""
