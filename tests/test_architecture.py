@@ -67,10 +67,10 @@ SIZES = {
     "trainkit/launch": (18, 4_100),
     "trainkit/observe": (8, 1_878),
     "trainkit/plan": (19, 4_612),
-    "trainkit/run": (18, 5_358),
+    "trainkit/run": (19, 5_521),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (55, 12_739),
-    "tests": (399, 67_905),
+    "tests": (400, 68_023),
 }
 """Maps a folder to its number of Python files and lines.
 

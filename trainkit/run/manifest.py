@@ -275,15 +275,21 @@ def set_aside(checkpoint: Checkpoint, suffix: str = REJECTED_SUFFIX) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; an interrupted deletion leaves no folder that looks like a published checkpoint.
-
-    The folder is first renamed like an unfinished save, which the next attempt deletes.
-    """
+    """Delete a checkpoint; an interrupted deletion leaves nothing that looks published."""
     if not path.name.endswith(PARTIAL_SUFFIX):
-        doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
+        doomed = doomed_path(path)
         path.rename(doomed)
         path = doomed
     shutil.rmtree(path)
+
+
+def doomed_path(path: Path) -> Path:
+    """Return the path to which a checkpoint is renamed before it is deleted.
+
+    The name is that of an unfinished save, so a killed deletion leaves nothing that looks published. The next
+    attempt of the run deletes unfinished saves.
+    """
+    return path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
 
 
 def remove_all(checkpoints_dir: Path) -> None:

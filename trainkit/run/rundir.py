@@ -137,6 +137,8 @@ class RunDir(RunFolder):
     considered hung."""
     tensorboard_dir = Child("tensorboard")
     checkpoints_dir = Child("checkpoints")
+    pins_dir = Child("pins")
+    """The pins of checkpoints, if any; see `trainkit.run.pins`."""
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
     lock_file = Child(LOCK_NAME)
