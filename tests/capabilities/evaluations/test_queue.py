@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import wait_for
+from tests.support.published import WRITES, publish
 from tests.support.runs import make_attempt
 from trainkit.capabilities.evaluations import summary
 from trainkit.capabilities.evaluations.evaluator import plan_of
@@ -27,9 +28,8 @@ from trainkit.capabilities.evaluations.records import (
 )
 from trainkit.cli.main import main
 from trainkit.job.processes import module_argv
-from trainkit.run.events import later_metrics, log_event, read_events
+from trainkit.run.events import later_metrics, read_events
 from trainkit.run.files import write_json
-from trainkit.run.manifest import SEAL, FileSum, file_hash, seal
 from trainkit.run.pins import pins
 from trainkit.run.process import ProcessId
 from trainkit.run.rundir import RunDir
@@ -118,17 +118,6 @@ def test_the_best_evaluation():
     assert summary(found) == "4 done, 1 failed; step 4: eval/acc 0.1"
 
 
-def publish(run: RunDir, step: int) -> None:
-    """Publish a checkpoint that contains one file."""
-    folder = run.checkpoint_dir(step)
-    folder.mkdir(parents=True)
-    (folder / "weights").write_text(str(step))
-    files = {"weights": vars(FileSum(len(str(step)), file_hash(folder / "weights")))}
-    content: dict[str, object] = {"version": 1, "step": step, "files": files}
-    write_json(folder / "manifest.json", {**content, SEAL: seal(content)})
-    log_event(run, 1, "checkpoint_commit", step=step, reason="every_steps")
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "test")
@@ -149,9 +138,6 @@ def finish(queue: Queue, max_waiting: int | None = 2) -> dict[int, Evaluation]:
 def _ended(queue: Queue, max_waiting: int | None) -> dict[int, Evaluation] | None:
     found = queue.update(wanted_steps(queue.run, queue.plan), max_waiting)
     return None if any(one.is_open for one in found.values()) else found
-
-
-WRITES = 'echo "{\\"acc\\": $(cat $TRAINKIT_CHECKPOINT/weights)}" > $TRAINKIT_EVAL_OUT'
 
 
 def test_metrics_and_pins(run: RunDir):
