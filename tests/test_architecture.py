@@ -34,7 +34,7 @@ SIZES = {
     "trainkit/capabilities/doctor": (6, 1_427),
     "trainkit/capabilities/drill": (5, 1_138),
     "trainkit/capabilities/ema": (3, 160),
-    "trainkit/capabilities/evaluations": (9, 1_188),
+    "trainkit/capabilities/evaluations": (9, 1_195),
     "trainkit/capabilities/export": (3, 535),
     "trainkit/capabilities/generate": (3, 326),
     "trainkit/capabilities/growth": (3, 703),

@@ -59,6 +59,11 @@ EvaluationsJson = list[ShownEvaluation]
 @option("--all", "Evaluate all published checkpoints that have no result.", name="evaluates_all")
 @option("--follow", "Evaluate each new checkpoint, like the job of the run, until the run ends.")
 @option("--command CMD", "Run this command instead of on_checkpoint.command.", name="text")
+@option(
+    "--export FORMAT",
+    "Export the model first, like on_checkpoint.export; FORMAT is hf.",
+    type=click.Choice(["hf"]),
+)
 @option("--here", "Run the evaluations on this machine, not in Slurm jobs.")
 @trust_option
 @json_option("trainkit.capabilities.evaluations.command:EvaluationsJson")
@@ -68,6 +73,7 @@ def command(
     evaluates_all: bool,
     follow: bool,
     text: str | None,
+    export: str | None,
     here: bool,
     as_json: bool,
 ) -> int:
@@ -81,7 +87,8 @@ def command(
     if sum((step is not None, evaluates_all, follow)) > 1:
         raise UsageError("--step, --all and --follow exclude each other", hint="use one of the three options")
     plan = plan_of(run)
-    plan = replace(plan, command=text or plan.command, sbatch=None if here else plan.sbatch)
+    plan = replace(plan, command=text or plan.command, export=export or plan.export)
+    plan = replace(plan, sbatch=None if here else plan.sbatch)
     if not plan.command:
         raise UsageError(
             f"{run.shown} has no command for evaluations: on_checkpoint.command is null",
