@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import lm_eval
+import torch
 from lm_eval.tasks import TaskManager
 
 folder, *names = sys.argv[1:]
+device = "cuda" if torch.cuda.is_available() else "cpu"
 model = {"pretrained": os.environ["TRAINKIT_EXPORT"]}
 tasks = TaskManager(include_path=folder)
-found = lm_eval.simple_evaluate(model="hf", model_args=model, tasks=names, task_manager=tasks)
+found = lm_eval.simple_evaluate("hf", model, names, device=device, task_manager=tasks)
 metrics = {
     f"{task}/{name.partition(',')[0]}": value
     for task, values in found["results"].items()
