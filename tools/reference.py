@@ -260,9 +260,8 @@ def _below(group: click.Group, path: str) -> Commands:
 def commands_text() -> str:
     """Return the text of the command reference page."""
     found = all_commands()
-    named = [option for command in found.values() for option in _options(command)]
-    counts = Counter(name for name, _ in named)
-    shared = {name: text for name, text in named if counts[name] >= SHARED_BY}
+    counts = Counter(option for command in found.values() for option in _options(command))
+    shared = dict(option for option, count in counts.items() if count >= SHARED_BY)
     parts = [_GENERATED, f"{COMMANDS_INTRO}\n"]
     for heading, commands in SECTIONS.items():
         links = ", ".join(f"[{name}](#trainkit-{name})" for name in commands)
@@ -315,9 +314,9 @@ def _options(command: click.Command) -> Iterator[tuple[str, str]]:
 
 def _options_text(command: click.Command, shared: dict[str, str]) -> str:
     """Return a sentence that lists a command's own options and links to shared ones; "" without options."""
-    names = [name for name, _ in _options(command)]
-    listed = [f"`{name}`" for name in names if name not in shared]
-    if any(name in shared for name in names):
+    options = list(_options(command))
+    listed = [f"`{name}`" for name, text in options if shared.get(name) != text]
+    if len(listed) < len(options):
         link = "the [shared options](#shared-options)"
         listed = [*listed, f"and {link}"] if len(listed) > 1 else [" and ".join([*listed, link])]
     return f" Options: {', '.join(listed)}." if listed else ""

@@ -34,13 +34,13 @@ def submit(
     schedule: Mapping[str, Any] = ..., precision: Mapping[str, Any] = ...,
     parallel: Mapping[str, Any] = ..., checkpoint: Mapping[str, Any] = ...,
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
-    logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
-    ema: Mapping[str, Any] = ..., replicas: Mapping[str, Any] = ..., nodes: int | str = ...,
-    gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
-    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
-    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
-    backend: str = ...
+    logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ...,
+    on_checkpoint: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ..., ema: Mapping[str, Any] = ...,
+    replicas: Mapping[str, Any] = ..., nodes: int | str = ..., gpus_per_node: int | str = ...,
+    time: str | None = ..., slice: str | None = ..., time_min: str | None = ...,
+    max_gpu_hours: float | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
+    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
+    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Run[Returned]:
     """Start a run on Slurm or in the background on this machine, like ``trainkit submit``.
 
@@ -65,12 +65,13 @@ def sweep(
     precision: Mapping[str, Any] = ..., parallel: Mapping[str, Any] = ...,
     checkpoint: Mapping[str, Any] = ..., resources: Mapping[str, Any] = ...,
     launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ..., logging: Mapping[str, Any] = ...,
-    notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ..., ema: Mapping[str, Any] = ...,
-    replicas: Mapping[str, Any] = ..., nodes: int | str = ..., gpus_per_node: int | str = ...,
-    time: str | None = ..., slice: str | None = ..., time_min: str | None = ...,
-    max_gpu_hours: float | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
-    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
-    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    notify: Mapping[str, Any] = ..., on_checkpoint: Mapping[str, Any] = ...,
+    profiler: Mapping[str, Any] = ..., ema: Mapping[str, Any] = ..., replicas: Mapping[str, Any] = ...,
+    nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
+    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
+    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
+    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
+    backend: str = ...
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at a time, like ``submit --sweep``.
 
@@ -88,13 +89,13 @@ def map_array(
     schedule: Mapping[str, Any] = ..., precision: Mapping[str, Any] = ...,
     parallel: Mapping[str, Any] = ..., checkpoint: Mapping[str, Any] = ...,
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
-    logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
-    ema: Mapping[str, Any] = ..., replicas: Mapping[str, Any] = ..., nodes: int | str = ...,
-    gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., max_gpu_hours: float | None = ..., partition: str | None = ...,
-    clusters: Sequence[Any] = ..., account: str | None = ..., qos: str | None = ...,
-    constraint: str | None = ..., cluster: str | None = ..., gpu_type: str | None = ..., per: str = ...,
-    backend: str = ...
+    logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ...,
+    on_checkpoint: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ..., ema: Mapping[str, Any] = ...,
+    replicas: Mapping[str, Any] = ..., nodes: int | str = ..., gpus_per_node: int | str = ...,
+    time: str | None = ..., slice: str | None = ..., time_min: str | None = ...,
+    max_gpu_hours: float | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
+    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
+    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 

@@ -96,6 +96,10 @@ class Shipped(NamedTuple):
     folder."""
     keeps_media: bool = False
     """True if the capability records the images, histograms and texts that a rank logs."""
+    metrics_file: str | None = None
+    """Path, in the run folder, of a file with metrics that are measured after their steps, such as the
+    results of a job that reads a checkpoint. The lines have the form of metrics.jsonl, the names of the
+    metrics have a prefix of the capability, and a later line of a step replaces an earlier one."""
     without_keys: bool = False
     """True if the capability has no config keys, so that checking and planning a config need not import its
     class."""
@@ -186,6 +190,23 @@ SHIPPED = {
         },
     ),
     "replicas": Shipped("requeue", {"replicas": WHOLE}, events={"replica_differs": True}),
+    "evaluations": Shipped(
+        "requeue",
+        {"on_checkpoint": WHOLE},
+        commands={"eval": "command:command"},
+        events={
+            "evaluation_done": False,
+            "evaluation_failed": True,
+            "evaluation_skipped": True,
+            "evaluation_not_submitted": True,
+        },
+        shown={
+            "status": {"evaluations": "slowdowns"},
+            "rows": {"evals": "used"},
+            "report": {"evaluations": "slowdowns"},
+        },
+        metrics_file="evaluations/metrics.jsonl",
+    ),
     "curves": Shipped(
         "trackers", {"log_pattern": ("pattern", None)}
     ),  # listed before trackers, which send the metrics that curves writes when it stops
@@ -329,6 +350,12 @@ def text_preparer() -> TextPreparer:
 def of_media() -> Capability:
     """Return the capability that records the images, histograms and texts logged by a rank."""
     return load(next(name for name, shipped in SHIPPED.items() if shipped.keeps_media))
+
+
+def metrics_files(run: Path) -> list[Path]:
+    """Return the existing files of a run folder with metrics that capabilities measured after their steps."""
+    names = (shipped.metrics_file for shipped in SHIPPED.values())
+    return [run / name for name in names if name is not None and (run / name).is_file()]
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:

@@ -63,6 +63,7 @@ SECTIONS = {
     },
     "Tools": {
         "ckpt": "List, verify, prune and export checkpoints.",
+        "eval": "Evaluate checkpoints of a run with a command, locally or in Slurm jobs.",
         "generate": "Generate a continuation of a prompt with the model of a run.",
         "data": "Prepare and validate training data, and show the samples of a training step.",
         "schema": "Print the JSON Schema of the config or of a command's output.",

@@ -11,7 +11,7 @@ from pydantic import (
     model_serializer,
 )
 
-from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, key
+from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, key, section
 from trainkit.formats import MEMORY, slurm_memory
 
 PipelineSchedule = Literal[
@@ -522,4 +522,60 @@ class ReplicasConfig(Section):
         "warn",
         "What to do if the weights of a rank differ from its replicas: warn continues the run, and stop ends "
         "the run with exit code 78, without saving a checkpoint.",
+    )
+
+
+class KeepBestConfig(Section):
+    """The metric of the evaluations that selects the checkpoint to keep."""
+
+    metric: MetricName
+    mode: Literal["min", "max"] = "max"
+
+
+class EvaluationResourcesConfig(Section):
+    """Resources of the Slurm job that evaluates a checkpoint."""
+
+    gpus: NotNegative = key(0, "Number of GPUs of the job, on one node.")
+    cpus: AtLeastOne = key(1, "Number of CPU cores of the job.")
+    mem: SlurmMemory | None = key(None, "Memory of the job, such as 64G; null uses the cluster's default.")
+    time: SlurmTime = key("01:00:00", "Time limit of the job, in Slurm's format.")
+    partition: OneLine | None = key(None, "Slurm partition; null uses resources.partition.")
+    account: OneLine | None = key(None, "Slurm account; null uses resources.account.")
+    qos: OneLine | None = key(None, "Slurm quality of service; null uses resources.qos.")
+    extra: dict[OptionName, OneLine | int | bool] = key(
+        {}, "Other sbatch options, by their long names; the value true sets an option that takes no value."
+    )
+
+
+class OnCheckpointConfig(Section):
+    """A command that evaluates each checkpoint while the training continues."""
+
+    command: str | None = key(
+        None,
+        "Command, run by bash in the folder of the submission, that evaluates the checkpoint in "
+        "TRAINKIT_CHECKPOINT and writes its metrics as a JSON object to the file TRAINKIT_EVAL_OUT. "
+        "TRAINKIT_STEP is the step, and TRAINKIT_RUN_DIR is the run folder. null evaluates no checkpoint.",
+        min_length=1,
+        allowed="a command, or null",
+    )
+    every: AtLeastOne = key(1, "Evaluate every N-th checkpoint that the run publishes.")
+    export: Literal["hf"] | None = key(
+        None,
+        "hf first exports the model like `trainkit ckpt export`, to the folder TRAINKIT_EXPORT, which is "
+        "deleted after the evaluation.",
+    )
+    resources: EvaluationResourcesConfig = section(
+        "Resources of the Slurm job that evaluates a checkpoint. Without Slurm, evaluations run on this "
+        "machine, one at a time."
+    )
+    keep_best_by: KeepBestConfig | None = key(
+        None,
+        "Keep the checkpoint with the best value of a metric that the command writes: `metric`, and `mode` "
+        "(max or min).",
+        allowed="a mapping with metric and mode,",
+    )
+    max_waiting: AtLeastOne = key(
+        4,
+        "Maximum number of evaluations of a run that wait or run. If there are more, a new evaluation "
+        "replaces the oldest waiting one, which is skipped.",
     )

@@ -74,6 +74,7 @@ class RunConfig(Section):
     requeue: running.RequeueConfig = section("When an interrupted run restarts automatically.")
     logging: running.LoggingConfig = section("Where metrics are logged.")
     notify: running.NotifyConfig = section("Events that are reported to a webhook and by email.")
+    on_checkpoint: running.OnCheckpointConfig = section("The evaluation of each checkpoint.")
     profiler: running.ProfilerConfig = section("Steps to profile.")
     ema: running.EmaConfig = section("Exponential moving average of the weights.")
     replicas: running.ReplicasConfig = section("Comparison of the replicas of the model.")

@@ -256,10 +256,27 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
         log_line(f"cannot send {number.name} to process {pid}, which belongs to another user")
 
 
+_outliving = set[int]()
+
+
+def outlives_attempts(child: subprocess.Popen[bytes]) -> None:
+    """Exempt a child with all its descendants from `end_descendants`, because it belongs to no attempt."""
+    _outliving.add(child.pid)
+
+
+def _of_attempts() -> list[int]:
+    children = children_by_parent()
+    own = [pid for pid in children.get(os.getpid(), []) if pid not in _outliving]
+    return descendants(os.getpid(), {**children, os.getpid(): own})
+
+
 def end_descendants() -> None:
-    """Kill and reap all descendants of this process, except processes stuck in the kernel."""
+    """Kill and reap the descendants of this process, except processes stuck in the kernel.
+
+    Children passed to `outlives_attempts` are not killed.
+    """
     deadline_s = time.monotonic() + GIVE_UP_S
-    while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
+    while (found := _of_attempts()) and time.monotonic() < deadline_s:
         signal_all(found, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -24,12 +24,14 @@ from trainkit.run.events import (
     by_step,
     diverged_since,
     first_steps,
+    later_metrics,
     read_events,
     read_steps,
     steps_of,
 )
 from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import metrics_files
 
 Mode = Literal["min", "max"]
 """Whether a metric's lowest or highest value is the best, as in ``checkpoint.best_mode``."""
@@ -143,6 +145,7 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
         # programs may escape the name differently.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
         values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
+        values = values or {**later_metrics(run).get(metric, {})}
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
     # A metric without finite values is treated as not measured, but a loss without finite values is
     # considered diverged.
@@ -161,7 +164,7 @@ def measure_ended(run: RunDir, ranking: Ranking) -> Measured:
 
     The cache speeds up `watch`, which reads the results every few seconds.
     """
-    files = (run.metrics_file, run.events_file)
+    files = (run.metrics_file, run.events_file, *metrics_files(run.path))
     found = [file.stat() if file.exists() else None for file in files]
     stamps = tuple((one.st_mtime_ns, one.st_size) if one is not None else None for one in found)
     return _measured(run.path, ranking, stamps)
@@ -240,4 +243,5 @@ def logged_names(runs: Iterable[RunDir]) -> set[str]:
             }
         if any("val_loss" in event.values for event in read_events(run, "evaluated")):
             found.add("val_loss")
+        found |= later_metrics(run).keys()
     return found - NOT_METRICS

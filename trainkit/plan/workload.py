@@ -27,6 +27,7 @@ USED_BY_COMMANDS = (
     "launch",
     "requeue",
     "notify",
+    "on_checkpoint",
     "logging",
 )
 """The config keys and sections that affect a run of a command."""

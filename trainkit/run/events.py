@@ -22,6 +22,7 @@ from trainkit.run.files import (
     utc_now,
 )
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import metrics_files
 
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
@@ -233,6 +234,25 @@ def read_steps(run: RunDir) -> Iterator[StepRecord]:
 def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
     """Yield the valid steps in records of `metrics.jsonl`; skip damaged records."""
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
+
+
+def later_records(run: RunDir) -> list[StepRecord]:
+    """Return the records of metrics that capabilities measured after the training step, in order of time."""
+    records = (record for file in metrics_files(run.path) for record in steps_of(read_jsonl(file)))
+    return sorted(records, key=lambda record: record.time or "")
+
+
+def later_metrics(run: RunDir) -> dict[str, dict[int, float]]:
+    """Map each metric that capabilities measure after the training step to its values by step, in order.
+
+    The names differ from all names in metrics.jsonl; see `trainkit.shipped.Shipped.metrics_file`.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for record in later_records(run):
+        for name in record.values.keys() - {"step", "time"}:
+            if (value := record.number(name)) is not None:
+                found.setdefault(name, {})[record.step] = value
+    return {name: dict(sorted(found[name].items())) for name in sorted(found)}
 
 
 def newest_step(run: RunDir, begins: Mapping[int, int] = {}) -> int | None:

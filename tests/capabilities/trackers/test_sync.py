@@ -33,6 +33,7 @@ class Memory:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self.states: list[str] = []
+        self.later: list[tuple[int, dict[str, float]]] = []
 
     def newest_step(self, place: str, step: int) -> int:
         return step if place == self.place else -1
@@ -41,6 +42,11 @@ class Memory:
         if self.away:
             raise ConnectionError(self.away)
         self.samples += batch
+
+    def send_later(self, batch: Sequence[Sample], *, is_last: bool, has_steps: bool) -> int:
+        sent = batch if is_last else batch[:1] if has_steps else ()
+        self.later += [(sample.step, sample.values) for sample in sent]
+        return len(sent)
 
     def close(self, state: str) -> None:
         self.states.append(state)
@@ -247,12 +253,34 @@ def test_images_histograms_and_texts_are_sent_with_their_steps(run: RunDir, memo
     assert sender.update("finished").num_sent == 1
 
 
+def test_metrics_that_are_measured_later(run: RunDir, memory: Memory) -> None:
+    """A later metric is sent once, although its step has been sent."""
+    file = run.path / "evaluations" / "metrics.jsonl"
+    file.parent.mkdir()
+    train(run, 1, range(1, 6))
+    save(run, 5)
+    sender = tracker(run)
+    assert sender.update("running").num_sent == 5
+    for step in (2, 4, 4):
+        append_jsonl(file, {"step": step, "time": f"2026-01-01T00:00:0{step}.000Z", "eval/acc": step / 2})
+    sender.update("running")
+    assert memory.later == []
+    train(run, 1, range(6, 8))
+    save(run, 7)
+    sender.update("running")
+    assert memory.later == [(2, {"eval/acc": 1.0})]
+    sender.update("finished")
+    sender.update("finished")
+    assert memory.later == [(2, {"eval/acc": 1.0}), (4, {"eval/acc": 2.0}), (4, {"eval/acc": 2.0})]
+
+
 class Client:
     """Replaces the wandb module, with a server that has the steps up to `newest`."""
 
     def __init__(self, newest: int | None) -> None:
         self.step = 0 if newest is None else newest + 1
-        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.rows: list[tuple[int | None, dict[str, Any]]] = []
+        self.axes: dict[str, str] = {}
         self.exit_code: int | None = None
         self.url = "https://wandb.test/p/runs/key"
         self.asked: dict[str, Any] = {}
@@ -264,8 +292,11 @@ class Client:
         self.asked = asked
         return self
 
-    def log(self, row: dict[str, Any], step: int) -> None:
+    def log(self, row: dict[str, Any], step: int | None = None) -> None:
         self.rows.append((step, row))
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
 
     def teardown(self) -> None:
         pass
@@ -286,8 +317,16 @@ def test_the_server_knows_its_newest_step(tmp_path, monkeypatch, newest, known):
     run = WandbRun(WandbConfig(entity="team"), facts(tmp_path), "key")
     assert run.newest_step(run.place, 9) == known
     run.send([Sample(8, 1500, {"loss": 2.0})])
+    later = [Sample(step, 2500, {"eval/acc": 0.5}) for step in (4, 8)]
+    sent = [run.send_later(later, is_last=False, has_steps=has_steps) for has_steps in (False, True)]
+    assert [*sent, run.send_later(later[1:], is_last=True, has_steps=False)] == [0, 1, 1]
     run.close("failed")
-    assert client.rows == [(8, {"loss": 2.0, "_timestamp": 1.5})]
+    assert client.rows == [
+        (8, {"loss": 2.0, "_timestamp": 1.5}),
+        (None, {"eval/acc": 0.5, "eval/step": 4, "_timestamp": 2.5}),
+        (None, {"eval/acc": 0.5, "eval/step": 8, "_timestamp": 2.5}),
+    ]
+    assert client.axes == {"eval/*": "eval/step"}
     assert client.exit_code == 1
     wanted = {"id": "key", "resume": "allow", "mode": "online", "project": "trainkit", "entity": "team"}
     assert {name: client.asked[name] for name in wanted} == wanted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,7 +24,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import cell, did_you_mean, plural, shown_value
 from trainkit.observe.notebook import paragraph, table
 from trainkit.observe.ranking import NOT_METRICS
-from trainkit.run.events import StepRecord, read_events, read_steps
+from trainkit.run.events import StepRecord, later_metrics, read_events, read_steps
 from trainkit.run.files import parse_time
 from trainkit.run.history import Attempt, attempts_of, ended_attempts, read_plan
 from trainkit.run.rundir import RunDir
@@ -220,7 +220,20 @@ def _records(run: RunDir) -> list[StepRecord]:
             found.setdefault((event.attempt or attempt, step), own).setdefault(
                 "val_loss", event.values["val_loss"]
             )
+    for name, values in later_metrics(run).items():
+        for step, value in values.items():
+            place, before = _places_of(step, found)
+            # A step that the training did not log gets the time of the logged step before it.
+            time = found[before].get("time") if before in found else None
+            own = {"step": step, "attempt": place[0], "time": time}
+            found.setdefault(place, own)[name] = value
     return [StepRecord(found[place]) for place in sorted(found)]
+
+
+def _places_of(step: int, found: Collection[tuple[int, int]]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return `step` and the last logged step up to it, each with the newest attempt that logged this step."""
+    attempt, before = max((place for place in found if place[1] <= step), default=(0, step))
+    return (attempt, step), (attempt, before)
 
 
 def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) -> list[dict[str, object]]:

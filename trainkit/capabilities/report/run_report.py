@@ -15,7 +15,7 @@ from trainkit.formats import GIB, size
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, loss_text
 from trainkit.observe.values import asked_of
 from trainkit.run.checkpoint_list import ListedCheckpoint, list_checkpoints
-from trainkit.run.events import with_divergence
+from trainkit.run.events import later_metrics, with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
 from trainkit.run.history import (
     Attempt,
@@ -127,7 +127,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         num_records=curves.num_records,
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
-        metrics=curves.metrics,
+        metrics=curves.metrics | {name: [*own.items()] for name, own in later_metrics(run).items()},
         val_loss=sorted(events.val_losses.items()),
         advice=_advice(config, attempts, Record(to_json(added)), status, curves, plan),
         checkpoints=checkpoints,

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from trainkit.capabilities.report.curves import LAST_STEP
 from trainkit.capabilities.report.plot import LARGEST
 from trainkit.observe.ranking import NOT_METRICS
-from trainkit.run.events import read_events
+from trainkit.run.events import later_metrics, read_events
 from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, opened, parse_records, read_jsonl_reversed
 from trainkit.run.rundir import RunDir
 
@@ -242,6 +242,8 @@ def read_thinned(wanted: Wanted) -> Thinned:
             for values in _kept(events, wanted.kept)
             if "val_loss" in values
         )
+    for name, values in later_metrics(run).items():
+        found.add({"step": step, name: value} for step, value in values.items())
     return found
 
 

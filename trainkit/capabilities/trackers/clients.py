@@ -207,6 +207,11 @@ class MlflowRun:
             for item in sample.media:
                 self._send_media(item, sample.step)
 
+    def send_later(self, batch: Sequence[Sample], *, is_last: bool, has_steps: bool) -> int:
+        """Send metrics that were measured after their steps, and return how many of the samples were sent."""
+        self.send(batch)
+        return len(batch)
+
     def _send_media(self, item: Media, step: int) -> None:
         """Send an image, histogram or text as an artifact, replacing an existing artifact."""
         folder = f"media/{_NOT_IN_A_PATH.sub('_', item.name)}"
@@ -281,6 +286,22 @@ class WandbRun:
         for sample in batch:
             media = {item.name: self._of(item) for item in sample.media}
             self._run.log({**sample.values, **media, "_timestamp": sample.time_ms / 1000}, step=sample.step)
+
+    def send_later(self, batch: Sequence[Sample], *, is_last: bool, has_steps: bool) -> int:
+        """Send metrics that were measured after their steps, and return how many of the samples were sent.
+
+        Before the last call (`is_last`), at most one sample is sent after new steps (`has_steps`).
+        """
+        # W&B accepts no value for an earlier step, so these metrics have a step of their own as their axis.
+        # Each sample uses up one step of W&B, and two samples after a step would make W&B drop the next step.
+        sent = batch if is_last else batch[:1] if has_steps else ()
+        for sample in sent:
+            own = {}
+            for prefix in {name.partition("/")[0] for name in sample.values}:
+                self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+                own[f"{prefix}/step"] = sample.step
+            self._run.log({**sample.values, **own, "_timestamp": sample.time_ms / 1000})
+        return len(sent)
 
     def _of(self, item: Media) -> object:
         """Return the W&B object for an image, histogram or text."""

@@ -30,7 +30,7 @@ from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
 from trainkit.run.end import read_newest_end
-from trainkit.run.events import StepRecord, training_curve
+from trainkit.run.events import StepRecord, later_records, training_curve
 from trainkit.run.files import parse_time, read_json, refresh_listing, utc_now, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -53,6 +53,8 @@ class Position:
     time: str = ""
     problem: str = ""
     """The error message of the last transfer; empty if the transfer succeeded."""
+    num_later: int = 0
+    """Number of `later_records` sent to the tracker."""
 
 
 def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
@@ -185,7 +187,7 @@ class RunTracker:
         num_sent, problem = 0, ""
         unsent: list[Sample] | None = None
         try:
-            num_sent, unsent = self._send(limit)
+            num_sent, unsent = self._send(limit, is_last=state == "finished")
             if closes and self._tracker is not None:
                 self._tracker.close(state)
                 self.release()
@@ -207,8 +209,11 @@ class RunTracker:
         num_pending = sum(item.step <= limit for item in unsent)
         return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
-    def _send(self, limit: float) -> tuple[int, list[Sample]]:
-        """Send the steps up to `limit`; return the number of sent steps, and the samples of later steps."""
+    def _send(self, limit: float, *, is_last: bool) -> tuple[int, list[Sample]]:
+        """Send the steps up to `limit`; return the number of sent steps, and the samples of later steps.
+
+        Metrics that were measured after their steps are sent too; `is_last` is True if no step will follow.
+        """
         position = self._known_position()
         if self._tracker is None:
             found = samples(self.run, -1, math.inf)
@@ -218,13 +223,18 @@ class RunTracker:
             self._record(position)
             self._tracker = open_tracker(self.settings, read_facts(self.run), position.key)
             step = self._tracker.newest_step(position.place, position.step)
-            position = replace(position, place=self._tracker.place, step=step)
+            num_later = 0 if step < 0 else position.num_later
+            position = replace(position, place=self._tracker.place, step=step, num_later=num_later)
             self._record(position)
         found = samples(self.run, position.step, math.inf)
         batch = [item for item in found if item.step <= limit]
         if batch:
             self._tracker.send(batch)
-            self._record(replace(position, step=batch[-1].step, time=utc_now(), problem=""))
+            position = replace(position, step=batch[-1].step, time=utc_now(), problem="")
+            self._record(position)
+        if later := [_sample(record, ()) for record in later_records(self.run)[position.num_later :]]:
+            num_sent = self._tracker.send_later(later, is_last=is_last, has_steps=bool(batch))
+            self._record(replace(position, num_later=position.num_later + num_sent))
         return len(batch), found[len(batch) :]
 
     def _known_position(self) -> Position:

@@ -15,7 +15,7 @@ from trainkit.observe.group import GroupJson
 from trainkit.observe.logs import last_texts, log_of
 from trainkit.observe.status import RunStatus, notices_of, reading_of
 from trainkit.run.end import read_end
-from trainkit.run.events import Event, StepRecord
+from trainkit.run.events import Event, StepRecord, later_metrics
 from trainkit.run.files import INLINE, LEFT_OUT, numbers, parse_time, read_record, seconds_between, to_json
 from trainkit.run.history import CURVES, RunHistory, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
@@ -207,11 +207,13 @@ def read_view(
 def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
     """Return the curves of all metrics.
 
-    Validation losses are added, because the built-in trainer logs them as events.
+    Validation losses are added, because the built-in trainer logs them as events. Metrics that were measured
+    after their steps are in other files.
     """
     curves = history.metrics.curves()
     if val_losses := sorted(history.events.val_losses.items()):
         curves["val_loss"] = [(step, float(value)) for step, value in val_losses]
+    curves |= {name: list(values.items()) for name, values in later_metrics(history.run).items()}
     first = (*CURVES, "val_loss")
     return {name: curves[name] for name in dict.fromkeys((*first, *curves)) if name in curves}
 
