@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/job": (30, 7_107),
     "trainkit/launch": (18, 4_119),
     "trainkit/observe": (8, 1_878),
-    "trainkit/plan": (20, 4_787),
+    "trainkit/plan": (20, 4_788),
     "trainkit/run": (20, 5_556),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (55, 12_803),
