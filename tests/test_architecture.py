@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/job": (30, 7_124),
     "trainkit/launch": (18, 4_119),
     "trainkit/observe": (8, 1_882),
-    "trainkit/plan": (20, 4_789),
+    "trainkit/plan": (20, 4_790),
     "trainkit/run": (20, 5_576),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (55, 12_816),

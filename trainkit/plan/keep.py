@@ -58,7 +58,8 @@ class KeepRule:
             else:
                 part = item.strip() or "an empty part"
                 message = f"the rule {text!r} for keeping checkpoints is not valid: {part}"
-                raise UsageError(message, hint=_HINT)
+                hint = f"use last={text}" if text.isdecimal() else _HINT
+                raise UsageError(message, hint=hint)
         return cls(
             last=found.get("last", cls.last),
             every=found.get("every"),
