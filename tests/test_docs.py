@@ -359,3 +359,12 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     quoted += re.findall(r"^\| `(.*?)` \|", reasons, re.MULTILINE)
     assert len(quoted) > 30
     assert [message for message in quoted if not is_in_the_code(message)] == []
+
+
+def test_the_pages_count_and_list_the_layouts_of_the_parity_benchmark() -> None:
+    from benchmarks.parity import CASES
+
+    count, table = len(CASES), (ROOT / "benchmarks/README.md").read_text()
+    assert f"trains a model with {count} layouts" in (ROOT / "docs/layouts.md").read_text()
+    assert f"among the {count} layouts" in table
+    assert [case.name for case in CASES if f"| {case.num_procs} | {case.name} |" not in table] == []
