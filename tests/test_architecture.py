@@ -71,7 +71,7 @@ SIZES = {
     "trainkit/run": (20, 5_576),
     "trainkit/slurm": (8, 1_663),
     "trainkit/trainer": (55, 12_816),
-    "tests": (406, 68_915),
+    "tests": (406, 68_916),
 }
 """Maps a folder to its number of Python files and lines.
 
